@@ -175,7 +175,6 @@ def test_a_folder_of_save_to_disk_is_streamed_too(tmp_path, fields):
 @pytest.mark.parametrize(
     ("more", "field"),
     [
-        ({"split": "train[:10%]"}, "split"),
         ({"input_random_seed": -1}, "input_random_seed"),
         ({"packing": "none", "seq_length": 4}, "seq_length"),
     ],

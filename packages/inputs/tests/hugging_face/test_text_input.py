@@ -373,7 +373,7 @@ def test_urls_in_the_settings_of_a_local_folder_raise(raises, fields, folder):
         (".huggingface.yaml", configs.format(url)),
     ):
         (folder / name).write_text(text)
-        with raises(ConfigError, field=f"configs in {name}", value=url):
+        with raises(ConfigError, field="data_files", value=url):
             HuggingFaceInput(**{**fields, "path": str(folder), "data_files": None}).get_next()
         (folder / name).unlink()
 

@@ -230,7 +230,7 @@ def test_state_of_other_data_raises(lingvo):
     state = source.get_state()
     assert len(json.dumps(state)) < 200
     other = make(4)
-    assert_raises(lambda: other.set_state(state), field="batches in the state", value=6)
+    assert_raises(lambda: other.set_state(state), field="on_inexact_resume", value="refuse")
     assert values(other) == [[0], [1], [2], [3]]
 
 

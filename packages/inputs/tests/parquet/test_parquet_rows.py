@@ -195,7 +195,7 @@ def test_parquet_rows_raise_for_invalid_files_and_columns(raises, folder, tmp_pa
     assert (caught.value.field, caught.value.value) == ("paths", empty)
     dates = arrow.table({"when": arrow.array([0], arrow.timestamp("s"))})
     parquet.write_table(dates, tmp_path / "dates.parquet")
-    with pytest.raises(BadRecordError) as caught:
+    with pytest.raises(ConfigError) as caught:
         reader(folder, paths=[str(tmp_path / "dates.parquet")], columns=None).get_next()
     assert caught.value.field == "type of column 'when'"
 

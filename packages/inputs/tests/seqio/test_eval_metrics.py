@@ -21,10 +21,6 @@ def weighted_match(targets, predictions, aux_values):
     return {"weighted_match": sum(one * weight for one, weight in weighed)}
 
 
-def exact_match_of_aux(targets, predictions, aux_values):
-    return {"exact_match": 0.0}
-
-
 @pytest.fixture
 def make_text_input():
     """An input of texts, one example each."""

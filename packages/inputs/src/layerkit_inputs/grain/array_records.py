@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from layerkit.config.checks import require
-from layerkit.errors import ConfigError
 from layerkit_inputs.base.bad_records import BadRecordError, BadRecords
 from layerkit_inputs.base.errors import require_extra
 
@@ -83,15 +82,8 @@ class ArrayRecordFiles:
           num_records: Number of records of each file. None: read from the files when needed.
           num_bytes: Size of each file, checked when it is opened. None: not checked.
         """
-        if isinstance(paths, (str, os.PathLike)) or not paths:
-            raise ConfigError(
-                owner="ArrayRecordFiles", field="paths", value=paths, expected="a list of files"
-            )
+        require(paths, "ArrayRecordFiles", "paths", paths, "a list of files")
         self.paths = [os.fspath(path) for path in paths]
-        for field, values in (("num_records", num_records), ("num_bytes", num_bytes)):
-            is_valid = values is None or len(values) == len(paths)
-            expected = f"a number for each of the {len(paths)} files"
-            require(is_valid, "ArrayRecordFiles", field, values, expected)
         self._num_bytes = None if num_bytes is None else list(num_bytes)
         self._num_records = None if num_records is None else list(num_records)
         self._ends: np.ndarray | None = None
@@ -148,8 +140,8 @@ class ArrayRecordFiles:
         records: list[bytes | None] = [None] * len(files)
         for file in np.unique(files).tolist():
             places = np.flatnonzero(files == file)
-            found = self._read_file(file, within[places].tolist(), bad)
-            for place, record in zip(places.tolist(), found, strict=True):
+            read = self._read_file(file, within[places].tolist(), bad)
+            for place, record in zip(places.tolist(), read, strict=True):
                 records[place] = record
         return records
 
@@ -190,12 +182,8 @@ class ArrayRecordFiles:
         reader = open_array_record(self.paths[file], num_bytes=num_bytes)
         expected = None if self._num_records is None else self._num_records[file]
         if expected is not None and reader.num_records() != expected:
-            raise BadRecordError(
-                owner=self.paths[file],
-                field="records",
-                value=reader.num_records(),
-                expected=str(expected),
-            )
+            problem = f"{reader.num_records()} records instead of {expected}"
+            raise BadRecordError(problem, owner=self.paths[file])
         return reader
 
     def _reader(self, file: int) -> Any:
@@ -215,9 +203,7 @@ def find_array_records(folder: str | os.PathLike[str]) -> list[str]:
     Raises:
       FileNotFoundError: The folder has no such files.
     """
-    found = sorted(
-        str(path) for path in Path(folder).glob("*.array_record*") if path.name[0] != "."
-    )
-    if not found:
+    files = [str(path) for path in Path(folder).glob("*.array_record*") if path.name[0] != "."]
+    if not files:
         raise FileNotFoundError(f"{folder}: no *.array_record files there.")
-    return found
+    return sorted(files)

@@ -22,8 +22,10 @@ from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.errors import require_extra
 from layerkit_inputs.base.eval_padding import agreed_num_batches, pad_rows
 from layerkit_inputs.base.state import check_same_data
-from layerkit_inputs.grain.row_batches import check_row, stack_rows
+from layerkit_inputs.grain.row_batches import as_arrays, stack_rows
 from layerkit_inputs.grain.worker_transfer import RowList, RowsOfLists
+
+_END = object()  # after the last element of an epoch
 
 
 class GrainIterInput(BaseInput):
@@ -76,8 +78,8 @@ class GrainIterInput(BaseInput):
         """Return the data set of a host for one epoch."""
         expected = "a function (host_index, num_hosts, seed) that returns a grain.IterDataset"
         require(self.dataset is not None, self._label, "dataset", None, expected)
-        assert self.dataset is not None
-        return self.dataset(host_index=host_index, num_hosts=num_hosts, seed=seed)
+        make: Any = self.dataset
+        return make(host_index=host_index, num_hosts=num_hosts, seed=seed)
 
     def _rows_of_hosts(self) -> list[int] | None:
         """Return the number of rows of each host in an epoch, or None if it is unknown."""
@@ -123,14 +125,13 @@ class GrainIterInput(BaseInput):
     def _next_row(self) -> NestedMap | None:
         """Return the next readable row of the epoch, or None at its end."""
         while True:
-            try:
-                element = self._next_element()
-            except StopIteration:
+            element = self._next_element()
+            if element is _END:
                 return None
             try:
                 if isinstance(element, BadRecordError):
                     raise element
-                return check_row(element)
+                return as_arrays(element)
             except BadRecordError as error:
                 if error is not element:
                     error.owner = f"{self._label}, row {self._rows_done - 1}"
@@ -140,12 +141,11 @@ class GrainIterInput(BaseInput):
                 self._bad.report(file=where, record=self._rows_done - 1, problem=str(error))
 
     def _next_element(self) -> Any:
+        """Return the next element of the pipeline, or `_END`."""
         if self._iterator is None:
             self._iterate()
         try:
-            element = next(self._iterator)
-        except StopIteration:
-            raise
+            element = next(self._iterator, _END)
         except Exception as error:
             # An error in a worker is that of a list of rows.
             later = " or later" if self.num_workers else ""
@@ -155,7 +155,7 @@ class GrainIterInput(BaseInput):
                 raise OSError(f"{where}: {problem} ({error}).") from None
             error.add_note(f"In {where}.")
             raise
-        self._rows_done += 1
+        self._rows_done += element is not _END
         return element
 
     def _pipeline(self) -> Any:
@@ -193,7 +193,7 @@ class GrainIterInput(BaseInput):
         with contextlib.closing(iter(self._dataset_of_host(0, 1))) as iterator:
             for element in iterator:
                 if not isinstance(element, BadRecordError):
-                    return check_row(element)
+                    return as_arrays(element)
                 if self.on_bad_record == "refuse":
                     raise element
         raise self._config_error("the data set has no rows")

@@ -11,7 +11,7 @@ from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.bad_records import BadRecordError
 
 
-def check_row(row: Any) -> NestedMap:
+def as_arrays(row: Any) -> NestedMap:
     """Return a row as a NestedMap of arrays.
 
     Args:
@@ -28,7 +28,7 @@ def check_row(row: Any) -> NestedMap:
         if type(value) is np.ndarray:  # the most frequent type first
             array = value
         elif isinstance(value, Mapping):
-            checked[name] = check_row(value)
+            checked[name] = as_arrays(value)
             continue
         else:
             array = _as_array(value)
@@ -47,7 +47,7 @@ def stack_rows(rows: Sequence[NestedMap], *, name_of: Callable[[int], str]) -> N
     """Stack rows with the same fields, shapes and dtypes.
 
     Args:
-      rows: One or more rows from `check_row`.
+      rows: One or more rows from `as_arrays`.
       name_of: Function that returns the name of the row with an index in `rows`, for errors.
 
     Raises:

@@ -21,7 +21,11 @@ from layerkit_inputs.base.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.base.base_input import BaseInput, counted
 from layerkit_inputs.base.errors import require_extra
 from layerkit_inputs.hugging_face.unreadable_files import find_fault, first_unreadable
-from layerkit_inputs.parquet.row_group_sizes import MAX_ROW_GROUP_BYTES, check_row_group
+from layerkit_inputs.parquet.row_group_sizes import (
+    MAX_ROW_GROUP_BYTES,
+    declared_bytes,
+    too_large_error,
+)
 
 _FORMATS = ("arrow", "csv", "json", "parquet", "text")
 # Files in which a folder may name its data files.
@@ -94,8 +98,6 @@ class HuggingFaceData(BaseInput):
             saved = self._open_saved(datasets)
             return saved.to_iterable_dataset(num_shards=max(min(len(saved), _STREAMED_SHARDS), 1))
         builder = self._builder(datasets)
-        names = list(map(str, builder.config.data_files or [self.split]))
-        check_choice(self._label, names, split=self.split)
         with self._naming_unreadable_files():
             return builder.as_streaming_dataset(split=self.split)
 
@@ -113,17 +115,24 @@ class HuggingFaceData(BaseInput):
 
     def _builder(self, datasets: Any) -> Any:
         """Return the `datasets` builder of the files, after checks that they exist."""
-        self._check_path()
+        path = str(self.path)
+        if not self.allow_network:
+            if path not in _FORMATS and not Path(path).is_dir():
+                raise self._config_error(
+                    field="path",
+                    value=self.path,
+                    expected="an existing folder, or a format",
+                    choices=_FORMATS,
+                    hint="To look it up on the Hub, set allow_network=True.",
+                )
+            for url in self._urls():
+                raise self._config_error(field="data_files", value=url, hint=_READ_URLS)
         splits = [name.strip() for name in re.findall(r"(?:^|\+)([^\[+]+)", self.split)]
         files = self._files_by_split(splits)
-        try:
+        with self._naming_unreadable_files():
             builder = datasets.load_dataset_builder(
-                str(self.path), self.config_name, data_files=files, cache_dir=self.cache_dir
+                path, self.config_name, data_files=files, cache_dir=self.cache_dir
             )
-        except (ValueError, OSError) as error:
-            raise self._config_error(
-                f"cannot be opened ({error})", field="path", value=self.path
-            ) from error
         self._format = builder.name
         if by_split := builder.config.data_files:
             for split in splits:
@@ -148,26 +157,18 @@ class HuggingFaceData(BaseInput):
             with self._naming_unreadable_files():
                 metadata = parquet.read_metadata(file)
             for number in range(metadata.num_row_groups):
-                owner = f"{self._label}: {file}, row group {number}"
-                check_row_group(metadata, number, columns=None, max_bytes=most, owner=owner)
+                if (size := declared_bytes(metadata, number, columns=None)) > most:
+                    owner = f"{self._label}: {file}, row group {number}"
+                    raise too_large_error(size, most, owner=owner)
 
-    def _check_path(self) -> None:
-        path = self.path
-        if path is not None and (self.allow_network or path in _FORMATS):
-            return
-        if path is not None and Path(path).is_dir():
-            for name in _SETTINGS:
-                if urls := _urls_of_settings(Path(path, name)):
-                    field = f"configs in {name}"
-                    raise self._config_error(field=field, value=urls[0], hint=_READ_URLS)
-            return
-        raise self._config_error(
-            field="path",
-            value=path,
-            expected="an existing folder, or a format",
-            choices=_FORMATS,
-            hint="To look it up on the Hub, set allow_network=True.",
-        )
+    def _urls(self) -> Iterator[str]:
+        """Yield the URLs in `data_files`, or those that a folder names in its settings."""
+        files = self.data_files or ()
+        for entries in files.values() if isinstance(files, Mapping) else [files]:
+            entries = [entries] if isinstance(entries, str) else entries
+            yield from (entry for entry in entries if "://" in entry)
+        for name in _SETTINGS:
+            yield from _urls_of_settings(Path(str(self.path), name))
 
     def _files_by_split(self, splits: Sequence[str]) -> dict[str, list[str]] | None:
         """Return the checked files of some splits in `data_files`, or None if it is unset."""
@@ -189,8 +190,6 @@ class HuggingFaceData(BaseInput):
 
     def _matches(self, entry: str) -> list[str]:
         if "://" in entry:
-            if not self.allow_network:
-                raise self._config_error(field="data_files", value=entry, hint=_READ_URLS)
             return [entry]
         matches = sorted(str(Path(match).absolute()) for match in glob.glob(entry, recursive=True))
         if not matches:

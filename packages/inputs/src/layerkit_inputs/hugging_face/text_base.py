@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from layerkit.config.checks import require
 from layerkit_inputs.base.bad_records import CONVERSATIONS
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS
 from layerkit_inputs.base.errors import require_extra
@@ -50,32 +51,39 @@ class HuggingFaceText(HuggingFaceData):
         if isinstance(self._tokenizer, ByteTokenizer):
             self.token_unit = "byte"  # type: ignore[misc]  # of this instance
 
-    def _text_columns(self) -> list[str]:
-        return [*([] if self.inputs_field is None else [self.inputs_field]), self.text_field]
-
-    def _check_text_columns(self, schema: Any) -> None:
-        """Check that an Arrow schema has the columns."""
+    def _column(self, table: Any, field: str) -> Any:
+        """Return the column that a field names, as bytes or as lists of token ids."""
         arrow = require_extra("pyarrow", needed_by=type(self).__qualname__)
-        has_conversations = any(is_list_of_structs(arrow, kind) for kind in schema.types)
-        for field in ("text_field", "inputs_field"):
-            name = getattr(self, field)
-            if name is not None and name not in schema.names:
-                hint = CONVERSATIONS if has_conversations else None
-                raise self._config_error(field=field, value=name, choices=schema.names, hint=hint)
+        name = getattr(self, field)
+        if name not in table.schema.names:
+            is_chat = any(is_list_of_structs(arrow, kind) for kind in table.schema.types)
+            hint = CONVERSATIONS if is_chat else None
+            names = table.schema.names
+            raise self._config_error(field=field, value=name, choices=names, hint=hint)
+        column = table.column(name)
+        kind = column.type
+        if arrow.types.is_string(kind) or arrow.types.is_large_string(kind):
+            # As bytes, so that invalid UTF-8 is found when the text is decoded.
+            return column.cast(arrow.large_binary())
+        if arrow.types.is_null(kind):  # every example is reported as one without text
+            return column
+        is_list = arrow.types.is_list(kind) or arrow.types.is_large_list(kind)
+        if not is_list or not arrow.types.is_integer(kind.value_type):
+            raise self._config_error(
+                field=f"type of column {name!r}",
+                value=str(kind),
+                expected="strings, or lists of integers (token ids)",
+                hint=CONVERSATIONS if is_list_of_structs(arrow, kind) else None,
+            )
+        expected = f"the tokenizer that made the ids of column {name!r}"
+        require(self.tokenizer is not None, self._label, "tokenizer", None, expected)
+        return column
 
     def _examples(self, table: Any, order: Sequence[int]) -> Iterator[tuple[int, Example | str]]:
         """Yield the row number, and the example or its problem, of rows of an Arrow table."""
-        arrow = require_extra("pyarrow", needed_by=type(self).__qualname__)
-        self._check_text_columns(table.schema)
-        columns = []
-        for name in self._text_columns():
-            column = table.column(name)
-            if arrow.types.is_string(column.type) or arrow.types.is_large_string(column.type):
-                # As bytes, so that invalid UTF-8 is found when the text is decoded.
-                column = column.cast(arrow.large_binary())
-            else:
-                self._check_ids_column(arrow, name, column.type)
-            columns.append(column)
+        columns = [self._column(table, "text_field")]
+        if self.inputs_field is not None:
+            columns.insert(0, self._column(table, "inputs_field"))
         for row in order:
             try:
                 parts = [self._tokens(column[row].as_py()) for column in columns]
@@ -87,25 +95,6 @@ class HuggingFaceText(HuggingFaceData):
             else:
                 inputs = parts[0] if len(parts) > 1 else np.zeros(0, np.int32)
                 yield row, Example(inputs, parts[-1])
-
-    def _check_ids_column(self, arrow: Any, name: str, kind: Any) -> None:
-        is_list = arrow.types.is_list(kind) or arrow.types.is_large_list(kind)
-        if arrow.types.is_null(kind):  # every example is reported as one without text
-            return
-        if not is_list or not arrow.types.is_integer(kind.value_type):
-            raise self._config_error(
-                field=f"type of column {name!r}",
-                value=str(kind),
-                expected="strings, or lists of integers (token ids)",
-                hint=CONVERSATIONS if is_list_of_structs(arrow, kind) else None,
-            )
-        if self.tokenizer is None:
-            raise self._config_error(
-                f"column {name!r} holds token ids",
-                field="tokenizer",
-                value=None,
-                expected="the tokenizer that made the ids",
-            )
 
     def _tokens(self, value: bytes | list[int] | None) -> np.ndarray:
         if value is None:

@@ -54,19 +54,18 @@ class TokenisedText(HuggingFaceText, IndexedInput):
     @functools.cached_property
     def _documents(self) -> Documents:
         data = self._open_mapped()
-        self._check_text_columns(data.features.arrow_schema)
         most = self._most_examples()
         if most is not None and most < len(data):
             data = data.select(range(most))
-        first = data[:NUM_FIRST_TEXTS][self.text_field]
-        self._texts_to_check = [
-            text.encode()[:FIRST_TEXT_BYTES] for text in first if type(text) is str
-        ]
         num_skipped_files = self._bad.num_skipped
         tokenized = self._tokenize(data) if len(data) else data
         if not len(tokenized):
             raise self._config_error(f"no usable examples in {self._describe_files()}")
         self._bad.num_skipped = num_skipped_files + len(data) - len(tokenized)
+        first = data[:NUM_FIRST_TEXTS][self.text_field]
+        self._texts_to_check = [
+            text.encode()[:FIRST_TEXT_BYTES] for text in first if type(text) is str
+        ]
         chunks = tokenized.data.column("ids").chunks
         pieces, sizes = [], []
         for chunk in chunks:

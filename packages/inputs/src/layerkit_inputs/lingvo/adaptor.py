@@ -16,7 +16,7 @@ import re
 import warnings
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -93,13 +93,13 @@ class LingvoInputAdaptor(BaseInput):
         self._tf = prepare()
         expected = "params of a Lingvo input generator, such as MyInputGenerator.Params()"
         require(self.input is not None, self._label, "input", None, expected)
-        assert self.input is not None
         self._check_at_least(1, "num_batches")
-        self._params = self.input.Copy()
+        params: Any = self.input
+        self._params = params.Copy()
         self._set_file_random_seed()
         self._cluster = self._make_cluster()
         self._lingvo_input: Any = None
-        self._read: Callable[[], Any] | None = None
+        self._read: Any = None
         self._is_endless = self._must_drain = False
         self._restart_counts()
         if self.batch_size_is_lingvos:
@@ -127,13 +127,9 @@ class LingvoInputAdaptor(BaseInput):
         seed = value_of(self._params, "file_random_seed")
         if not seed:
             return
-        if not self.allow_fixed_file_random_seed:
-            raise self._config_error(
-                field="input.file_random_seed",
-                value=seed,
-                expected="0, since with a fixed seed hosts may read the same records",
-                hint="Or set allow_fixed_file_random_seed=True, and each host adds its index.",
-            )
+        expected = "0, or allow_fixed_file_random_seed=True, with which each host adds its index"
+        is_allowed = self.allow_fixed_file_random_seed
+        require(is_allowed, self._label, "input.file_random_seed", seed, expected)
         self._params.file_random_seed = seed + self.infeed_host_index
 
     def _make_cluster(self) -> Any:
@@ -206,7 +202,6 @@ class LingvoInputAdaptor(BaseInput):
         if self._num_read == self._most_reads():
             raise StopIteration
         self._open()
-        assert self._read is not None
         try:
             with self._scope():
                 batch = self._read()
@@ -245,14 +240,9 @@ class LingvoInputAdaptor(BaseInput):
 
     def _next(self) -> NestedMap:
         self._open()
-        if self._is_endless and not self._may_be_endless:
-            raise self._config_error(
-                "the Lingvo input has no end, but one epoch should be read",
-                field="cluster_do_eval",
-                value=self.cluster_do_eval,
-                hint="Set cluster_do_eval=True, and repeat_count=1 on a native input. Or set "
-                "num_batches, or repeat=True with eval_loop_num_batches.",
-            )
+        has_end = self._may_be_endless or not self._is_endless
+        expected = "True, or num_batches or eval_loop_num_batches, since the data have no end"
+        require(has_end, self._label, "cluster_do_eval", self.cluster_do_eval, expected)
         batch = self._make_batch()
         self._num_made += 1
         self._checksum = _add_to_checksum(batch, self._checksum)
@@ -309,18 +299,9 @@ class LingvoInputAdaptor(BaseInput):
         """Read the batches before a position again, and check that they are the same."""
         self.reset()
         num_batches = position["num_batches"]
-        try:
+        with contextlib.suppress(StopIteration):  # data that have become shorter
             for _ in range(num_batches):
                 self._next()
-        except StopIteration:
-            num_made = self._num_made
-            self.reset()
-            raise self._config_error(
-                field="batches in the state",
-                value=num_batches,
-                expected=f"at most {num_made}, the number of batches of the data",
-                hint="Restore with the data and fields that wrote the state.",
-            ) from None
         if self._checksum == position["checksum"]:
             return
         if self.on_inexact_resume == "new_order":
@@ -328,12 +309,10 @@ class LingvoInputAdaptor(BaseInput):
             return
         self.reset()
         raise self._config_error(
-            f"the first {num_batches} batches differ from those when the state was written: the "
-            "data have changed, or the Lingvo input has randomness without a seed",
+            f"the first {num_batches} batches differ from those when the state was written",
             field="on_inexact_resume",
             value=self.on_inexact_resume,
-            hint="Restore with the same data, or set on_inexact_resume='new_order' to resume with "
-            "other batches, in which records may repeat.",
+            expected="the same data in the same order, or 'new_order' to resume with other batches",
         )
 
     def ids_to_strings(
@@ -365,13 +344,10 @@ class LingvoInputAdaptorNewBatchSize(LingvoInputAdaptor):
             self._current = self._read_lingvo_batch()
             self._current_start = 0
             rows = num_rows_of(self._current)
-            if self.endless and rows % self.local_batch_size:
-                # In evaluation, the last batch may be incomplete.
-                raise self._config_error(
-                    field="batch_size",
-                    value=self.batch_size,
-                    expected=f"a divisor of {rows}, the rows of a batch of the Lingvo input",
-                )
+            # In evaluation, the last batch may be incomplete.
+            is_divisor = not self.endless or rows % self.local_batch_size == 0
+            expected = f"a divisor of {rows}, the rows of a batch of the Lingvo input"
+            require(is_divisor, self._label, "batch_size", self.batch_size, expected)
         part = slice(self._current_start, self._current_start + self.local_batch_size)
         self._current_start = part.stop
         return self._complete(self._current.transform(lambda array: array[part]))

@@ -24,13 +24,9 @@ class _OneEpochOfAllHosts(LingvoInputAdaptor):
         super().__post_init__()
         # In evaluation, Lingvo's bucketing drops incomplete batches at the end.
         limits = value_of(self._params, "bucket_batch_limit") or [1]
-        if max(limits) > 1 and hasattr(self._params.cls, "ProcessDataset"):
-            raise self._config_error(
-                field="input.bucket_batch_limit",
-                value=limits,
-                expected="1 for each bucket, since Lingvo drops the rows of an incomplete batch",
-                hint="Set the rows of a batch by batch_size of this adaptor.",
-            )
+        if hasattr(self._params.cls, "ProcessDataset"):
+            expected = "1 for each bucket, since Lingvo drops the rows of an incomplete batch"
+            require(max(limits) == 1, self._label, "input.bucket_batch_limit", limits, expected)
 
     def _set_file_random_seed(self) -> None:
         """Keep the seed, since all hosts read the same stream."""

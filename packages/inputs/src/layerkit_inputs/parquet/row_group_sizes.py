@@ -65,31 +65,25 @@ def read_row_group(file: Any, number: int, *, columns: Sequence[str] | None, max
       BadRecordError: The row group declares more bytes, or decodes to more.
     """
     arrow = require_extra("pyarrow", needed_by="Parquet files")
-    check_row_group(file.metadata, number, columns=columns, max_bytes=max_bytes)
+    if (size := declared_bytes(file.metadata, number, columns=columns)) > max_bytes:
+        raise too_large_error(size, max_bytes)
     batches, size = [], 0
     for batch in file.iter_batches(_ROWS, row_groups=[number], columns=columns):
-        size += batch.nbytes
-        if size > max_bytes:
-            raise _too_large(size, max_bytes)
         batches.append(batch)
+        if (size := size + batch.nbytes) > max_bytes:
+            raise too_large_error(size, max_bytes)
     return arrow.Table.from_batches(batches)
 
 
-def check_row_group(
-    metadata: Any,
-    number: int,
-    *,
-    columns: Sequence[str] | None,
-    max_bytes: int,
-    owner: str | None = None,
-) -> None:
-    """Raise `BadRecordError` if the columns of a row group declare more than `max_bytes`."""
-    size = 0
-    for column in _columns(metadata, number, columns):
-        width = _VALUE_BYTES.get(column.physical_type, _OFFSET_BYTES)
-        size += max(column.num_values * width, column.total_uncompressed_size)
-    if size > max_bytes:
-        raise _too_large(size, max_bytes, owner)
+def declared_bytes(metadata: Any, number: int, *, columns: Sequence[str] | None) -> int:
+    """Return the size of the decoded columns of a row group that a file declares."""
+    return sum(
+        max(
+            column.num_values * _VALUE_BYTES.get(column.physical_type, _OFFSET_BYTES),
+            column.total_uncompressed_size,
+        )
+        for column in _columns(metadata, number, columns)
+    )
 
 
 def texts_of(column: Any) -> Iterator[bytes | None]:
@@ -109,7 +103,8 @@ def _columns(metadata: Any, number: int, names: Sequence[str] | None) -> Iterato
             yield column
 
 
-def _too_large(size: int, max_bytes: int, owner: str | None = None) -> BadRecordError:
+def too_large_error(size: int, max_bytes: int, *, owner: str | None = None) -> BadRecordError:
+    """Return the error about a row group of more than `max_bytes`."""
     return BadRecordError(
         f"the row group takes at least {size:,} bytes in memory",
         owner=owner,

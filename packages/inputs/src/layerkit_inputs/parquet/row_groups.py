@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from layerkit.errors import ConfigError
 from layerkit_inputs.base.bad_records import BadRecordError
 from layerkit_inputs.base.errors import require_extra
 from layerkit_inputs.parquet.row_group_sizes import open_parquet, read_row_group
@@ -82,15 +83,22 @@ class _Rows:
         arrow = require_extra("pyarrow", needed_by="ParquetRows")
         try:
             with open_parquet(self._group.path, columns=self._columns) as file:
-                self._check_types(file.metadata.schema.to_arrow_schema())
+                for field in file.metadata.schema.to_arrow_schema():
+                    is_read = self._columns is None or field.name in self._columns
+                    if is_read and _kind_of(field.type) is None:  # values may have any size
+                        raise ConfigError(
+                            owner=self._group.path,
+                            field=f"type of column {field.name!r}",
+                            value=str(field.type),
+                            expected="numbers, booleans, text, bytes or lists of numbers",
+                            hint="Set columns to the names of the other columns.",
+                        )
                 table = read_row_group(
                     file, self._group.number, columns=self._columns, max_bytes=self._max_bytes
                 )
             if len(table) != len(self):
                 problem = f"{len(table)} rows instead of {len(self)}"
                 raise BadRecordError(problem, owner=str(self._group))
-        except _ColumnTypeError:
-            raise
         except BadRecordError as error:
             error.owner = str(self._group)
             self._decoded = error
@@ -105,22 +113,6 @@ class _Rows:
             for name, column in self._decoded.items():
                 for row in np.flatnonzero(column.has_null).tolist():
                     self._null_in.setdefault(row, name)
-
-    def _check_types(self, schema: Any) -> None:
-        """Raise for a column of another type, whose decoded values may have any size."""
-        for field in schema:
-            if (self._columns is None or field.name in self._columns) and not _kind_of(field.type):
-                raise _ColumnTypeError(
-                    owner=self._group.path,
-                    field=f"type of column {field.name!r}",
-                    value=str(field.type),
-                    expected="numbers, booleans, text, bytes or lists of numbers",
-                    hint="Set columns to the names of the other columns.",
-                )
-
-
-class _ColumnTypeError(BadRecordError):
-    """An error about a column that no row group can have, so that none is skipped for it."""
 
 
 def _kind_of(kind: Any) -> Literal["number", "numbers", "text"] | None:

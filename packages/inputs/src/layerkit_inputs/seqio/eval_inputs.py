@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 from layerkit.config import Config
-from layerkit.config.checks import check_choice
-from layerkit.errors import ConfigError
+from layerkit.config.checks import check_choice, require
 from layerkit_inputs.seqio.eval_metrics import has_predictions, has_scores
 from layerkit_inputs.seqio.seqio_input import SeqIOInput
 from layerkit_inputs.seqio.tasks import find_provider, import_seqio
@@ -73,12 +72,6 @@ def get_eval_hparams_for_seqio(
         values = {"name": task.name, "split_name": split, **defaults, **source, **fields}
         lengths = dict(feature_lengths)
         configs.append(SeqIOInput.HParams.config(task_feature_lengths=lengths, **values))
-    if not configs:
-        raise ConfigError(
-            "no task is left to evaluate; the log gives the reasons",
-            owner=_OWNER,
-            field="task_or_mixture_name",
-            value=provider.name,
-            hint="Set require_metric_fns=False for the loss of tasks without metrics.",
-        )
+    expected = "a task to evaluate; the log says why each task was left out"
+    require(configs, _OWNER, "task_or_mixture_name", provider.name, expected)
     return configs

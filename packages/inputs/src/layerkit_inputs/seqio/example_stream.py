@@ -104,10 +104,8 @@ class TaskExamples:
                     raise StopIteration
                 epochs_without += 1
                 if epochs_without > _MOST_EMPTY_EPOCHS:
-                    raise ConfigError(
-                        f"task {self.task.name} has no examples in split {self._options.split!r}, "
-                        "or none in the files of this host"
-                    )
+                    share = f"split {self._options.split!r} has no examples for this host"
+                    raise ConfigError(f"task {self.task.name}: {share}")
                 self._move_to(self._epoch + 1, 0, 0)
                 continue
             example = self._read_from(int(order[self._shards_done]))
@@ -142,11 +140,8 @@ class TaskExamples:
             )
             if record is None:
                 return None
-        raise ConfigError(
-            f"{_MOST_BAD_IN_A_ROW} consecutive records of {self._name_of(shard)} cannot be read: "
-            f"{_first_line(problem)}",
-            hint="Check that the preprocessors of the task fit the data.",
-        )
+        records = f"{_MOST_BAD_IN_A_ROW} consecutive records of {self._name_of(shard)}"
+        raise ConfigError(f"{records} cannot be read: {_first_line(problem)}")
 
     def _read_in_chunks(self, shard: int) -> Example:
         try:

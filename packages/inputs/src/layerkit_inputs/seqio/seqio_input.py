@@ -15,6 +15,7 @@ The field `each_host_reads` decides how hosts share the work:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -40,6 +41,8 @@ from layerkit_inputs.seqio.example_stream import (
 from layerkit_inputs.seqio.shard_pipelines import ReadOptions
 from layerkit_inputs.seqio.tasks import TaskOrMixture, WeightedTask, find_tasks
 
+_LOG = logging.getLogger(__name__)
+_ONE_SEQUENCE = ("language_model", "prefix_lm")
 _FEATURES_OF = {
     "language_model": ("targets",),
     "prefix_lm": ("inputs", "targets"),
@@ -97,8 +100,8 @@ class SeqIOInput(BaseInput):
     """Number of parts of an epoch, which are read in order and have several files each. Fewer parts
     mix more files, and resuming reads a larger part again. None: one part per file."""
     each_host_reads: Literal["everything", "own_shards"] | None = None
-    """Division of work between hosts, see above. None: `own_shards` in training, else
-    `everything`."""
+    """Division of work between hosts, see above. None: `own_shards`. Evaluation always reads
+    `everything`, since its examples are numbered over all hosts."""
     tfds_data_dir: str | None = None
     """Folder of the TFDS data of this input. None: the folder that the tasks give."""
     use_task_metrics: bool = True
@@ -117,8 +120,10 @@ class SeqIOInput(BaseInput):
             self.use_packing = self.is_training and self.feature_converter != "prompts"
         if self.shuffle is None:
             self.shuffle = self.is_training
-        if self.each_host_reads is None:
-            self.each_host_reads = "own_shards" if self.is_training else "everything"
+        if not self.is_training:
+            self.each_host_reads = "everything"
+        elif self.each_host_reads is None:
+            self.each_host_reads = "own_shards"
         # As in Praxis, False counts negative ids too, whereas None leaves them to the data.
         negative_ids: NegativeIds = (
             "weight" if self.weights_on_targets_only is False else "no_weight"
@@ -137,7 +142,7 @@ class SeqIOInput(BaseInput):
                 tfds_data_dir=self.tfds_data_dir,
                 is_training=self.is_training,
             )
-        self._check_evaluation()
+        self._check_rows()
         self._opened: Rows | None = None
         self._start: dict[str, Any] = {}
         self._identity: dict[str, Any] = {}
@@ -390,35 +395,18 @@ class SeqIOInput(BaseInput):
             first_token=self.first_token,
         )
 
-    def _check_evaluation(self) -> None:
-        """Check that rows have what metrics and features of single examples need."""
-        if not self.is_training:
-            # Hosts with their own shards would give two examples one number.
-            reads_all = self.each_host_reads == "everything"
-            expected = "'everything' in evaluation"
-            require(reads_all, self._label, "each_host_reads", self.each_host_reads, expected)
-        single = list(self._format.passed_through)
-        if self.has_score_metrics or self.has_prediction_metrics:
-            single.append("metrics")
-        if self.feature_converter == "prompts":
-            single.append("prompts")
-        if self.use_packing and single:
-            expected = f"False, since {single} belong to single examples"
-            raise self._config_error(field="use_packing", value=True, expected=expected)
-        if not self._computes_metrics:
-            return
-        for task in self._task_list:
-            num_objects = len(task.metric_objs) - len(task.metric_fns)
-            expected = "0; use metric_fns, or set use_task_metrics=False"
-            field = f"metric_objs of task {task.name}"
-            require(num_objects <= 0, self._label, field, num_objects, expected)
-        counts_inputs = (
-            self.feature_converter in ("language_model", "prefix_lm")
-            and "inputs" in self._format.lengths
-            and not self.weights_on_targets_only
-        )
-        if counts_inputs and self.has_score_metrics:
+    def _check_rows(self) -> None:
+        single = [*self._format.passed_through]
+        single += ["metrics"] if self.has_score_metrics or self.has_prediction_metrics else []
+        single += ["prompts"] if self.feature_converter == "prompts" else []
+        expected = f"False, since {single} belong to single examples"
+        is_valid = not (self.use_packing and single)
+        require(is_valid, self._label, "use_packing", self.use_packing, expected)
+        scores_inputs = "inputs" in self._format.lengths and not self.weights_on_targets_only
+        if self.has_score_metrics and scores_inputs and self.feature_converter in _ONE_SEQUENCE:
             expected = "True, since the tasks have metrics of the scores of targets"
-            raise self._config_error(
-                field="weights_on_targets_only", value=False, expected=expected
-            )
+            value = self.weights_on_targets_only
+            require(value, self._label, "weights_on_targets_only", value, expected)
+        for task in self._task_list if self._computes_metrics else ():
+            if len(task.metric_objs) > len(task.metric_fns):
+                _LOG.warning("task %s: metric objects are not computed, only metric_fns", task.name)

@@ -20,7 +20,6 @@ import numpy as np
 
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.bad_records import BadRecords
-from layerkit_inputs.base.tf_iterator import TensorIterator, has_tensors_only
 from layerkit_inputs.seqio.tasks import import_seqio, import_tensorflow
 
 _CHUNK_EXAMPLES = 64
@@ -112,7 +111,7 @@ class ShardPipelines:
         if in_chunks and made.with_lengths is not None and not (skips_bad_records and start):
             dataset = self._from(start, self._shuffled(made.with_lengths, seed))
             chunks = self._in_chunks(dataset).prefetch(_CHUNKS_AHEAD)
-            return _examples_of_chunks(_run_tensors(chunks), made.features)
+            return _examples_of_chunks(_run(chunks), made.features)
         dataset = self._shuffled(made.examples, seed)
         if skips_bad_records:
             return _skip_past_errors(_run(dataset), start)
@@ -218,24 +217,6 @@ def _run(dataset: Any) -> Iterator[Any]:
     return _in_fixed_order(dataset).as_numpy_iterator()
 
 
-def _run_tensors(dataset: Any) -> Iterator[Any]:
-    """Iterate as `_run` over flat tuples of features, with prefetching from the start."""
-    tf = import_tensorflow()
-    if not has_tensors_only(tf, dataset):
-        return _run(dataset)
-    return _elements_of(TensorIterator(tf, _in_fixed_order(dataset)))
-
-
-def _elements_of(iterator: TensorIterator) -> Iterator[list[np.ndarray]]:
-    end = import_tensorflow().errors.OutOfRangeError
-    while True:
-        try:
-            tensors = iterator.get_next()
-        except end:
-            return
-        yield [np.asarray(tensor) for tensor in tensors]
-
-
 def _in_fixed_order(dataset: Any) -> Any:
     options = import_tensorflow().data.Options()
     options.deterministic = True
@@ -280,10 +261,8 @@ def _skip_past_errors(iterator: Iterator[Example], count: int) -> Iterator[Examp
         try:
             next(iterator)
         except StopIteration:
-            raise ConfigError(
-                f"a shard ended {count} examples before the position to resume at",
-                hint="Check that the files are those of the checkpoint.",
-            ) from None
+            problem = f"a shard has {count} examples fewer than when the state was written"
+            raise ConfigError(problem) from None
         except (errors.InvalidArgumentError, errors.UnknownError):
             continue  # a bad record, which was counted when it was first read
         count -= 1

@@ -93,10 +93,19 @@ def find_tasks(
     if tfds_data_dir is not None:
         provider = _with_data_dir(seqio, provider, tfds_data_dir)
     tasks = seqio.get_subtasks(provider)
-    _check_features(tasks, feature_lengths)
+    features = tasks[0].output_features
+    for name in feature_lengths:
+        check_choice(None, sorted(features), task_feature_lengths=name)
+    required = [name for name, feature in features.items() if feature.required]
+    missing = [name for name in required if name not in feature_lengths]
+    expected = f"a length for each feature of {tasks[0].name}; missing: {', '.join(missing)}"
+    require_valid(not missing, None, "task_feature_lengths", dict(feature_lengths), expected)
+    reserved = sorted(_BATCH_NAMES & feature_lengths.keys())
+    expected = "features with other names than the arrays of a batch"
+    require_valid(not reserved, None, "task_feature_lengths", reserved, expected)
     for task in tasks:
-        if isinstance(task.source, seqio.TfdsDataSource):
-            _check_prepared(task)
+        if isinstance(task.source, seqio.TfdsDataSource) and (problem := _data_problem(task)):
+            raise ConfigError(f"task {task.name}: {problem}", field="tfds_data_dir")
     splits = {name for task in tasks for name in task.splits}
     check_choice(None, sorted(splits), split_name=split)
     if without := [task.name for task in tasks if split not in task.splits]:
@@ -141,37 +150,20 @@ def find_provider(mixture_or_task: Any) -> Any:
     return seqio.get_mixture_or_task(mixture_or_task)
 
 
-def _check_features(tasks: list[Any], lengths: Mapping[str, int]) -> None:
-    features = tasks[0].output_features
-    for name in lengths:
-        check_choice(None, sorted(features), task_feature_lengths=name)
-    missing = [name for name, feature in features.items() if feature.required]
-    missing = [name for name in missing if name not in lengths]
-    expected = f"a length for each feature of {tasks[0].name}; missing: {', '.join(missing)}"
-    require_valid(not missing, None, "task_feature_lengths", dict(lengths), expected)
-    reserved = sorted(_BATCH_NAMES & lengths.keys())
-    expected = "features with other names than the arrays of a batch"
-    require_valid(not reserved, None, "task_feature_lengths", reserved, expected)
-
-
-def _check_prepared(task: Any) -> None:
-    """Raise if the data of a task are missing, which SeqIO would download."""
+def _data_problem(task: Any) -> str | None:
+    """Return why TFDS data cannot be read, or None. SeqIO would download missing data."""
     loader = task.source.tfds_dataset
     if loader.tfds_splits is not None:
-        return
+        return None
     tfds = require_extra("tensorflow_datasets", needed_by=_NEEDED_BY)
     problem = "no complete data set there; run tfds.load(name, data_dir=...) once"
     try:
         if loader.builder.is_prepared():
-            return
+            return None
     except (tfds.core.DatasetNotFoundError, AssertionError, OSError, ValueError) as error:
         problem = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    where = f"{loader.name} in {loader.data_dir or tfds.core.constants.DATA_DIR}"
-    raise ConfigError(
-        f"task {task.name}: cannot find {where}: {problem}",
-        field="tfds_data_dir",
-        value=loader.data_dir,
-    )
+    folder = loader.data_dir or tfds.core.constants.DATA_DIR
+    return f"cannot find {loader.name} in {folder}: {problem}"
 
 
 def _with_data_dir(seqio: ModuleType, provider: Any, data_dir: str) -> Any:
