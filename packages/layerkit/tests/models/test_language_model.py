@@ -19,7 +19,7 @@ from layerkit.layers.basic.positions import (
     PositionalEmbedding,
     RotaryPositionalEmbedding,
     TrainablePositionalEmbedding,
-    with_longest_sequence,
+    set_longest_sequence,
 )
 from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
 from layerkit.layers.transformer.stacks import (
@@ -187,7 +187,7 @@ def test_decoding_beyond_the_trained_length_equals_whole_rows(trained, name):
     variables = random_weights(model)
     if trained < LENGTHS.max():
         # Its whole batch has the factors of long rows, as in Transformers.
-        model_of_rows = model.clone(lm_tpl=with_longest_sequence(lm_tpl, 64))
+        model_of_rows = model.clone(lm_tpl=set_longest_sequence(lm_tpl, 64))
     else:
         model_of_rows = model
 

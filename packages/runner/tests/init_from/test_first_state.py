@@ -15,7 +15,7 @@ from etils import epath
 
 from layerkit.config import Configurable, Partial
 from layerkit.config.nested_map import NestedMap
-from layerkit.layers.quantization.lora import LORA_WEIGHTS, with_lora
+from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
 from layerkit.models import DpoModel, LanguageModel, TransformerLm
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from import plan_first_state
@@ -226,7 +226,7 @@ def test_rules_stack_layers(begin: Any, tmp_path: Path):
 
 
 def test_adapters_on_a_pretrained_model(begin: Any):
-    model = with_lora(begin.model(), rank=2)
+    model = add_lora(begin.model(), rank=2)
     place = {"shape": [2, 2, 2], "trainable": (LORA_WEIGHTS,)}
     partitioner, task, first, before = first_state(begin, begin.job, model=model, bound=place)
     adapters = {name for name in weights(before) if "lora_" in name}

@@ -13,7 +13,7 @@ import pytest
 
 from layerkit.config import build
 from layerkit.interop.hugging_face import export_model, model_config
-from layerkit.layers.quantization.lora import with_lora
+from layerkit.layers.quantization.lora import add_lora
 from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from import plan_first_state
@@ -66,7 +66,7 @@ def test_weights_of_a_pipelined_model(folder: tuple[Path, dict[str, Any]], begin
     model = model_config(path)
     layer = model.lm_tpl.stack_tpl.layer_tpl
     stack = PipelinedTransformer.HParams.config(
-        num_stages=2, num_microbatches=2, layer_tpl=with_lora(layer, rank=2)
+        num_stages=2, num_microbatches=2, layer_tpl=add_lora(layer, rank=2)
     )
     model.lm_tpl.stack_tpl = stack
     first = plan_first_state(*begin.bound(model, begin=begin.init_from(path)))()

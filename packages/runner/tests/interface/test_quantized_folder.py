@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 import layerkit_runner
 from layerkit.config import Config, Partial
 from layerkit.errors import ConfigError
-from layerkit.layers import dequantize_model, with_lora
+from layerkit.layers import add_lora, dequantize_model
 from layerkit.layers.quantization.lora import LORA_WEIGHTS
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from import InitFrom, Source
@@ -86,7 +86,7 @@ def test_adapters_train_on_the_weights_of_a_folder(lines, run, quantized, tmp_pa
         MAX_STEPS = 20
 
         def model(self) -> Config:
-            return with_lora(super().model(), rank=2).set(weight_format="int4:8")
+            return add_lora(super().model(), rank=2).set(weight_format="int4:8")
 
         def task(self) -> Config:
             task = super().task()

@@ -27,7 +27,7 @@ from layerkit.layers import (
 )
 from layerkit.layers.attention.projections import HeadProjection
 from layerkit.layers.moe.token_choice import MoeFeedForward
-from layerkit.layers.quantization.lora import LORA_WEIGHTS, with_lora
+from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
 from layerkit_runner.optim.learner import AuxiliaryOptimizer
 from layerkit_runner.optim.optimizers import (
     adam_with_update_cap,
@@ -82,7 +82,7 @@ def task_of(tiny: SimpleNamespace) -> Any:
             self.create_child("positions", positions)
             self.create_child("relative", RelativeBias.HParams.config(num_heads=2))
             heads = HeadProjection.HParams.config(input_dims=4, num_heads=2, head_dim=2)
-            self.create_child("heads", with_lora(heads.set(use_bias=True), rank=2))
+            self.create_child("heads", add_lora(heads.set(use_bias=True), rank=2))
             layer = TransformerFeedForward.HParams.config(**sizes, has_bias=True)
             self.create_child("layers", Repeat.HParams.config(sub_tpl=layer, num_repeats=2))
             self.create_child("custom", Custom.HParams.config())

@@ -11,9 +11,9 @@ import pytest
 
 from layerkit.config import Partial
 from layerkit.config.nested_map import NestedMap
-from layerkit.layers.basic.dots import with_dots
+from layerkit.layers.basic.dots import replace_dots
 from layerkit.layers.quantization.fp8 import Fp8Dot
-from layerkit.layers.quantization.lora import LORA_WEIGHTS, with_lora
+from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
 
 FP8 = Fp8Dot.HParams.config(amax_history_length=4)
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -35,8 +35,8 @@ def started(
 ) -> Any:
     """(task, partitioner, first state) of a model that doubles its inputs."""
     model = arrangements.Doubling.HParams.config()
-    model = with_dots(model, FP8) if fp8 else model
-    model = with_lora(model, rank=2) if lora else model
+    model = replace_dots(model, FP8) if fp8 else model
+    model = add_lora(model, rank=2) if lora else model
     task = arrangements.sgd_task(model, learning_rate=0.1, **learner)
     partitioner = arrangements.start(shape, task)
     return task, partitioner, partitioner.init_fn(task)()

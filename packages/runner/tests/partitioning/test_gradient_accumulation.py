@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from layerkit.config.nested_map import NestedMap
-from layerkit.layers.basic.dots import with_dots
+from layerkit.layers.basic.dots import replace_dots
 from layerkit.layers.quantization.fp8 import Fp8Dot
 
 MESH = [2, 2, 2]
@@ -27,7 +27,7 @@ def batch_of_32() -> NestedMap:
 def task_of(arrangements: Any, microbatches: int, *, fp8: bool = False) -> Any:
     model = arrangements.Hidden.HParams.config()
     if fp8:
-        model = with_dots(model, Fp8Dot.HParams.config(amax_history_length=3))
+        model = replace_dots(model, Fp8Dot.HParams.config(amax_history_length=3))
     task = arrangements.sgd_task(model)
     task.train.gradient_accumulation_steps = microbatches
     return task

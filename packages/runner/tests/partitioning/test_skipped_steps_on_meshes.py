@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from layerkit.config import Partial
-from layerkit.layers.basic.dots import with_dots
+from layerkit.layers.basic.dots import replace_dots
 from layerkit.layers.quantization.fp8 import Fp8Dot
 
 
@@ -21,7 +21,9 @@ from layerkit.layers.quantization.fp8 import Fp8Dot
 def test_label_outside_the_vocabulary_skips_the_step(
     arrangements: Any, mesh: list[int] | None, microbatches: int
 ):
-    model = with_dots(arrangements.language_model(), Fp8Dot.HParams.config(amax_history_length=2))
+    model = replace_dots(
+        arrangements.language_model(), Fp8Dot.HParams.config(amax_history_length=2)
+    )
     task = arrangements.sgd_task(model, optimizer=Partial(optax.adam), ema_decay=0.9)
     task.train.gradient_accumulation_steps = microbatches
     partitioner = arrangements.start(mesh, task)

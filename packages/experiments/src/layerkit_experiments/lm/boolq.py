@@ -15,7 +15,7 @@ import optax
 from layerkit.base.weights import WeightInit
 from layerkit.config import Config
 from layerkit.layers import Embedding, FullSoftmax
-from layerkit.layers.quantization.lora import LORA_WEIGHTS, with_lora
+from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
 from layerkit_experiments.recipes.boolq import boolq, with_choice_accuracy
 from layerkit_experiments.recipes.corpora import Corpus
 from layerkit_experiments.recipes.fine_tuning import weights_of
@@ -109,7 +109,7 @@ class LlamaBoolQ(Corpus, LmExperiment, abstract=True):
                 projection.params_init = WeightInit.XavierLastAxes(3**-0.5)
         if self.USE_LORA:
             only = _LORA_TARGETS[self.LORA_TARGET_LAYERS]
-            model = with_lora(model, rank=self.LORA_RANK, alpha=float(self.LORA_RANK), only=only)
+            model = add_lora(model, rank=self.LORA_RANK, alpha=float(self.LORA_RANK), only=only)
         return model
 
     def learner(self) -> Config:

@@ -6,7 +6,7 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.errors import ConfigError
-from layerkit.layers.quantization.lora import LORA_WEIGHTS, with_lora
+from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
 from layerkit_inputs import tokenizer_config
 from layerkit_runner.init_from import InitFrom, Source
 
@@ -26,7 +26,7 @@ def with_adapters(fields: Any, model: Config) -> Config:
       fields: Experiment with LORA_RANK, LORA_ALPHA, LORA_DROPOUT_RATE and LORA_ONLY.
       model: Config of the model.
     """
-    return with_lora(
+    return add_lora(
         model,
         rank=fields.LORA_RANK,
         alpha=fields.LORA_ALPHA,

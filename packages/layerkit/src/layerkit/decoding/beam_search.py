@@ -108,7 +108,7 @@ class _Beams(struct.PyTreeNode):
     scores: jax.Array  # [batch, n]; sums if open, normalized if ended
 
     @classmethod
-    def of_prompts(cls, prompts: PromptRows, n: int, scores: jax.Array) -> _Beams:
+    def from_prompts(cls, prompts: PromptRows, n: int, scores: jax.Array) -> _Beams:
         ids = jnp.repeat(prompts.ids[:, None], n, axis=1)
         return cls(
             ids=ids,
@@ -192,8 +192,8 @@ def _search(
     first_scores = jnp.where(jnp.arange(decoder.beam_size) == 0, 0.0, -jnp.inf)
     first = _State(
         column=prompts.start,
-        open=_Beams.of_prompts(prompts, decoder.beam_size, first_scores),
-        ended=_Beams.of_prompts(prompts, decoder.num_results, jnp.float32(-jnp.inf)),
+        open=_Beams.from_prompts(prompts, decoder.beam_size, first_scores),
+        ended=_Beams.from_prompts(prompts, decoder.num_results, jnp.float32(-jnp.inf)),
         done=prompts.lengths >= prompts.limits,
         cache=cache,
     )

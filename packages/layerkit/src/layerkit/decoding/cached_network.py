@@ -17,7 +17,7 @@ from layerkit.decoding.decoder import ExtendFn, Prompts
 from layerkit.decoding.loop import SampledRows, extend_prompts, start_prompts
 from layerkit.decoding.row_options import RowOptions
 from layerkit.decoding.step_weights import step_weights
-from layerkit.layers.basic.positions import switching_length, with_longest_sequence
+from layerkit.layers.basic.positions import set_longest_sequence, switching_length
 
 
 class CachedPrompts(NamedTuple):
@@ -153,7 +153,7 @@ def _switching_extend_fn(
 
     def fixed(length: int) -> ExtendFn:
         templates = {
-            name: with_longest_sequence(config, length)
+            name: set_longest_sequence(config, length)
             for name, config in _templates(bare).items()
             if switching_length(config) is not None
         }

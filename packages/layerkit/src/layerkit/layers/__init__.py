@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from layerkit.layers.basic.batch_norm import BatchNorm as BatchNorm
     from layerkit.layers.basic.batch_norm import GroupNorm as GroupNorm
     from layerkit.layers.basic.dots import Dot as Dot
-    from layerkit.layers.basic.dots import with_dots as with_dots
+    from layerkit.layers.basic.dots import replace_dots as replace_dots
     from layerkit.layers.basic.dropout import Dropout as Dropout
     from layerkit.layers.basic.dropout import StochasticResidual as StochasticResidual
     from layerkit.layers.basic.einsum import Einsum as Einsum
@@ -74,10 +74,10 @@ if TYPE_CHECKING:
     from layerkit.layers.quantization.current_scaling import Int8Dot as Int8Dot
     from layerkit.layers.quantization.fp8 import Fp8Dot as Fp8Dot
     from layerkit.layers.quantization.lora import LORA_WEIGHTS as LORA_WEIGHTS
+    from layerkit.layers.quantization.lora import add_lora as add_lora
     from layerkit.layers.quantization.lora import merge_lora as merge_lora
+    from layerkit.layers.quantization.lora import remove_lora as remove_lora
     from layerkit.layers.quantization.lora import unmerge_lora as unmerge_lora
-    from layerkit.layers.quantization.lora import with_lora as with_lora
-    from layerkit.layers.quantization.lora import without_lora as without_lora
     from layerkit.layers.quantization.mxfp8 import MxFp8Dot as MxFp8Dot
     from layerkit.layers.quantization.nvfp4 import NvFp4Dot as NvFp4Dot
     from layerkit.layers.quantization.stored_weights import dequantize_model as dequantize_model
@@ -124,7 +124,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "ELU GELU BaseActivation CubedReLU Exp Identity LeakyReLU ReLU "
             "ReLU6 Sigmoid SiLU SineOfReLU SineReLU Softplus SquaredReLU Tanh"
         ),
-        "quantization.lora": "LORA_WEIGHTS merge_lora unmerge_lora with_lora without_lora",
+        "quantization.lora": "LORA_WEIGHTS add_lora merge_lora remove_lora unmerge_lora",
         "attention.biases": "Alibi RelativeBias",
         "attention.cross": "CrossAttention",
         "attention.latent": "MultiHeadLatentAttention",
@@ -149,7 +149,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "PositionalEmbedding PositionalEmbedding2D "
             "RotaryPositionalEmbedding TrainablePositionalEmbedding"
         ),
-        "basic.dots": "Dot with_dots",
+        "basic.dots": "Dot replace_dots",
         "quantization.mxfp8": "MxFp8Dot",
         "quantization.nvfp4": "NvFp4Dot",
         "quantization.current_scaling": "Fp8CurrentDot Int8Dot",

@@ -63,15 +63,15 @@ def _offload(*names: str, saved: Sequence[str] = ()) -> Any:
     )
 
 
-def _with_names(policy: Any, *names: str) -> Any:
+def _save_names(policy: Any, *names: str) -> Any:
     named = jax.checkpoint_policies.save_only_these_names(*names)
     return jax.checkpoint_policies.save_from_both_policies(policy, named)
 
 
 _POLICIES: dict[str, Any] = {
     "none": None,
-    "dots": _with_names(jax.checkpoint_policies.dots_saveable, _PRODUCT, _BATCHED_PRODUCT),
-    "dots_no_batch": _with_names(
+    "dots": _save_names(jax.checkpoint_policies.dots_saveable, _PRODUCT, _BATCHED_PRODUCT),
+    "dots_no_batch": _save_names(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _PRODUCT
     ),
     "projections": jax.checkpoint_policies.save_only_these_names(*_PROJECTIONS),
@@ -161,12 +161,12 @@ def remat(body: Callable[..., Any], policy: str, *, in_scan: bool) -> Callable[.
     if policy == "none":
         return body
     if not in_scan:
-        body = _in_order(body)
+        body = _order_gradients(body)
     body = _rematerialized(body)
     return nn.remat(body, policy=_policy(policy), prevent_cse=not in_scan)
 
 
-def in_remat() -> bool:
+def is_in_remat() -> bool:
     """Return whether a policy other than `none` applies to the layer that is being traced.
 
     A `jax.checkpoint` of a layer's own is then superfluous. It would save its input a second time
@@ -186,16 +186,16 @@ def save_inputs(
     Args:
       function: Function to compute again.
       has_policy: Whether a policy applies, for rules of gradients, which are traced after the
-        layer; None for the value of `in_remat` now.
+        layer; None for the value of `is_in_remat` now.
     """
     if has_policy is None:
-        has_policy = in_remat()
+        has_policy = is_in_remat()
     # XLA may merge what is computed twice: it fuses such steps into the loops that read them.
     return function if has_policy else jax.checkpoint(function, prevent_cse=False)
 
 
 def _rematerialized(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `body`, within which `in_remat` is True."""
+    """Return `body`, within which `is_in_remat` is True."""
 
     def run(*args: Any) -> Any:
         token = _IN_REMAT.set(True)
@@ -207,7 +207,7 @@ def _rematerialized(body: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _in_order(body: Callable[..., Any]) -> Callable[..., Any]:
+def _order_gradients(body: Callable[..., Any]) -> Callable[..., Any]:
     """Return `body` whose input gets its gradient after the weights have theirs.
 
     XLA for several GPUs postpones the gradients of weights until they are summed over the devices,

@@ -24,10 +24,10 @@ from layerkit.interop.hugging_face import (
     model_config,
 )
 from layerkit.layers import Embedding, FullSoftmax, RmsNorm, RotaryPositionalEmbedding, SiLU
-from layerkit.layers.basic.dots import with_dots
+from layerkit.layers.basic.dots import replace_dots
 from layerkit.layers.quantization.current_scaling import Fp8CurrentDot, Int8Dot
 from layerkit.layers.quantization.fp8 import Fp8Dot
-from layerkit.layers.quantization.lora import with_lora
+from layerkit.layers.quantization.lora import add_lora
 from layerkit.layers.quantization.mxfp8 import MxFp8Dot
 from layerkit.layers.quantization.nvfp4 import NvFp4Dot
 from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
@@ -114,11 +114,11 @@ def dpo(lm, reference):
 
 SETUPS = {
     "bare": llama_by_hand().lm_tpl,
-    "lora": with_lora(llama_by_hand(), rank=2, only=".*(query|value|up)_tpl"),
-    "bare_lora": with_lora(llama_by_hand().lm_tpl, rank=2),
+    "lora": add_lora(llama_by_hand(), rank=2, only=".*(query|value|up)_tpl"),
+    "bare_lora": add_lora(llama_by_hand().lm_tpl, rank=2),
     "dpo_frozen": dpo(llama_by_hand().lm_tpl, "frozen"),
     "dpo_batch": dpo(llama_by_hand().lm_tpl, "batch"),
-    "dpo_lora": dpo(with_lora(llama_by_hand().lm_tpl, rank=2), "frozen"),
+    "dpo_lora": dpo(add_lora(llama_by_hand().lm_tpl, rank=2), "frozen"),
 }
 
 
@@ -212,7 +212,7 @@ def test_export_to_the_tokenizer_folder_raises(raises, make_folder):
 @pytest.mark.parametrize("dot", [Fp8Dot, Fp8CurrentDot, Int8Dot, MxFp8Dot, NvFp4Dot])
 def test_weights_of_rounding_products_are_not_rounded(make_folder, tmp_path, dot):
     model, variables = import_model(make_folder("llama"))
-    export_model(tmp_path / "again", with_dots(model, dot.HParams.config()), variables)
+    export_model(tmp_path / "again", replace_dots(model, dot.HParams.config()), variables)
     again, weights = import_model(tmp_path / "again")
     assert again == model
     jax.tree.map(np.testing.assert_array_equal, weights, variables)

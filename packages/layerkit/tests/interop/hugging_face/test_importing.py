@@ -32,10 +32,10 @@ from layerkit.interop.hugging_face.families.t5 import T5
 from layerkit.interop.hugging_face.importing import read_weights
 from layerkit.interop.hugging_face.tensors import dissect, pieces_of, their_shapes
 from layerkit.layers.basic.activations import ReLU
-from layerkit.layers.quantization.lora import LORA_WEIGHTS, with_lora
+from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
 from layerkit.layers.transformer.residual_adapters import (
     RESIDUAL_ADAPTER_WEIGHTS,
-    with_residual_adapters,
+    add_residual_adapters,
 )
 
 
@@ -354,9 +354,9 @@ def test_weights_of_adapters_are_not_loaded(raises, make_folder, kind):
     folder = make_folder("llama")
     config = model_config(folder)
     if kind == "lora":
-        model = build(with_lora(config, rank=2))
+        model = build(add_lora(config, rank=2))
     else:
-        model = build(with_residual_adapters(config, bottleneck_dims=2))
+        model = build(add_residual_adapters(config, bottleneck_dims=2))
     like = jax.eval_shape(model.init, jax.random.key(0))["params"]
     fresh = (LORA_WEIGHTS, RESIDUAL_ADAPTER_WEIGHTS)
     loaded = load_weights(folder, model, like={"params": like}, fresh=fresh)["params"]

@@ -13,7 +13,7 @@ from layerkit.base.weights import logical_axes
 from layerkit.layers.attention.combined import CombinedProjection, combine_heads, split_heads
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
-from layerkit.layers.quantization.lora import LoraDot, with_lora
+from layerkit.layers.quantization.lora import LoraDot, add_lora
 from layerkit.ops.attention.masks import AttentionMask
 
 BATCH, LENGTH, DIMS, HEADS = 4, 6, 8, 4
@@ -116,7 +116,7 @@ def test_fans_are_those_of_the_combined_product():
 
 def test_low_rank_adapter_applies_to_the_combined_projection():
     config = MultiHeadAttention.HParams.config(input_dims=DIMS, num_heads=HEADS, combined_qkv=True)
-    adapted = with_lora(config, rank=2, only="qkv_tpl").Instantiate()
+    adapted = add_lora(config, rank=2, only="qkv_tpl").Instantiate()
     assert adapted.qkv_tpl.dot_tpl is not None and LoraDot.__name__ in repr(adapted.qkv_tpl)
     params = jax.eval_shape(adapted.init, jax.random.key(0))["params"]
     assert params["qkv"]["dot"]["lora_a"].shape == (DIMS, 2)

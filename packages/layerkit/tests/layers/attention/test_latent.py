@@ -14,7 +14,7 @@ from layerkit.base.base_layer import CACHE
 from layerkit.base.sharding import BoundSharding
 from layerkit.layers.attention.latent import MultiHeadLatentAttention
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
-from layerkit.layers.quantization.lora import with_lora
+from layerkit.layers.quantization.lora import add_lora
 from layerkit.ops.attention.masks import AttentionMask
 from layerkit.ops.rotary_scaling import YarnScaling, yarn_magnitude
 
@@ -210,7 +210,7 @@ def test_bias_of_cached_steps_equals_bias_of_whole_rows():
 def test_projection_that_cannot_be_folded_has_effect_in_cached_steps(what):
     config = MultiHeadLatentAttention.HParams.config(**SIZES)
     if what == "adapters":
-        config = with_lora(config, rank=2, only="up_tpl")
+        config = add_lora(config, rank=2, only="up_tpl")
     else:
         config.up_tpl.use_bias = True
     layer = config.Instantiate()
@@ -234,7 +234,7 @@ def test_cache_holds_latents_without_heads():
 @pytest.mark.parametrize("folds", [True, False])
 def test_folded_steps_never_expand_the_cache(folds):
     config = MultiHeadLatentAttention.HParams.config(**SIZES)
-    layer = (config if folds else with_lora(config, rank=2)).Instantiate()
+    layer = (config if folds else add_lora(config, rank=2)).Instantiate()
     weights = drawn_weights(layer)
 
     step = functools.partial(extend, layer, weights, start=0)

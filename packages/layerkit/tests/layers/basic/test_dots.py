@@ -25,8 +25,8 @@ from layerkit.layers.basic.dots import (
     create_dot,
     matmul,
     merge_tokens,
+    replace_dots,
     weight_of_dot,
-    with_dots,
 )
 from layerkit.layers.basic.linears import FeedForward, Linear
 from layerkit.layers.basic.normalizations import LayerNorm
@@ -233,16 +233,16 @@ def small_model():
 
 def test_with_dots_replaces_all_dots_of_a_model_or_those_of_a_pattern():
     config = small_model()
-    switched = with_dots(config, Doubled.HParams.config())
+    switched = replace_dots(config, Doubled.HParams.config())
     layer = switched.layer_tpl
     assert layer.feed_forward_tpl.linear_tpl.dot_tpl == Doubled.HParams.config()
     for projection in ("query_tpl", "key_tpl", "value_tpl", "output_tpl"):
         assert getattr(layer.attention_tpl, projection).dot_tpl == Doubled.HParams.config()
     assert config == small_model()
-    assert with_dots(switched, None) == config
+    assert replace_dots(switched, None) == config
 
     pattern = r"layer_tpl\.attention_tpl\.(query|value)_tpl"
-    layer = with_dots(config, Doubled.HParams.config(), only=pattern).layer_tpl
+    layer = replace_dots(config, Doubled.HParams.config(), only=pattern).layer_tpl
     attention = layer.attention_tpl
     assert attention.query_tpl.dot_tpl == attention.value_tpl.dot_tpl == Doubled.HParams.config()
     assert attention.key_tpl.dot_tpl is layer.feed_forward_tpl.linear_tpl.dot_tpl is None
@@ -251,14 +251,14 @@ def test_with_dots_replaces_all_dots_of_a_model_or_those_of_a_pattern():
 def test_with_dots_ignores_layer_tpl_beside_block_tpls():
     config = small_model()
     config.set(block_tpls=(config.layer_tpl.clone(), config.layer_tpl.clone()))
-    switched = with_dots(config, Doubled.HParams.config())
+    switched = replace_dots(config, Doubled.HParams.config())
     assert switched.layer_tpl == config.layer_tpl
     linears = [block.feed_forward_tpl.linear_tpl for block in switched.block_tpls]
     assert [linear.dot_tpl for linear in linears] == [Doubled.HParams.config()] * 2
     # A stack refuses a pattern beside a layer that is not the default one.
     jax.eval_shape(switched.Instantiate().init, jax.random.key(0))
     with pytest.raises(ConfigError):
-        with_dots(config, None, only=r"layer_tpl\..*")
+        replace_dots(config, None, only=r"layer_tpl\..*")
 
 
 def test_with_dots_finds_layers_in_lists_and_dicts():
@@ -267,7 +267,7 @@ def test_with_dots_finds_layers_in_lists_and_dicts():
 
     linear = Linear.HParams.config
     config = Holder.HParams.config(layers=[linear(), {"a": linear()}])
-    switched = with_dots(config, Dot.HParams.config(), only="layers.1.a")
+    switched = replace_dots(config, Dot.HParams.config(), only="layers.1.a")
     assert switched.layers[0].dot_tpl is None
     assert switched.layers[1]["a"].dot_tpl == Dot.HParams.config()
 
@@ -275,8 +275,8 @@ def test_with_dots_finds_layers_in_lists_and_dicts():
 def test_with_dots_raises_for_a_pattern_that_matches_no_layer(raises):
     config = FeedForward.HParams.config(input_dims=2, output_dims=2)
     with raises(ConfigError, field="only", value="linear", choices=("linear_tpl",)):
-        with_dots(config, None, only="linear")
+        replace_dots(config, None, only="linear")
     with raises(ConfigError, field="only", choices=()):
-        with_dots(LayerNorm.HParams.config(), None)
+        replace_dots(LayerNorm.HParams.config(), None)
     with raises(ConfigError, field="only", value="("):
-        with_dots(config, None, only="(")
+        replace_dots(config, None, only="(")

@@ -19,15 +19,15 @@ from layerkit.config import sub_config_field
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.combined import CombinedProjection
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
-from layerkit.layers.basic.dots import with_dots
+from layerkit.layers.basic.dots import replace_dots
 from layerkit.layers.basic.einsum import Einsum
 from layerkit.layers.basic.linears import FeedForward, Linear
 from layerkit.layers.quantization.fp8 import Fp8Dot
 from layerkit.layers.quantization.lora import (
     LORA_WEIGHTS,
+    add_lora,
     merge_lora,
     unmerge_lora,
-    with_lora,
 )
 from layerkit.layers.transformer.repeat import Repeat
 from layerkit.layers.transformer.stacks import StackedTransformerRepeated
@@ -68,7 +68,7 @@ LAYERS = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_outputs_equal_their_formula(name):
     config, x, equation = LAYERS[name]
-    layer = with_lora(config, rank=RANK, alpha=ALPHA).Instantiate()
+    layer = add_lora(config, rank=RANK, alpha=ALPHA).Instantiate()
     params = drawn(jax.eval_shape(layer.init, KEY)[PARAMS])
     w, a, b = params["w"], params["dot"]["lora_a"], params["dot"]["lora_b"]
     leading = 1 if name == "group" else 0
@@ -85,7 +85,7 @@ def test_outputs_equal_their_formula(name):
 @pytest.mark.parametrize("name", LAYERS)
 def test_initial_adapters_do_not_change_outputs(name):
     config, x, _ = LAYERS[name]
-    adapted = with_lora(config, rank=RANK).Instantiate()
+    adapted = add_lora(config, rank=RANK).Instantiate()
     plain = config.Instantiate()
     variables, base = jax.jit(lambda key: (adapted.init(key), plain.init(key)))(KEY)
     # A base checkpoint fits in by its paths, and all that it lacks are adapters.
@@ -109,14 +109,14 @@ def test_initial_adapters_do_not_change_outputs(name):
     ],
 )
 def test_adapters_have_the_axes_of_the_weight(name, a, b):
-    layer = with_lora(LAYERS[name][0], rank=RANK).Instantiate()
+    layer = add_lora(LAYERS[name][0], rank=RANK).Instantiate()
     axes = logical_axes(jax.eval_shape(layer.init_boxed, KEY))[PARAMS]["dot"]
     assert axes == {"lora_a": a, "lora_b": b}
 
 
 def test_lora_a_has_the_standard_deviation_of_its_fan_in():
     config = OutputProjection.HParams.config(output_dims=6, num_heads=16, head_dim=16)
-    a = with_lora(config, rank=64).Instantiate().init(KEY)[PARAMS]["dot"]["lora_a"]
+    a = add_lora(config, rank=64).Instantiate().init(KEY)[PARAMS]["dot"]["lora_a"]
     assert a.shape == (16, 16, 64)
     np.testing.assert_allclose(np.std(a), 1 / 16, rtol=0.05)
 
@@ -145,7 +145,7 @@ REPEATED = Repeat.HParams.config(sub_tpl=BLOCK.clone(), num_repeats=2)
 @pytest.mark.parametrize("plain", [BLOCK, REPEATED], ids=["alone", "repeated"])
 @pytest.mark.parametrize("only", [".*", ".*(query|linear)_tpl"])
 def test_merged_weights_give_the_same_outputs_without_adapters(plain, only):
-    config = with_lora(plain, rank=RANK, alpha=ALPHA, only=only)
+    config = add_lora(plain, rank=RANK, alpha=ALPHA, only=only)
     adapted, model = config.Instantiate(), plain.Instantiate()
     variables = drawn(jax.eval_shape(adapted.init, KEY))
     expected = jax.jit(adapted.apply)(variables, X)
@@ -170,7 +170,7 @@ def without_adapters(params):
 def test_only_matching_layers_are_adapted():
     stack = StackedTransformerRepeated.HParams.config(num_layers=2, input_dims=8)
     stack.set(hidden_dims=12, num_heads=2)
-    layer = with_lora(stack, only=r".*\.(query|value)_tpl").Instantiate()
+    layer = add_lora(stack, only=r".*\.(query|value)_tpl").Instantiate()
     flat = flatten_dict(jax.eval_shape(layer.init, KEY)[PARAMS])
     found = {path[-3] for path in flat if path[-1] == "lora_a"}
     assert found == {"query", "value"}
@@ -181,7 +181,7 @@ def test_only_matching_layers_are_adapted():
 def test_combined_projection_has_one_adapter():
     config = CombinedProjection.HParams.config(input_dims=8, num_heads=4, num_kv_heads=2)
     config.head_dim = 3
-    adapted = with_lora(config, rank=RANK, alpha=ALPHA)
+    adapted = add_lora(config, rank=RANK, alpha=ALPHA)
     variables = drawn(jax.eval_shape(adapted.Instantiate().init, KEY))
     shapes = jax.tree.map(jnp.shape, variables[PARAMS]["dot"])
     assert shapes == {"lora_a": (8, RANK), "lora_b": (RANK, 2, 4, 3)}
@@ -195,21 +195,21 @@ def test_combined_projection_has_one_adapter():
 def test_adapters_wrap_quantized_products_in_either_order():
     plain = Linear.HParams.config(input_dims=8, output_dims=8)
     fp8 = Fp8Dot.HParams.config(amax_history_length=2)
-    config = with_lora(with_dots(plain, fp8), rank=2)
-    assert with_dots(with_lora(plain, rank=2), fp8) == config
+    config = add_lora(replace_dots(plain, fp8), rank=2)
+    assert replace_dots(add_lora(plain, rank=2), fp8) == config
     layer = config.Instantiate()
     variables = jax.jit(layer.init)(KEY)
     assert set(variables[OVERWRITE_WITH_GRADIENT]["dot"]) == {"base"}
     variables[PARAMS] = drawn(variables[PARAMS])
     merged = merge_lora(config, variables)
-    quantized = with_dots(plain, fp8).Instantiate()
+    quantized = replace_dots(plain, fp8).Instantiate()
     assert jax.tree.structure(merged) == jax.tree.structure(jax.eval_shape(quantized.init, KEY))
     again = unmerge_lora(config, merged, variables)
     assert jax.tree.structure(again) == jax.tree.structure(variables)
 
 
 def test_dropout_acts_on_the_adapter_in_training_only():
-    config = with_lora(Linear.HParams.config(input_dims=8, output_dims=6), dropout_rate=0.5)
+    config = add_lora(Linear.HParams.config(input_dims=8, output_dims=6), dropout_rate=0.5)
     layer = config.Instantiate()
     variables = drawn(jax.eval_shape(layer.init, KEY))
     evaluated = layer.apply(variables, X)
@@ -223,13 +223,13 @@ def test_dropout_acts_on_the_adapter_in_training_only():
     np.testing.assert_allclose(
         layer.clone(train=True).apply(off, X, rngs={"random": KEY}), layer.apply(off, X)
     )
-    without = with_lora(Linear.HParams.config(input_dims=8, output_dims=6), dropout_rate=0.0)
+    without = add_lora(Linear.HParams.config(input_dims=8, output_dims=6), dropout_rate=0.0)
     np.testing.assert_array_equal(evaluated, without.Instantiate().apply(variables, X))
 
 
 def test_outputs_on_a_mesh_equal_one_device():
     bound = BoundSharding(Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("data", "fsdp", "tensor")))
-    layer = with_lora(REPEATED, rank=RANK).Instantiate()
+    layer = add_lora(REPEATED, rank=RANK).Instantiate()
     variables = drawn(jax.eval_shape(layer.init, KEY))
     boxed = jax.eval_shape(layer.init_boxed, KEY)
     places = jax.tree.map(
@@ -243,25 +243,25 @@ def test_outputs_on_a_mesh_equal_one_device():
 
 def test_lora_raises_for_invalid_fields_and_variables(raises):
     config = Linear.HParams.config(input_dims=8, output_dims=6)
-    with raises(ConfigError, owner="with_lora", field="Linear.dot_tpl"):
-        with_lora(with_lora(config), rank=2)
+    with raises(ConfigError, owner="add_lora", field="Linear.dot_tpl"):
+        add_lora(add_lora(config), rank=2)
     with raises(ConfigError, field="only", value="w"):
-        with_lora(config, only="w")
+        add_lora(config, only="w")
     with raises(ConfigError, owner="LoraDot(dot)", field="rank", value=0):
-        with_lora(config, rank=0).Instantiate().init(KEY)
+        add_lora(config, rank=0).Instantiate().init(KEY)
     with raises(ConfigError, owner="LoraDot(dot)", field="alpha", value=0.0):
-        with_lora(config, alpha=0.0).Instantiate().init(KEY)
+        add_lora(config, alpha=0.0).Instantiate().init(KEY)
     with raises(ConfigError, problem="the variables have no LoRA weights"):
-        merge_lora(with_lora(config), config.Instantiate().init(KEY))
+        merge_lora(add_lora(config), config.Instantiate().init(KEY))
     transposed = {"weight_shape": (6, 8), "weight_axes": (None, None)}
     config = Einsum.HParams.config(equation="btd,hd->bth", **transposed)
     with raises(ConfigError, owner="LoraDot(dot)", field="shape", value=(6, 8)):
-        with_lora(config).Instantiate().init(KEY)
+        add_lora(config).Instantiate().init(KEY)
 
 
 def test_merge_lora_raises_unless_all_adapters_have_one_alpha(raises):
-    model = with_lora(BLOCK, alpha=1.0, only="query_tpl")
-    model = with_lora(model, alpha=2.0, only="output_tpl")
+    model = add_lora(BLOCK, alpha=1.0, only="query_tpl")
+    model = add_lora(model, alpha=2.0, only="output_tpl")
     variables = jax.eval_shape(model.Instantiate().init, KEY)
     with raises(ConfigError, field="LoraDot.alpha", value=[1.0, 2.0]):
         merge_lora(model, variables)

@@ -12,7 +12,7 @@ from layerkit.base.base_layer import PARAMS
 from layerkit.errors import ConfigError
 from layerkit.layers.basic.linears import Bias, Linear
 from layerkit.layers.moe.token_choice import MoeFeedForward
-from layerkit.layers.quantization.lora import merge_lora, with_lora, without_lora
+from layerkit.layers.quantization.lora import add_lora, merge_lora, remove_lora
 from layerkit.layers.quantization.stored_weights import dequantize_model, quantize_model
 from layerkit.layers.transformer.stacks import (
     StackedTransformer,
@@ -82,7 +82,7 @@ def test_random_weights_have_about_the_declared_distribution():
 def test_adapters_of_integers_train_and_merge():
     config = language_model()
     stored, variables = quantize_model(config, variables_of(config), weight_format="nf4:8")
-    adapted = with_lora(stored, rank=2)
+    adapted = add_lora(stored, rank=2)
     drawn = flatten_dict(variables_of(adapted)[PARAMS], sep="/")
     frozen = flatten_dict(variables[PARAMS], sep="/")
     rng = np.random.default_rng(0)
@@ -97,7 +97,7 @@ def test_adapters_of_integers_train_and_merge():
 
     gradients = jax.grad(lambda t: jnp.sum(logits(adapted, params(t)) ** 2))(trained)
     assert all(np.any(np.asarray(leaf)) for leaf in gradients.values())
-    plain, merged = without_lora(adapted, params(trained))
+    plain, merged = remove_lora(adapted, params(trained))
     assert plain == config
     np.testing.assert_allclose(
         logits(plain, merged), logits(adapted, params(trained)), rtol=2e-4, atol=2e-4
@@ -105,7 +105,7 @@ def test_adapters_of_integers_train_and_merge():
 
 
 def test_models_that_cannot_be_merged_or_quantized_raise(raises):
-    adapted = with_lora(Linear.HParams.config(input_dims=8, output_dims=4, weight_format="int8"))
+    adapted = add_lora(Linear.HParams.config(input_dims=8, output_dims=4, weight_format="int8"))
     with raises(ConfigError, field="dtype", value="int8"):
         merge_lora(adapted, variables_of(adapted))
     quantized = language_model(weight_format="int8")

@@ -25,7 +25,7 @@ from layerkit.layers.transformer.residual_adapters import (
     AdaptedOutputProjection,
     MultitaskResidualAdapter,
     ResidualAdapter,
-    with_residual_adapters,
+    add_residual_adapters,
 )
 from layerkit.layers.transformer.stacks import StackedTransformerRepeated
 
@@ -85,7 +85,7 @@ def test_adapter_follows_the_branch(adapted, plain, x):
 def test_adapted_model_keeps_weights_and_initial_outputs():
     plain = StackedTransformerRepeated.HParams.config(num_layers=2, input_dims=8, num_heads=2)
     plain.set(hidden_dims=12)
-    config = with_residual_adapters(plain, bottleneck_dims=4)
+    config = add_residual_adapters(plain, bottleneck_dims=4)
     assert plain.layer_tpl.feed_forward_tpl == TransformerFeedForward.HParams.config()
     adapted, model = config.Instantiate(), plain.Instantiate()
     found, base = (
@@ -103,7 +103,7 @@ def test_blocks_of_a_pattern_are_adapted():
     plain = StackedTransformerRepeated.HParams.config(num_layers=2, input_dims=8, num_heads=2)
     layer = plain.layer_tpl
     plain.set(hidden_dims=12, block_tpls=(layer.clone(), layer.clone(dropout_rate=0.5)))
-    config = with_residual_adapters(plain, bottleneck_dims=4)
+    config = add_residual_adapters(plain, bottleneck_dims=4)
     # A stack refuses a pattern beside a layer that is not the default one.
     params = jax.eval_shape(config.Instantiate().init, KEY)[PARAMS]
     found = ["/".join(path) for path in flatten_dict(params)]
@@ -113,8 +113,8 @@ def test_blocks_of_a_pattern_are_adapted():
 def test_layers_in_a_sequence_and_the_config_itself_are_adapted():
     branch = TransformerFeedForward.HParams.config(input_dims=4, hidden_dims=6)
     in_sequence = Sequential.HParams.config(layer_tpls=(branch, Linear.HParams.config()))
-    sequence = with_residual_adapters(in_sequence, bottleneck_dims=2)
-    alone = with_residual_adapters(branch, bottleneck_dims=2)
+    sequence = add_residual_adapters(in_sequence, bottleneck_dims=2)
+    alone = add_residual_adapters(branch, bottleneck_dims=2)
     for config in (sequence.layer_tpls[0], alone):
         assert target_of(config) is AdaptedFeedForward
         assert config.adapter_tpl.bottleneck_dims == 2 and config.hidden_dims == 6

@@ -132,6 +132,6 @@ def test_weighted_sum_accumulates_in_float32():
     of_choices = jnp.array([[[256.0], [1.0], [1.0]]], jnp.bfloat16)
     summed = weighted_sum(of_choices, jnp.ones((1, 3)))
     assert summed.item() == 258.0 and summed.dtype == jnp.bfloat16
-    slots = Slots.of_choices(jnp.array([[0, 1, 2]]), num_slots=3)
+    slots = Slots.from_choices(jnp.array([[0, 1, 2]]), num_slots=3)
     _, pull = jax.vjp(lambda tokens: to_slots(tokens, slots), jnp.zeros((1, 1), jnp.bfloat16))
     assert pull(of_choices[0])[0].item() == 258.0

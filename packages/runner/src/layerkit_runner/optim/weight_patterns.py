@@ -133,7 +133,7 @@ class TrainedWeights:
                 owner="Learner",
                 field="trainable",
                 value=None,
-                expected="patterns of floating weights, such as (LORA_WEIGHTS,) after with_lora",
+                expected="patterns of floating weights, such as (LORA_WEIGHTS,) after add_lora",
             )
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 
 from layerkit.base.base_layer import PARAMS
 from layerkit.config import Config, target_of
-from layerkit.layers.quantization.lora import without_lora
+from layerkit.layers.quantization.lora import remove_lora
 from layerkit.layers.quantization.stored_weights import dequantize_model
 from layerkit.models.language_model import LanguageModel
 from layerkit.models.preference_model import DpoModel
@@ -34,4 +34,4 @@ def deployed_model(model: Config, variables: Mapping[str, Any]) -> tuple[Config,
     if issubclass(target_of(model), TransformerLm):
         model = LanguageModel.HParams.config(lm_tpl=model)
         variables = {PARAMS: {"lm": variables[PARAMS]}}
-    return without_lora(*dequantize_model(model, variables))
+    return remove_lora(*dequantize_model(model, variables))

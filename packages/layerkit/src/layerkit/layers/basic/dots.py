@@ -15,7 +15,7 @@ product together and multiplies by `matmul` (or `batched_matmul`):
     …
     matmul(self, x, self.theta.w)
 
-`with_dots` sets a `Dot` in all such layers of a model's config.
+`replace_dots` sets a `Dot` in all such layers of a model's config.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ def constrain_tokens(layer: BaseLayer, x: jax.Array, *features: str | None) -> j
     return layer.constrain(x, *(("batch",) if merged else ("batch", "length")), *features)
 
 
-def with_dots(config: Config, dot_tpl: Config | None, *, only: str = ".*") -> Config:
+def replace_dots(config: Config, dot_tpl: Config | None, *, only: str = ".*") -> Config:
     """Return a copy of a model's config with another `Dot`.
 
     An existing adapter (`LoraDot`) is kept and wraps the new product.

@@ -18,7 +18,7 @@ from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config.checks import check_last_axis, check_non_negative, check_sizes
 from layerkit.config.field_checks import Conditions
-from layerkit.ops.remat import in_remat, save_inputs
+from layerkit.ops.remat import is_in_remat, save_inputs
 
 
 class BaseNormalization(BaseLayer):
@@ -151,17 +151,17 @@ class _Form(NamedTuple):
       epsilon: ε.
       dtype: Dtype of the result.
       subtracts_mean: True for LayerNorm, False for RmsNorm.
-      in_remat: True if a rematerialization policy decides what the backward pass keeps.
+      is_in_remat: True if a rematerialization policy decides what the backward pass keeps.
     """
 
     epsilon: float
     dtype: jnp.dtype
     subtracts_mean: bool
-    in_remat: bool
+    is_in_remat: bool
 
 
 def _form(layer: RmsNorm | RmsNormNoScale | LayerNorm, *, subtracts_mean: bool) -> _Form:
-    return _Form(layer.epsilon, layer.compute_dtype, subtracts_mean, in_remat())
+    return _Form(layer.epsilon, layer.compute_dtype, subtracts_mean, is_in_remat())
 
 
 class _Statistics(NamedTuple):
@@ -189,7 +189,7 @@ def _normalize_jvp(form: _Form, primals: Any, tangents: Any) -> tuple[jax.Array,
     x, scale, bias = primals
     outputs, statistics = _outputs(form, x, scale, bias)
     # Otherwise JAX would keep the float32 factors of the tangents.
-    tangent = save_inputs(functools.partial(_tangent, form), has_policy=form.in_remat)
+    tangent = save_inputs(functools.partial(_tangent, form), has_policy=form.is_in_remat)
     return outputs, tangent(x, scale, statistics, tangents)
 
 

@@ -253,7 +253,7 @@ def switching_length(value: Any) -> int | None:
     return next((scaling.original_max_position for scaling in scalings), None)
 
 
-def with_longest_sequence(config: Config, length: int) -> Config:
+def set_longest_sequence(config: Config, length: int) -> Config:
     """Return a copy of a config whose rotary embeddings rotate all rows as those of one length."""
     config = config.clone()
     for rotary, scaling in _switching(config):

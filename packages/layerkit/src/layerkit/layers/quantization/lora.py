@@ -9,10 +9,10 @@ b starts at 0, so the outputs of the model do not change at first. An adapter is
 `layerkit.layers.basic.dots`) that wraps the `Dot` of the layer, such as `Fp8Dot`. The weights of
 the model keep their paths: `query/w` stays; `query/dot/lora_a` and `query/dot/lora_b` are new.
 
-    config = with_lora(config, rank=8, only=".*(query|value)_tpl")
+    config = add_lora(config, rank=8, only=".*(query|value)_tpl")
 
 Give the learner the pattern `LORA_WEIGHTS` to train the adapters alone. `merge_lora` adds trained
-adapters to the weights of the model; `without_lora` also returns the config without adapters.
+adapters to the weights of the model; `remove_lora` also returns the config without adapters.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class LoraDot(Dot):
         return weight, ins[0], len(ins)
 
 
-def with_lora(
+def add_lora(
     config: Config,
     *,
     rank: int = 8,
@@ -200,7 +200,7 @@ def with_lora(
     def add_adapter(owner: Config) -> None:
         field = f"{target_of(owner).__qualname__}.dot_tpl"
         expected = "a layer without an adapter; exclude it by `only`, or merge_lora first"
-        require(not _is_lora(owner.dot_tpl), "with_lora", field, "LoraDot", expected)
+        require(not _is_lora(owner.dot_tpl), "add_lora", field, "LoraDot", expected)
         owner.dot_tpl = LoraDot.HParams.config(
             rank=rank, alpha=alpha, dropout_rate=dropout_rate, dot_tpl=owner.dot_tpl
         )
@@ -234,7 +234,7 @@ def merge_lora(config: Config, variables: Any) -> Any:
     return unflatten_dict(merged)
 
 
-def without_lora(config: Config, variables: Any) -> tuple[Config, Any]:
+def remove_lora(config: Config, variables: Any) -> tuple[Config, Any]:
     """Return a model without adapters that computes the same.
 
     Args:
@@ -289,7 +289,7 @@ def _add_adapter(w: jax.Array, flat: dict[Path, jax.Array], dot: Path, alpha: fl
             owner="/".join(dot),
             field="dtype",
             value=w.dtype.name,
-            hint="Use without_lora, or dequantize_model first.",
+            hint="Use remove_lora, or dequantize_model first.",
         )
     a, b = (flat[PARAMS, *dot, name].astype(jnp.float32) for name in ("lora_a", "lora_b"))
     # Repeated layers and groups are leading dimensions of w, a and b.

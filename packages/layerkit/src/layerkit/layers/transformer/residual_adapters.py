@@ -9,7 +9,7 @@ change at first. It follows the last projection of a branch of a Transformer, be
 added. The weights of the model keep their paths: `feed_forward/up/w` stays and
 `feed_forward/adapter/down/w` is new.
 
-    config = with_residual_adapters(config, bottleneck_dims=64)
+    config = add_residual_adapters(config, bottleneck_dims=64)
 
 Give the learner the pattern `RESIDUAL_ADAPTER_WEIGHTS` to train the adapters alone. For low-rank
 adapters of the weights see `layerkit.layers.quantization.lora`. `MultitaskResidualAdapter` has one
@@ -195,7 +195,7 @@ _ADAPTED: dict[Any, Any] = {
 }
 
 
-def with_residual_adapters(config: Config, *, bottleneck_dims: int) -> Config:
+def add_residual_adapters(config: Config, *, bottleneck_dims: int) -> Config:
     """Return a copy of a model's config with an adapter after every attention and feed-forward.
 
     Experts (`MoeFeedForward`) have no adapter, but their shared feed-forward layer gets one.
@@ -233,5 +233,5 @@ def with_residual_adapters(config: Config, *, bottleneck_dims: int) -> Config:
             if num_adapted > before:
                 setattr(owner, name, replaced)
     expected = "a config that contains TransformerFeedForward or OutputProjection"
-    require(num_adapted, "with_residual_adapters", "config", config, expected)
+    require(num_adapted, "add_residual_adapters", "config", config, expected)
     return config

@@ -45,7 +45,7 @@ class Slots:
     choice_of_slot: jax.Array
 
     @classmethod
-    def of_choices(cls, slot_of_choice: jax.Array, *, num_slots: int) -> Slots:
+    def from_choices(cls, slot_of_choice: jax.Array, *, num_slots: int) -> Slots:
         """Return the slots of `slot_of_choice` int32 `[tokens, choices]`, in which none repeats."""
         num_choices = slot_of_choice.size
         choices = jnp.arange(num_choices, dtype=jnp.int32)
@@ -152,7 +152,7 @@ def capacity_slots(experts: jax.Array, *, num_experts: int, capacity: int) -> Sl
     fits = (by_priority < num_experts) & (before < capacity)
     slot = jnp.where(fits, by_priority * capacity + before, num_experts * capacity)
     slot_of_choice = slot.reshape(num_choices, num_tokens).T
-    return Slots.of_choices(slot_of_choice, num_slots=num_experts * capacity)
+    return Slots.from_choices(slot_of_choice, num_slots=num_experts * capacity)
 
 
 def sorted_slots(
@@ -186,5 +186,5 @@ def sorted_slots(
     shift = (jnp.cumsum(sizes) - sizes) - (jnp.cumsum(counts) - counts)
     num_slots = -(-(num_choices + num_experts * (block - 1)) // block) * block
     slot = jnp.where(is_here, place + shift.at[expert_of_choice].get(mode="clip"), num_slots)
-    slots = Slots.of_choices(slot.reshape(experts.shape), num_slots=num_slots)
+    slots = Slots.from_choices(slot.reshape(experts.shape), num_slots=num_slots)
     return slots, RowGroups(sizes, block, num_choices if num_balanced is None else num_balanced)
