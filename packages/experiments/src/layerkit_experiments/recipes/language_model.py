@@ -402,4 +402,4 @@ def quantized(fields: Any, model: Config) -> Config:
     if name is None:
         return model
     dot = getattr(layers, _DOTS[name])
-    return layers.with_dots(model, dot.HParams.config(), only=_LAYERS)
+    return layers.replace_dots(model, dot.HParams.config(), only=_LAYERS)
