@@ -17,9 +17,6 @@ import pytest
 
 from layerkit_runner.observers import Observer, read_metrics
 
-# Modules that only processes of their own import, which find `gated_experiment`.
-collect_ignore = ["endless_decoding.py", "unmarked_rows.py"]
-
 TIMEOUT = 240.0
 
 

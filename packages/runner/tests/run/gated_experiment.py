@@ -20,6 +20,7 @@ from layerkit.base.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import Config, Partial
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.linears import Linear
+from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_runner import BaseExperiment
 from layerkit_runner.observers import Observer
@@ -140,3 +141,57 @@ class BlockedClose(Gated):
 
     def observers(self) -> list[Config]:
         return [Config(BlockedObserver)]
+
+
+class Endless(Line):
+    """Decodes in a loop that never ends, and prints once the loop has begun."""
+
+    def decode(self, batch: NestedMap) -> NestedMap:
+        jax.debug.callback(lambda: print("decoding begins", flush=True))
+        one = self.linear(jnp.ones((1, 2)))[0, 0]
+        count = jax.lax.while_loop(
+            lambda count: count > -1.0, lambda count: jnp.abs(jnp.sin(count)), jnp.abs(one)
+        )
+        return NestedMap(count=jnp.full(len(batch.ids), count))
+
+
+class EndlessDecoding(Gated):
+    """Two steps, and a decoding that does not end."""
+
+    MAX_STEPS = 2
+
+    def task(self) -> Config:
+        return super().task().set(model=Endless.HParams.config())
+
+
+class Doubling(Line):
+    """Decodes twice the first number of each row."""
+
+    def decode(self, batch: NestedMap) -> NestedMap:
+        return NestedMap(twice=2 * batch.x[:, 0])
+
+
+class Counting(BaseInput):
+    """Rows 1 to 5 of host 0, and 101 to 103 of host 1, in batches of one number."""
+
+    def _reset(self) -> None:
+        self._num_read = 0
+
+    def _next(self) -> NestedMap:
+        self._num_read = getattr(self, "_num_read", 0) + 1
+        if self._num_read > (5, 3)[self.infeed_host_index]:
+            raise StopIteration
+        number = 100 * self.infeed_host_index + self._num_read
+        return NestedMap(x=np.full((self.batch_size, 2), number, np.float32))
+
+
+class UnmarkedRows(Gated):
+    """Two steps, then the decoding."""
+
+    MAX_STEPS = 2
+
+    def task(self) -> Config:
+        return super().task().set(model=Doubling.HParams.config())
+
+    def decode_datasets(self) -> list[Config]:
+        return [Counting.HParams.config(name="points", percore_batch_size=1.0)]

@@ -221,7 +221,7 @@ def test_decode_that_fails_is_found_before_a_file_is_written(
 def test_a_signal_during_the_last_decoding_ends_the_job_with_its_checkpoint(
     processes: Any, number: signal.Signals, num_processes: int
 ):
-    exp = "endless_decoding.EndlessDecoding"
+    exp = "gated_experiment.EndlessDecoding"
     started = [processes.start(exp=exp)] if num_processes == 1 else processes.start_two(exp=exp)
     first, *others = started
     processes.said(first, "decoding begins")
@@ -239,7 +239,7 @@ def test_a_signal_during_the_last_decoding_ends_the_job_with_its_checkpoint(
 
 @pytest.mark.slow
 def test_rows_that_fill_up_the_batches_of_two_processes_are_left_out(processes: Any):
-    for process in processes.start_two(exp="unmarked_rows.UnmarkedRows"):
+    for process in processes.start_two(exp="gated_experiment.UnmarkedRows"):
         processes.ended(process)
     # Process 0 has five batches of one row and process 1 three.
     found = [record["twice"] for record in records(processes.folder)]
