@@ -20,10 +20,11 @@ from layerkit.config.field_checks import Conditions
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.layers.basic.dropout import Dropout
 from layerkit.layers.basic.normalizations import BaseNormalization
+from layerkit.ops.attention.backends import BackendName
 from layerkit.ops.attention.distance_bias import LogitBias
 from layerkit.ops.attention.dot_product import dot_product_attention
 from layerkit.ops.attention.masks import AttentionMask
-from layerkit.ops.attention.options import AttentionOptions
+from layerkit.ops.attention.options import AttentionOptions, ContextParallel
 
 # 1/softplus(0) = 1/ln 2, so that the learned scale of a coordinate is 1 at p = 0.
 _INVERSE_SOFTPLUS_OF_0 = 1.442695041
@@ -96,8 +97,8 @@ class BaseAttention(BaseLayer):
     sink_logit: float | None = None
     dropout_rate: float = 0.0
     zero_fully_masked_rows: bool = False
-    backend: Literal["auto", "xla", "cudnn", "pallas"] = "auto"
-    context_parallel: Literal["all_gather", "ring", "ulysses"] = "all_gather"
+    backend: BackendName = "auto"
+    context_parallel: ContextParallel = "all_gather"
     kernel_blocks: tuple[int, int] | None = None
     query_tpl: Config[BaseLayer] = sub_config_field(HeadProjection.HParams)
     key_tpl: Config[BaseLayer] = sub_config_field(

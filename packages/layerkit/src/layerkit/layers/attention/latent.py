@@ -33,8 +33,10 @@ from layerkit.layers.basic.dropout import Dropout
 from layerkit.layers.basic.linears import Bias, Linear
 from layerkit.layers.basic.normalizations import BaseNormalization, RmsNorm
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
+from layerkit.ops.attention.backends import BackendName
 from layerkit.ops.attention.distance_bias import LogitBias
 from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.attention.options import ContextParallel
 from layerkit.ops.remat import name_activation
 
 _LATENT_WEIGHT = ("embed", None)
@@ -103,8 +105,8 @@ class MultiHeadLatentAttention(BaseLayer):
     window: int | None = None
     dropout_rate: float = 0.0
     zero_fully_masked_rows: bool = False
-    backend: str = "auto"
-    context_parallel: str = "all_gather"
+    backend: BackendName = "auto"
+    context_parallel: ContextParallel = "all_gather"
     kernel_blocks: tuple[int, int] | None = None
     down_tpl: Config[BaseLayer] = sub_config_field(Linear.HParams, weight_axes=_LATENT_WEIGHT)
     up_tpl: Config[BaseLayer] = sub_config_field(HeadProjection.HParams)

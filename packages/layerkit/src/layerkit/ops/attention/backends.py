@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 
 from layerkit.config.checks import check_choice
 from layerkit.errors import ConfigError
 
-BACKEND_NAMES = ("auto", "xla", "cudnn", "pallas")
+BackendName = Literal["auto", "xla", "cudnn", "pallas"]
+BACKEND_NAMES = get_args(BackendName)
 
 # JAX's names of the platforms of live and of planned devices with NVIDIA's kernels.
 GPU_PLATFORMS = ("gpu", "cuda")

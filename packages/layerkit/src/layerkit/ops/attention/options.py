@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 
 from layerkit.base.sharding import BoundSharding, model_device
+from layerkit.ops.attention.backends import BackendName
 from layerkit.ops.attention.distance_bias import DistanceBias, LogitBias
 from layerkit.ops.attention.masks import AttentionMask
+
+ContextParallel = Literal["all_gather", "ring", "ulysses"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,10 +54,10 @@ class AttentionOptions:
     logit_cap: float | None = None
     dropout: Callable[[jax.Array], jax.Array] | None = None
     zero_fully_masked_rows: bool = False
-    backend: str = "auto"
+    backend: BackendName = "auto"
     platform: str = ""
     sharding: BoundSharding | None = None
-    context_parallel: str = "all_gather"
+    context_parallel: ContextParallel = "all_gather"
     kernel_blocks: tuple[int, int] | None = None
     interpret: bool = False
 
