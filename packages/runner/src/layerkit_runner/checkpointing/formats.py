@@ -51,7 +51,6 @@ class RestoredCheckpoint:
     state: Any
     input_states: Mapping[str, Any]
     metadata: Mapping[str, Any]
-    state_format: StateFormat
     casts: Sequence[str] = ()
 
 

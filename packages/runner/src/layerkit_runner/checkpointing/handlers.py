@@ -202,7 +202,6 @@ def _read_unverified(
         state=jax.tree.unflatten(jax.tree.structure(target), [read[leaf] for leaf in targets]),
         input_states=folders.read_input_states(path / _INPUTS) if with_input_states else {},
         metadata=about["user"],
-        state_format=formats.format_of(path / _STATE),
         casts=structure.cast_lines(stored, targets),
     )
 
