@@ -96,9 +96,9 @@ def _run(words: Sequence[str]) -> int:
         return _print(printed_config(resolved, options, mode=flags.mode, as_json=as_json))
     configure_library_logs(flags.options)
     if flags.mode not in MODES:
-        from layerkit_runner.run.resolve import naming_flags
+        from layerkit_runner.run.resolve import naming_paths
 
-        with naming_flags(resolved):
+        with naming_paths(resolved):
             return commands.load_mode(flags.mode).run(resolved, flags.options)
     # Loads JAX, Optax and the rest.
     from layerkit_runner.run.run_mode import run

@@ -16,7 +16,7 @@ from layerkit.config import Config
 from layerkit_runner import BaseExperiment, Override
 from layerkit_runner.errors import FieldError, UsageError
 from layerkit_runner.partitioning import SpmdPartitioner
-from layerkit_runner.run.resolve import naming_flags, resolve
+from layerkit_runner.run.resolve import naming_paths, resolve
 
 
 @dataclasses.dataclass
@@ -61,14 +61,14 @@ class Small(BaseExperiment):
 def test_field_of_an_error_is_the_flag_of_its_path(
     raises, owner: str | None, field: str, shown: str, shown_owner: str | None
 ):
-    with raises(UsageError, field=shown, owner=shown_owner), naming_flags(resolve(Small())):
+    with raises(UsageError, field=shown, owner=shown_owner), naming_paths(resolve(Small())):
         raise UsageError(owner=owner, field=field, value=3, expected="another value")
 
 
 def test_mesh_of_other_devices_raises_with_settings_as_flags(raises):
     resolved = resolve(Small())
     settings = {"--fdl.partitioner.ici_mesh_shape": [1, 1, 1]}
-    with raises(UsageError, settings=settings), naming_flags(resolved):
+    with raises(UsageError, settings=settings), naming_paths(resolved):
         resolved.partitioner.Instantiate().start(jax.devices()[:1])
     override = Override("partitioner.ici_mesh_shape", "[1, 1, 1]")
     resolve(Small(), [override]).partitioner.Instantiate().start(jax.devices()[:1])

@@ -129,10 +129,11 @@ def _checked(experiment: BaseExperiment, root: str) -> Any:
 
 
 @contextlib.contextmanager
-def naming_flags(resolved: ResolvedExperiment) -> Iterator[None]:
-    """Write the field of an error, and its settings, as the flags of their configuration paths.
+def naming_paths(resolved: ResolvedExperiment, *, prefix: str = "--fdl.") -> Iterator[None]:
+    """Complete the field of an error about a part of an experiment to its configuration path.
 
-    The field of a data set is known by the data set's name, from which its path follows.
+    A data set is known by its name, from which its path follows. `prefix` comes before each path;
+    by default, the field and the settings of the error are flags.
     """
     try:
         yield
@@ -145,11 +146,15 @@ def naming_flags(resolved: ResolvedExperiment) -> Iterator[None]:
                     error.owner, error.field = None, f"{root}.{index}.{error.field}"
         if error.field and error.owner and error.owner.partition(".")[0] in ROOTS:
             error.owner, error.field = None, f"{error.owner}.{error.field}"
-        error.field = error.field and _as_flag(error.field)
-        error.settings = {_as_flag(path): value for path, value in error.settings.items()}
+        if error.field and _is_path(error.field):
+            error.field = prefix + error.field
+        error.settings = {
+            prefix + name if _is_path(name) else name: value
+            for name, value in error.settings.items()
+        }
         raise
 
 
-def _as_flag(path: str) -> str:
-    root, dot, _ = path.partition(".")
-    return f"--fdl.{path}" if dot and root in ROOTS else path
+def _is_path(name: str) -> bool:
+    root, dot, _ = name.partition(".")
+    return bool(dot) and root in ROOTS

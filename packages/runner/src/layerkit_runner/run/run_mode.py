@@ -26,7 +26,7 @@ from layerkit_runner.errors import (
 )
 from layerkit_runner.files.atomic_write import UnsafePathError, absolute, open_append
 from layerkit_runner.files.text import size_text
-from layerkit_runner.run.resolve import naming_flags
+from layerkit_runner.run.resolve import naming_paths
 from layerkit_runner.run_options import RunOptions
 
 if TYPE_CHECKING:
@@ -92,7 +92,9 @@ def job_errors(
     from layerkit_runner.checkpointing import SaveError
 
     try:
-        with naming_flags(resolved), naming_line(), exits_as_errors():
+        # The Python interface takes paths, and the command line flags.
+        prefix = "" if process is None else "--fdl."
+        with naming_paths(resolved, prefix=prefix), naming_line(), exits_as_errors():
             yield
     except UserError:
         raise

@@ -70,9 +70,9 @@ def run_launch(words: Sequence[str]) -> int:
         return 0
     request = make_request(others)
     # The experiment has imported the modules that this import needs.
-    from layerkit_runner.run.resolve import naming_flags
+    from layerkit_runner.run.resolve import naming_paths
 
-    with naming_flags(request.resolved):
+    with naming_paths(request.resolved):
         script = kind.make_script(request, options)
     environment = {**os.environ, **dict(options.env)}
     for variable, consequence in request.resolved.experiment.unset_variables().items():
