@@ -1,12 +1,8 @@
-"""`--study=FILE`: ask Optuna for trials, run each one and tell its result (docs/sweeps.md).
-
-`DIR/trials/0007` is the job folder of a trial. Its `trial.lock` is held while the trial runs.
-"""
+"""`--study=FILE`: ask Optuna for trials, run each one and tell its result (docs/sweeps.md)."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import shlex
 import signal
@@ -35,19 +31,6 @@ from layerkit_runner.files.locks import lock, try_lock
 from layerkit_runner.files.text import aligned
 from layerkit_runner.observers.metrics_log import read_metrics
 
-_SAMPLERS = {
-    # The constant liar avoids the values of trials that run in other processes.
-    "tpe": functools.partial(samplers.TPESampler, constant_liar=True),
-    "random": samplers.RandomSampler,
-    "grid": samplers.GridSampler,
-}
-_PRUNERS = {
-    "none": pruners.NopPruner,
-    "median": pruners.MedianPruner,
-    "percentile": pruners.PercentilePruner,
-    "successive_halving": pruners.SuccessiveHalvingPruner,
-    "hyperband": pruners.HyperbandPruner,
-}
 # Flags with another value for each trial, and those of the sweep itself.
 _NOT_PASSED_ON = ("exp", "fdl_config", "job_log_dir", "study", "num_trials", "study_storage")
 
@@ -60,8 +43,8 @@ class StudyFile:
     space: dict[str, Any]
     direction: Literal["minimize", "maximize"] = "minimize"
     num_trials: int = 20
-    sampler: Any = "tpe"
-    pruner: Any = "none"
+    sampler: dict[str, Any] = dataclasses.field(default_factory=lambda: {"name": "tpe"})
+    pruner: dict[str, Any] = dataclasses.field(default_factory=lambda: {"name": "nop"})
 
     def make_sampler(self, number: int) -> samplers.BaseSampler:
         """Return the sampler of the trial with a number.
@@ -69,48 +52,48 @@ class StudyFile:
         Its seed is the study's seed plus the number. So a resumed sweep draws the values of an
         uninterrupted one, and two processes never draw the same values.
         """
-        options = {"seed": 0, **_options(self.sampler)}
-        if options["name"] != "grid":
-            return _make("sampler", {**options, "seed": options["seed"] + number}, _SAMPLERS)
-        if not all(
-            isinstance(axis, distributions.CategoricalDistribution) for axis in self.space.values()
-        ):
-            raise UsageError(field="sampler", value="grid", expected="choices for every field")
-        grid = {path: axis.choices for path, axis in self.space.items()}
-        return _make("sampler", {**options, "search_space": grid}, _SAMPLERS)
-
-    def make_pruner(self) -> pruners.BasePruner:
-        """Return the pruner; its steps are training steps."""
-        return _make("pruner", _options(self.pruner), _PRUNERS)
+        options = {"seed": 0, **self.sampler}
+        if options["name"] == "grid":
+            if not all(hasattr(axis, "choices") for axis in self.space.values()):
+                raise UsageError(field="sampler", value="grid", expected="choices for every field")
+            options["search_space"] = {path: axis.choices for path, axis in self.space.items()}
+        else:
+            options["seed"] += number
+        if options["name"] == "tpe":  # avoids the values of trials that run in other processes
+            options = {"constant_liar": True, **options}
+        return _make("Sampler", samplers, **options)
 
 
 def read_study_file(path: str, *, num_trials: int | None = None) -> StudyFile:
     """Read a study file in TOML or JSON; `num_trials` overrides the number in it."""
-    with as_usage_error(OSError, TypeError, ValueError, UsageError, owner=f"--study={path}"):
+    with as_usage_error(
+        UserError, OSError, AttributeError, TypeError, ValueError, owner=f"--study={path}"
+    ):
         text = read_text(Path(path).expanduser(), max_bytes=100_000)
         document = (parse_json if path.endswith(".json") else parse_toml)(text)
         names = [field.name for field in dataclasses.fields(StudyFile)]
         for key in document:
             if key not in names:
                 raise UsageError("unknown key", value=key, choices=names)
+        for key in {"sampler", "pruner"} & document.keys():
+            if isinstance(document[key], str):
+                document[key] = {"name": document[key]}
         file = StudyFile(**document)
         file.space = {path: _distribution(path, axis) for path, axis in file.space.items()}
         file.num_trials = num_trials or file.num_trials
         if isinstance(sampler := file.make_sampler(0), samplers.GridSampler):
             file.num_trials = min(len(sampler._all_grids), file.num_trials)
-        file.make_pruner()
+        _make("Pruner", pruners, **file.pruner)
     return file
 
 
-def _options(entry: Any) -> dict[str, Any]:
-    return entry if isinstance(entry, dict) else {"name": entry}
-
-
-def _make(field: str, options: dict[str, Any], classes: dict[str, Any]) -> Any:
-    name = options.get("name")
-    if name not in classes:
-        raise UsageError(field=field, value=name, choices=classes)
-    return classes[name](**{key: value for key, value in options.items() if key != "name"})
+def _make(kind: str, module: Any, *, name: str, **options: Any) -> Any:
+    """Return an instance of Optuna's class of a name such as `successive_halving`."""
+    classes = {n.removesuffix(kind).lower(): n for n in module.__all__ if n.endswith(kind)}
+    key = {"none": "nop"}.get(name, name.replace("_", ""))
+    if key not in classes:
+        raise UsageError(field=kind.lower(), value=name, choices=classes)
+    return getattr(module, classes[key])(**options)
 
 
 def _distribution(path: str, entry: Mapping[str, Any]) -> Any:
@@ -129,9 +112,7 @@ def _distribution(path: str, entry: Mapping[str, Any]) -> Any:
 def run_study(flags: ParsedFlags, resolve: Callable[..., ResolvedExperiment]) -> int:
     """Check and run the sweep of `--study` in `--job_log_dir`; return the exit code.
 
-    Args:
-      flags: Flags of the command.
-      resolve: Function that imports the experiment and applies a list of overrides.
+    `resolve` imports the experiment and applies a list of overrides.
     """
     options, fixed = flags.options, flags.overrides
     file = read_study_file(options.study or "", num_trials=options.num_trials)
@@ -150,7 +131,8 @@ def run_study(flags: ParsedFlags, resolve: Callable[..., ResolvedExperiment]) ->
         raise UsageError(field="--job_log_dir", value=options.job_log_dir, expected=expected)
     folder = Path(options.job_log_dir or "").expanduser().absolute()
     words = [f"--exp={resolved.name}", *map(str, fixed)]
-    record = {"metric": file.metric, "experiment": shlex.join(words)}
+    record = {path: distributions.distribution_to_json(axis) for path, axis in file.space.items()}
+    record |= {"metric": file.metric, "experiment": shlex.join(words)}
     with lock(folder / "study.lock"):
         study = _open_study(file, folder, options.study_storage, record)
     passed = {name: value for name, value in flags.values.items() if name not in _NOT_PASSED_ON}
@@ -161,7 +143,7 @@ def run_study(flags: ParsedFlags, resolve: Callable[..., ResolvedExperiment]) ->
 def _open_study(
     file: StudyFile, folder: Path, address: str | None, record: dict[str, str]
 ) -> optuna.Study:
-    """Open or create the study; raise an error if it began with another record or space."""
+    """Open or create the study; raise an error if it began with another record."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     storage: Any = address or f"sqlite:///{folder / 'study.db'}"
@@ -172,14 +154,13 @@ def _open_study(
             storage=storage,
             study_name=str(folder) if address else "sweep",
             direction=file.direction,
-            pruner=file.make_pruner(),
+            pruner=_make("Pruner", pruners, **file.pruner),
             load_if_exists=True,
         )
     except Exception as error:  # each database driver has other errors
         raise UsageError(f"cannot open the study: {error}", owner=address) from error
-    spaces = {path: distributions.distribution_to_json(axis) for path, axis in file.space.items()}
     has_values = any(trial.intermediate_values for trial in study.get_trials())
-    for key, value in {**record, **spaces}.items():
+    for key, value in record.items():
         old = study.user_attrs.get(key, value)
         # Another metric is allowed until a trial has reported the first one.
         if old != value and (has_values or key != "metric"):
@@ -191,10 +172,7 @@ def _open_study(
 
 @dataclasses.dataclass
 class _Sweep:
-    """A loop that runs the trials of a study one after another, each in its own process.
-
-    `words` are the arguments of `runner` without the values of a trial.
-    """
+    """A loop over trials; `words` are the arguments of `runner` without the values of a trial."""
 
     file: StudyFile
     folder: Path
@@ -213,7 +191,7 @@ class _Sweep:
                 states.append(self._run_trial(*claimed))
         self._report()
         if self.stops:
-            _say("the same command resumes this sweep")
+            print("the same command resumes this sweep", flush=True)
             return 128 + self.stops[0]
         good = (TrialState.COMPLETE, TrialState.RUNNING)
         return 0 if any(trial.state in good for trial in self.study.get_trials()) else 1
@@ -224,18 +202,17 @@ class _Sweep:
         A trial that is running according to Optuna, and whose lock is free, has lost its process.
         It is resumed with its values from the checkpoint in its folder.
         """
+        space = self.file.space
         with lock(self.folder / "study.lock"):
             trials = self.study.get_trials()
             for old in trials:
-                if old.state == TrialState.RUNNING and (held := self._try_lock(old.number)):
-                    if old.params.keys() == self.file.space.keys():
-                        return Trial(self.study, old._trial_id), held
-                    held.close()  # killed while it drew values
-                    self.study.tell(old.number, state=TrialState.FAIL)
+                is_running = old.state == TrialState.RUNNING and len(old.params) == len(space)
+                if is_running and (held := self._try_lock(old.number)):
+                    return Trial(self.study, old._trial_id), held
             if sum(bool(old.params) for old in trials) >= self.file.num_trials:
                 return None
             self.study.sampler = self.file.make_sampler(len(trials))
-            trial = self.study.ask(self.file.space)
+            trial = self.study.ask(space)
             # Optuna would also call the sampler of the study when the trial ends.
             self.study.sampler = samplers.RandomSampler()
             held = self._try_lock(trial.number)
@@ -248,7 +225,7 @@ class _Sweep:
         """Run the process of a trial, tell Optuna its end, and return its state."""
         folder, label = Path(held.name).parent, f"trial {trial.number:04d}"
         fields = [f"--fdl.{path}={_text(value)}" for path, value in trial.params.items()]
-        _say(f"{label}: {' '.join(fields)}")
+        print(f"{label}: {' '.join(fields)}", flush=True)
         words = [*self.words, *fields, f"--job_log_dir={folder}", "--num_processes=1"]
         with open_append(folder / "output.txt") as output:
             process = subprocess.Popen(
@@ -266,7 +243,7 @@ class _Sweep:
                 code = process.poll()
                 for step, value in _evaluations(folder, self.file.metric):
                     if step not in values and state == TrialState.COMPLETE:
-                        _say(f"{label}: {self.file.metric} {value:.5g} at step {step}")
+                        print(f"{label}: {self.file.metric} {value:.5g} at step {step}", flush=True)
                         trial.report(value, step)
                         values[step] = value
                         if not math.isfinite(value):
@@ -290,10 +267,10 @@ class _Sweep:
             lines = (folder / "output.txt").read_text(errors="replace").splitlines()
             # JAX adds advice below the line with the error.
             errors = [line for line in lines[-50:] if "Error" in line or "runner: " in line]
-            trial.set_user_attr("reason", f"exit code {code}: {[*lines, *errors][-1]}")
+            trial.set_user_attr("reason", f"exit code {code}: {['no output', *lines, *errors][-1]}")
         last = values[max(values)] if state == TrialState.COMPLETE else None
         self.study.tell(trial.number, last, state=state)
-        _say(f"{label}: {state.name.lower()}")
+        print(f"{label}: {state.name.lower()}", flush=True)
         return state
 
     def _report(self) -> None:
@@ -304,12 +281,12 @@ class _Sweep:
             value = values[max(values)] if values else math.nan
             order = value if self.file.direction == "minimize" else -value
             cells = [f"{trial.number:04d}", f"{value:.5g}", trial.state.name.lower()]
-            cells += [f"{max(values, default=0)}", *map(str, trial.params.values())]
-            cells.append(trial.user_attrs.get("reason", ""))
+            cells += [f"{max(values, default=0)}", trial.user_attrs.get("reason", "")]
+            cells += [str(trial.params.get(path, "")) for path in self.file.space]
             rows.append((trial.state != TrialState.COMPLETE, not values, order, cells))
         rows.sort()
-        head = ["trial", self.file.metric, "state", "step", *self.file.space, "reason"]
-        _say("\n".join(aligned([head, *(cells for *_, cells in rows)])))
+        head = ["trial", self.file.metric, "state", "step", "reason", *self.file.space]
+        print("\n".join(aligned([head, *(cells for *_, cells in rows)])), flush=True)
 
 
 def _evaluations(folder: Path, metric: str) -> list[tuple[int, float]]:
@@ -328,6 +305,3 @@ def _evaluations(folder: Path, metric: str) -> list[tuple[int, float]]:
 def _text(value: Any) -> str:
     """Return the text of a value in `--fdl.NAME=TEXT`."""
     return value if isinstance(value, str) else repr(value)
-
-
-_say = functools.partial(print, flush=True)
