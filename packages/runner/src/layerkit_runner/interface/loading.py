@@ -144,17 +144,24 @@ def _recorded(folder: str, overrides: Sequence[Override]) -> ResolvedExperiment:
         return _resolve_class(experiment_class(flags.exp or ""), flags.overrides)
 
     resolved = resolve_with(overrides)
-    _check_unedited(folder, resolved, resolve_with(()) if overrides else resolved)
+    changed = _edited_fields(folder, resolved, resolve_with(()) if overrides else resolved)
+    if changed:
+        problem = f"the model was trained with another configuration (recorded → now): {changed[0]}"
+        hint = "Give the experiment with the edited configs as load(…, experiment=…)."
+        raise UsageError(problem, owner=folder, field="experiment", hint=hint)
     return resolved
 
 
-def _check_unedited(
+def _edited_fields(
     folder: str, resolved: ResolvedExperiment, without_overrides: ResolvedExperiment
-) -> None:
-    """Raise `UsageError` if training used a config of the model that overrides do not give."""
+) -> list[str]:
+    """Return a line for each field of the model that training used with another value.
+
+    Fields that overrides change are left out.
+    """
     recorded = read_recorded_config(folder)
     if recorded is None:
-        return
+        return []
     now, before = (config_json(e)["config"] for e in (resolved, without_overrides))
     shared = [
         path
@@ -163,13 +170,9 @@ def _check_unedited(
         and path in recorded.config
         and before.get(path) == value  # An override does not change it.
     ]
-    changed = changed_lines(
+    return changed_lines(
         {path: recorded.config[path] for path in shared}, {path: now[path] for path in shared}
     )
-    if changed:
-        problem = f"the model was trained with another configuration (recorded → now): {changed[0]}"
-        hint = "Give the experiment with the edited configs as load(…, experiment=…)."
-        raise UsageError(problem, owner=folder, hint=hint)
 
 
 def load_checkpoint(resolved: ResolvedExperiment, folder: str, step: int | None) -> LoadedModel:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 from jax.tree_util import KeyPath
 
-from layerkit.config.checks import require
 from layerkit_runner.optim.optimizer_calls import is_on_host, is_schedule_free
 from layerkit_runner.optim.optimizers import Bfloat16State
 from layerkit_runner.optim.weight_patterns import weight_path
@@ -27,15 +26,14 @@ UpdateArguments = tuple[Any, ...]
 """The four arguments of an `UpdateFn`."""
 
 
-def check_updates_by_layer(
-    transformation: Any, params: Any, *, owner: str, per_layer: bool | None, is_by_layer: bool
-) -> None:
-    """Raise `ConfigError` if layers cannot be updated one at a time with the same result.
+def can_update_by_layer(
+    transformation: Any, params: Any, *, per_layer: bool | None, is_by_layer: bool
+) -> bool:
+    """Return whether layers can be updated one at a time with the same result.
 
     Args:
       transformation: An Optax transformation.
       params: The weights that it updates, as arrays or shapes.
-      owner: Name of the optimizer in errors.
       per_layer: What the optimizer declares; see `optim.per_layer`.
       is_by_layer: True if each layer has a state of its own.
     """
@@ -49,10 +47,8 @@ def check_updates_by_layer(
     )
     # With bfloat16_state, each layer would draw the same numbers.
     is_by_entry = per_layer is False and not isinstance(state, Bfloat16State)
-    is_valid = is_by_layer or (is_by_entry and has_shapes_of_weights)
-    expected = f"one that updates each entry by itself, such as optax.adamw, with {FIELD}=True"
-    name = type(state).__name__
-    require(is_valid and not is_schedule_free(state), owner, "optimizer", name, expected)
+    is_same = is_by_layer or (is_by_entry and has_shapes_of_weights)
+    return is_same and not is_schedule_free(state)
 
 
 def update_by_layer(
@@ -61,7 +57,7 @@ def update_by_layer(
     """Return `update(*trees)` for a state that is partly on the host.
 
     Weights whose state is on the host, `[layers, ...]`, are updated in a loop, and others at once.
-    `update` is that of an optimizer that passes `check_updates_by_layer`. The state to keep is
+    `update` is that of an optimizer that `can_update_by_layer` accepts. The state to keep is
     `select(next state, state)`, for steps that may be skipped.
     """
     grads, state, params, _ = trees

@@ -15,8 +15,6 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonState, ScheduleFreeState, schedule_free_eval_params
 
-from layerkit.errors import ConfigError
-
 
 def update(
     transformation: optax.GradientTransformation,
@@ -35,11 +33,10 @@ def update(
     return transformation.update(grads, state, params, **extra)
 
 
-def check_usable(transformation: optax.GradientTransformation, params: Any, *, owner: str) -> None:
-    """Raise `ConfigError` if the learner cannot use an optimizer, by tracing it with shapes."""
+def find_problem(transformation: optax.GradientTransformation, params: Any) -> str | None:
+    """Return why the learner cannot use an optimizer, by tracing it with shapes; None if it can."""
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     loss = jax.ShapeDtypeStruct((), jnp.float32)
-    hint = "Use an optimizer such as optax.adamw, or an AuxiliaryOptimizer for some weights."
 
     def update_once(grads: Any, state: Any, params: Any, loss: Any) -> tuple[Any, Any]:
         return update(transformation, grads, state, params, raw_grads=grads, loss=loss)
@@ -49,21 +46,18 @@ def check_usable(transformation: optax.GradientTransformation, params: Any, *, o
         updates, new_state = jax.eval_shape(update_once, shapes, state, shapes, loss)
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         line = str(error).strip().partition("\n")[0]
-        problem = f"the optimizer fails with (gradients, state, weights, value=loss): {line}"
-        raise ConfigError(problem, owner=owner, hint=hint) from error
+        return f"the optimizer fails with (gradients, state, weights, value=loss): {line}"
     averages = [average.z for average in _instances(state, ScheduleFreeState)]
-    # The dtypes of updates may differ, because Optax converts sums to the dtypes of the weights.
     if _instances(state, MuonState):
-        problem = "optax.contrib.muon trains weights of three dimensions, as of attention, by Adam"
-    elif _structure(updates, with_dtypes=False) != _structure(shapes, with_dtypes=False):
-        problem = "the optimizer's updates differ in structure or shape from the weights"
-    elif _structure(new_state) != _structure(state):
-        problem = "the optimizer's update changes the structure, shape or dtype of its state"
-    elif any(_structure(average)[0] != _structure(shapes)[0] for average in averages):
-        problem = "schedule-free for some of the weights: their averages cannot be evaluated"
-    else:
-        return
-    raise ConfigError(problem, owner=owner, hint=hint)
+        return "optax.contrib.muon trains weights of three dimensions, as of attention, by Adam"
+    # The dtypes of updates may differ, because Optax converts sums to the dtypes of the weights.
+    if _structure(updates, with_dtypes=False) != _structure(shapes, with_dtypes=False):
+        return "the optimizer's updates differ in structure or shape from the weights"
+    if _structure(new_state) != _structure(state):
+        return "the optimizer's update changes the structure, shape or dtype of its state"
+    if any(_structure(average)[0] != _structure(shapes)[0] for average in averages):
+        return "schedule-free for some of the weights: their averages cannot be evaluated"
+    return None
 
 
 def steps_taken(state: Any) -> jax.Array | None:

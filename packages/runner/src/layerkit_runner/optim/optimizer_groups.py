@@ -165,13 +165,16 @@ class OptimizerGroups:
         for group in self._divide(params, stacks).values():
             if not any(path in stacks for path in group.paths):
                 continue
-            host_state.check_updates_by_layer(
-                group.optimizer.transformation,
+            optimizer = group.optimizer
+            can_update = host_state.can_update_by_layer(
+                optimizer.transformation,
                 group.select(flat),
-                owner=group.optimizer.owner,
-                per_layer=group.optimizer.per_layer,
+                per_layer=optimizer.per_layer,
                 is_by_layer=bool(group.sizes),
             )
+            name = getattr(optimizer.transformation.update, "__qualname__", "")
+            expected = f"one that updates each entry, such as adamw, with {host_state.FIELD}=True"
+            require(can_update, optimizer.owner, "optimizer", name.partition(".")[0], expected)
 
     def evaluated(self, params: Any, state: Any, stacks: Stacks) -> Any:
         """Return `params` with the averages of schedule-free optimizers in their places."""
@@ -205,7 +208,12 @@ class OptimizerGroups:
         groups: dict[str, _Group] = {}
         for optimizer, paths in zip(self._optimizers, self.assign(list(flat)), strict=True):
             part = unflatten_dict({path: flat[path] for path in paths})
-            optimizer_calls.check_usable(optimizer.transformation, part, owner=optimizer.owner)
+            problem = optimizer_calls.find_problem(optimizer.transformation, part)
+            if problem is not None:
+                hint = (
+                    "Use another, such as optax.adamw, or an AuxiliaryOptimizer for some weights."
+                )
+                raise ConfigError(problem, owner=optimizer.owner, hint=hint)
             stacked = {path: stacks[path] for path in paths if path in stacks}
             if not stacked or not self._works_by_layer(optimizer):
                 stacked = {}
