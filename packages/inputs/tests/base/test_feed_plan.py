@@ -47,14 +47,6 @@ def test_processes_that_hold_the_same_rows_share_a_feed():
     )
 
 
-def test_rows_need_not_be_neighbors():
-    plan = plan_feeds(
-        {0: [(0, 1), (4, 5)], 1: [(2, 3), (6, 7)], 2: [(1, 2), (3, 4)], 3: [(5, 6), (7, 8)]}
-    )
-    assert plan.batch_size == 2
-    assert [plan.infeed_host_index(process) for process in range(4)] == [0, 2, 1, 3]
-
-
 @given(
     data=st.sampled_from([1, 2, 4, 8]),
     model=st.sampled_from([1, 2, 4]),

@@ -38,11 +38,6 @@ def test_patterns_and_files_and_no_file_twice(folder):
     assert names(find_text_files(both)) == ["a.txt", "b.txt", "d.md", "sub/c.txt"]
 
 
-def test_a_relative_pattern_is_read_from_the_working_folder(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    assert names(find_text_files(["*/*.txt"])) == ["sub/c.txt"]
-
-
 def test_path_without_files_raises(raises, tmp_path):
     missing = os.fspath(tmp_path / "none.txt")
     with raises(NothingToReadError, field="paths", value=missing):

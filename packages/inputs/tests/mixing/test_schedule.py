@@ -73,8 +73,3 @@ def test_counts_are_rounded_to_the_longest_period():
 def test_schedule_raises_for_invalid_weights(raises, weights, field, value):
     with raises(ConfigError, owner="Mixture", field=field, value=value):
         make_schedule(["a", "b"], weights, "Mixture")
-
-
-def test_schedule_without_weights_has_equal_shares():
-    component, _ = make_schedule("abc", None).turns(np.arange(6))
-    assert sorted(component[:3]) == sorted(component[3:]) == [0, 1, 2]

@@ -19,7 +19,6 @@ from layerkit_inputs.base.bad_records import BadRecordError
 from layerkit_inputs.base.batch_specs import spec_of
 from layerkit_inputs.testing import laws
 from layerkit_inputs.text.byte_vocabulary import BOS_ID, EOS_ID, FIRST_BYTE_ID, VOCAB_SIZE, decode
-from layerkit_inputs.text.local_text import _first_bytes
 from layerkit_inputs.text.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
 from layerkit_inputs.text.trigram_baseline import trigram_loss
 
@@ -84,14 +83,6 @@ def test_an_epoch_predicts_every_byte_and_every_end_once(paths, seq_length, spli
     documents = split_of(paths)[split]
     assert predictions(batches) == events(documents)
     assert sum(batch.weights.sum() for batch in batches) == sum(len(d) + 1 for d in documents)
-
-
-def test_an_epoch_of_training_predicts_every_byte_once_too(paths):
-    source = LocalText(batch_size=1, paths=paths, seq_length=8, is_training=True)
-    documents = split_of(paths)["train"]
-    num_rows = -(-sum(len(d) + 1 for d in documents) // 8)
-    for _ in range(2):
-        assert predictions(laws.take(source, num_rows)) == events(documents)
 
 
 def test_batch_has_the_documented_fields_shapes_and_dtypes(paths):
@@ -248,18 +239,6 @@ def test_files_larger_than_max_bytes_raise_before_reading(raises, paths):
     LocalText(batch_size=1, paths=paths, max_bytes=total).get_next()
 
 
-def test_the_baseline_counts_the_first_bytes_of_the_training_text(paths, monkeypatch):
-    train = split_of(paths)["train"]
-    total = sum(map(len, train)) - 3
-    monkeypatch.setattr("layerkit_inputs.text.local_text._TABLE_BYTES", total)
-    source = LocalText(batch_size=1, paths=paths, split="heldout")
-    kept = list(_first_bytes(source._pieces("train"), total))
-    assert b"".join(kept) == b"".join(train)[:total]
-    heldout = split_of(paths)["heldout"]
-    assert source.baselines() == {"trigram table": trigram_loss(kept, heldout)}
-    assert list(_first_bytes(source._pieces("train"), 0)) == []
-
-
 TEXTS = {f"{number}.txt": b"line %d of some text\n" % number * number for number in range(9)}
 TEXTS["heldout.txt"] = b"some more of the text\n"
 
@@ -279,25 +258,6 @@ def test_an_epoch_with_a_tokenizer_predicts_every_token_and_every_end_once(
     assert LocalText(batch_size=1).token_unit == "byte"
     heldout = config.clone(split="heldout").Instantiate()
     assert heldout.baselines() == {}
-
-
-def test_ids_of_a_tokenizer_become_text_again(tmp_path, tokenizer_json):
-    paths = write(tmp_path / "text", TEXTS)
-    end = "<|endoftext|>"
-    tokenizer = HuggingFaceTokenizer(
-        path=tokenizer_json, bos_token=end, eos_token=end, add_bos_token=True
-    )
-    source = LocalText(batch_size=1, paths=paths, seq_length=4000, tokenizer=tokenizer)
-    batch = source.get_next()
-    text = source.ids_to_strings(batch.labels, [int(batch.weights.sum())])
-    assert text == [b"".join(split_of(paths)["train"]).decode()]
-    prompts = LocalTextPrompts(batch_size=1, paths=paths, prompt_length=5, tokenizer=tokenizer)
-    batch = prompts.get_next()
-    start = split_of(paths)["heldout"][0]
-    assert batch.ids[0, : batch.prompt_lengths[0]].tolist() == [
-        tokenizer.start_id,
-        *tokenizer.encode(start)[:4].tolist(),
-    ]
 
 
 def test_state_of_another_tokenizer_raises(tmp_path, sentencepiece_file, tokenizer_json):

@@ -126,15 +126,6 @@ def test_reader_obeys_the_laws_of_inputs(law, fields, folder):
 
 
 @pytest.mark.parametrize("packing", ["stream", "first_fit"])
-def test_training_of_several_epochs_resumes_with_other_numbers_of_hosts(folder, packing):
-    fields = {"is_training": True, "packing": packing, "input_random_seed": 7, "seq_length": 48}
-    assert reader(folder, **fields)._num_rows() < 6 * 24  # Otherwise the law stays in one epoch.
-    laws.a_run_may_change_hosts_after_every_batch(
-        lambda **more: reader(folder, **{**fields, **more})
-    )
-
-
-@pytest.mark.parametrize("packing", ["stream", "first_fit"])
 def test_new_process_resumes_mid_epoch(folder, packing, read_in_new_process):
     fields = {"batch_size": 8, "path": str(folder), "seq_length": 24, "packing": packing}
     fields["is_training"] = True

@@ -127,14 +127,6 @@ def test_text_that_the_tokenizer_loses_is_reported(tmp_path, sentencepiece_file)
     assert "WARNING: the tokenizer loses 3 line breaks of the first document" in said
 
 
-def test_stream_does_not_depend_on_shards_and_blocks(inputs, tmp_path):
-    folder, texts = inputs
-    for number, fields in enumerate(({"num_shards": 4}, {"block_length": 5}, {"num_shards": 99})):
-        out = tmp_path / str(number)
-        build_token_records([str(folder)], out, tokenizer="bytes", **fields)
-        assert texts_of(out) == texts
-
-
 def test_tokenizer_is_read_from_its_file(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "?": 70_000}, "?"))
@@ -189,16 +181,6 @@ def test_bad_line_raises_or_is_counted(tmp_path, line, workers):
     assert about.num_skipped == 1 and texts_of(tmp_path / "out") == ["one"]
     assert said[-2].startswith("skipped: 1 documents")
     assert f"{path}, line 2: " in said[-1]
-
-
-def test_invalid_utf8_raises_if_the_tokenizer_needs_text(raises, tmp_path):
-    tokenizers = pytest.importorskip("tokenizers")
-    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "?": 1}, "?"))
-    model.save(str(tmp_path / "tokenizer.json"))
-    path = write(tmp_path / "in" / "a.txt", b"good \xff bad")
-    with raises(BadRecordError, problem="not UTF-8: byte 5 is 0xff."):
-        build_token_records([path], tmp_path / "out", tokenizer=str(tmp_path))
-    build_token_records([path], tmp_path / "out", tokenizer="bytes")
 
 
 def test_truncated_or_unsupported_files_raise(raises, tmp_path):
