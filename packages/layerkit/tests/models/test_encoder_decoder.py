@@ -12,10 +12,9 @@ import pytest
 from layerkit.base.base_layer import CACHE
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import BeamSearch, SampleDecoder
-from layerkit.errors import ConfigError
 from layerkit.layers.attention.biases import RelativeBias
 from layerkit.layers.basic.embeddings import Embedding, FullSoftmax
-from layerkit.layers.basic.positions import PositionalEmbedding, TrainablePositionalEmbedding
+from layerkit.layers.basic.positions import PositionalEmbedding
 from layerkit.layers.transformer.stacks import StackedTransformerRepeated
 from layerkit.models.encoder_decoder import TransformerEncoderDecoder
 from layerkit.models.sequence_model import SequenceModel
@@ -207,22 +206,6 @@ def test_loss_is_weighted():
     np.testing.assert_allclose(metrics["xent"].value, np.average(xent, weights=weights), rtol=1e-4)
     accuracy = np.average(np.argmax(logits, -1) == labels, weights=weights)
     np.testing.assert_allclose(metrics["accuracy"].value, accuracy, rtol=1e-6)
-
-
-def test_invalid_source_raises(raises):
-    config = network()
-    config.source_vocab_size = 5
-    with raises(ConfigError, field="source_vocab_size", value=5):
-        config.Instantiate().init(KEY)
-    config = network()
-    config.position_tpl = TrainablePositionalEmbedding.HParams.config(max_length=6)
-    model = config.Instantiate()
-    with raises(ConfigError, field="length of rows", value=7):
-        model.apply(weights_of(model), SOURCE_IDS, TARGET_IDS, method="logits")
-    model = sequence_model(sinusoidal, SampleDecoder.HParams.config())
-    packed = NestedMap(ids=SOURCE_IDS, segment_ids=SOURCE_SEGMENTS, segment_pos=SOURCE_SEGMENTS)
-    with raises(ConfigError, owner="SequenceModel()", field="src.segment_pos"):
-        model.apply(weights_of(model), NestedMap(src=packed), method="decode")
 
 
 def test_source_may_have_a_separate_embedding():

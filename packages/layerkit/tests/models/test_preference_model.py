@@ -203,12 +203,3 @@ def test_decode_continues_prompts_with_the_policy():
     np.testing.assert_array_equal(found.ids, expected.ids)
     reference = build(lm).apply({PARAMS: {"lm": params["reference_lm"]}}, prompts, method="decode")
     assert not np.array_equal(found.ids, reference.ids)
-
-
-def test_batch_without_needed_key_raises(raises):
-    batch = make_batch()
-    with raises(KeyError, owner="DpoModel()", value="chosen_reference_log_probs"):
-        dpo(reference="batch").apply(weights(), batch)
-    del batch["rejected"]
-    with raises(KeyError, owner="DpoModel()", value="rejected"):
-        dpo(reference="none").apply(weights(), batch)

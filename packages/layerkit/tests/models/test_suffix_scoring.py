@@ -13,7 +13,6 @@ from layerkit.errors import ConfigError
 from layerkit.layers.basic.embeddings import Embedding, FullSoftmax
 from layerkit.layers.basic.positions import PositionalEmbedding
 from layerkit.models.language_model import LanguageModel
-from layerkit.models.sequence_model import SequenceModel
 
 VOCAB, STEPS = 11, 5
 # The last row is padding.
@@ -84,12 +83,3 @@ def test_suffixes_of_another_shape_raise(raises):
     model, variables = make()
     with raises(ConfigError, field="shape of suffixes", value=[3, 2]):
         decode(model, variables, BATCH | {"suffixes": np.zeros((3, 2), np.int32)})
-
-
-def test_encoder_decoder_with_suffixes_raises(raises):
-    model = SequenceModel.HParams.config()
-    model.model_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=12, num_heads=2)
-    layer = model.Instantiate()
-    batch = NestedMap(src=NestedMap(ids=PROMPTS), suffixes=np.zeros((4, 1, 2), np.int32))
-    with raises(ConfigError, field="suffixes"):
-        layer.apply(layer.init(jax.random.key(0)), batch, method="decode")

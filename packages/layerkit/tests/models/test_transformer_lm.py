@@ -352,18 +352,6 @@ def test_parameter_paths_shapes_and_axes():
     assert parameter_lines(gpt_like(TRAINABLE, num_layers=1)) == UNROLLED_PARAMETERS.splitlines()
 
 
-def test_field_that_contradicts_its_owner_raises(raises):
-    config = llama_like(StackedTransformer)
-    config.stack_tpl.layer_tpl.attention_tpl.num_heads = 3
-    owner = "Transformer(stack/layers_0).attention"
-    with raises(ConfigError, owner=owner, field="num_heads", value=3):
-        jax.eval_shape(config.Instantiate().init, KEY)
-    config = llama_like()
-    config.stack_tpl.num_layers = 1  # also the default
-    with raises(ConfigError, owner="TransformerLm().stack", field="num_layers", value=1):
-        jax.eval_shape(config.Instantiate().init, KEY)
-
-
 def test_softmax_that_cannot_embed_needs_an_embedding(raises):
     config = TransformerLm.HParams.config(**SIZES, softmax_tpl=FullSoftmax.HParams.config())
     with raises(ConfigError, owner="TransformerLm()", field="embedding_tpl", value=None):

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from layerkit.config.nested_map import NestedMap
-from layerkit.errors import ConfigError
 from layerkit.layers.basic.embeddings import FullSoftmax
 from layerkit.models.language_model import LanguageModel
 from layerkit.ops.losses import cross_entropy, soft_cross_entropy
@@ -94,18 +93,3 @@ def test_language_model_learns_from_soft_targets():
 
 
 _TARGETS = ({"labels": IDS}, {"class_probabilities": np.eye(5, dtype=np.float32)[IDS]})
-
-
-@pytest.mark.parametrize(
-    ("fields", "targets", "field"),
-    [
-        ({"label_smoothing": 0.1}, _TARGETS[1], "label_smoothing"),
-        ({}, {}, "labels"),
-        ({}, {**_TARGETS[0], **_TARGETS[1]}, "labels"),
-    ],
-    ids=["smoothed", "neither", "both"],
-)
-def test_unsupported_targets_raise(raises, fields, targets, field):
-    layer = FullSoftmax(input_dims=4, num_classes=5, **fields)
-    with raises(ConfigError, field=field):
-        layer.apply(layer.init(KEY), X, **targets)

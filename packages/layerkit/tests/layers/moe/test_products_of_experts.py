@@ -95,10 +95,3 @@ def test_product_without_groups_raises(raises):
     layer, params, _ = make(dot_tpl=Config(SquaredDot))
     with raises(ConfigError, field="dot_tpl", value="SquaredDot"):
         jax.eval_shape(layer.apply, {PARAMS: params}, X)
-
-
-def test_dropout_of_adapters_raises_in_training(raises):
-    layer, params, _ = make(dot_tpl=Config(LoraDot, dropout_rate=0.5))
-    with raises(ConfigError, field="dropout_rate", value=0.5):
-        jax.eval_shape(layer.apply, {PARAMS: params}, X)
-    jax.eval_shape(layer.clone(train=False).apply, {PARAMS: params}, X)

@@ -345,12 +345,6 @@ def test_weights_are_not_shared_between_loop_and_outside(raises):
         build_both(inside, inside.clone())
 
 
-def test_init_raises_for_a_shared_weight_id_of_the_copies(raises):
-    linear = Linear.HParams.config(input_dims=2, output_dims=2, shared_weight_id="tied")
-    with raises(ConfigError, field="sub_tpl.shared_weight_id", value="tied"):
-        repeated(2, linear).init(KEY)
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [

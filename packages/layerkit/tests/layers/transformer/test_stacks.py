@@ -61,13 +61,6 @@ class Balanced(BaseLayer):
         return self.experts(tokens)
 
 
-class Plain(BaseLayer):
-    """A layer of one's own that knows no droppath."""
-
-    def fprop(self, x, *, mask, positions):
-        return x
-
-
 def layer_config(**attention):
     config = Transformer.HParams.config()
     config.attention_tpl.set(rotary_tpl=RotaryPositionalEmbedding.HParams.config(), **attention)
@@ -378,35 +371,6 @@ def test_pattern_has_parameter_paths_per_block():
     }
 
 
-def test_contradicting_fields_raise_with_both_values():
-    three = Transformer.HParams.config(num_heads=3)
-    inside = Transformer.HParams.config()
-    inside.attention_tpl.num_heads = 3
-    ending = ": num_heads=3. Expected 4, which the owner derives. Leave the field out."
-    scan = StackedTransformerRepeated
-    for stack, fields, owner in (
-        (StackedTransformer, {"layer_tpl": inside}, "Transformer(layers_0).attention"),
-        (scan, {"layer_tpl": inside}, "Transformer(sub).attention"),
-        (scan, {"layer_tpl": three}, f"{scan.__name__}().layer_tpl"),
-        (scan, {"block_tpls": (inside.clone(), three)}, f"{scan.__name__}().block_tpls[1]"),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            jax.eval_shape(make(stack, num_layers=2, **fields).init, KEY)
-        assert str(caught.value) == f"{owner}{ending}"
-
-
-@pytest.mark.parametrize("stack", STACKS)
-def test_init_raises_for_a_layer_template_beside_a_pattern(raises, stack):
-    with raises(ConfigError, field="layer_tpl.attention_tpl.rotary_tpl"):
-        jax.eval_shape(make(stack, block_tpls=(LOCAL,), layer_tpl=GLOBAL).init, KEY)
-
-
-def test_init_raises_unless_stacked_shape_has_the_number_of_periods(raises):
-    fields = {"block_tpls": (LOCAL, GLOBAL), "num_layers": 5, "stacked_shape": (2, 2)}
-    with raises(ConfigError, field="stacked_shape", value=(2, 2)):
-        make(StackedTransformerRepeated, **fields).init(KEY)
-
-
 def test_rematerialized_layers_that_share_weights_raise(raises):
     layer = Transformer.HParams.config()
     layer.feed_forward_tpl.shared_weight_id = "ff"
@@ -415,13 +379,3 @@ def test_rematerialized_layers_that_share_weights_raise(raises):
     jax.eval_shape(stack.init, jax.random.key(0))
     with raises(ConfigError, field="remat", value="full"):
         stack.clone(remat="full").init(jax.random.key(0))
-
-
-def test_scan_raises_for_a_shared_weight_id_in_the_pattern(raises):
-    shared = Transformer.HParams.config(shared_weight_id="all")
-    fields = {"block_tpls": (LOCAL, shared), "num_layers": 4}
-    with raises(ConfigError, field="block_tpls[1].shared_weight_id", value="all"):
-        make(StackedTransformerRepeated, **fields).init(KEY)
-    row = make(StackedTransformer, **fields)
-    paths = jax.eval_shape(row.init, KEY)["params"]
-    assert sorted(paths) == ["layers_0", "layers_1", "layers_2"]  # layer 3 is layer 1

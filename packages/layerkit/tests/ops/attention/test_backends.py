@@ -91,25 +91,6 @@ def name_change(change):
     "change",
     [
         {},
-        {"platform": "cuda"},
-        {"dtype": "float16"},
-        {"head_dim": 128, "value_dim": 128},
-        {"is_causal": False},
-        {"is_causal": False, "num_queries": 1},
-        {"window": 8},
-        {"bias_dtype": "bfloat16"},
-    ],
-)
-def test_cudnn_runs_supported_calls(change):
-    call = dataclasses.replace(FUSABLE, **change)
-    assert select_backend("cudnn", call) == Backend("cudnn", "as requested")
-    assert select_backend("auto", call).name == "cudnn"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {},
         {"dtype": "float32"},
         {"dtype": "float16", "head_dim": 60, "value_dim": 256},
         {"window": 8, "has_segments": True, "has_sinks": True, "has_logit_cap": True},
@@ -162,19 +143,6 @@ def test_auto_selects_pallas_for_training_that_cudnn_does_not_support(platform, 
 def test_kernel_raises_for_an_unsupported_call(raises, name, change):
     with raises(UnsupportedBackendError, field="backend", value=name):
         select_backend(name, dataclasses.replace(FUSABLE, **change))
-
-
-def test_error_lists_every_unmet_requirement(raises):
-    call = dataclasses.replace(FUSABLE, platform="cpu", has_segments=True)
-    expected = "a GPU instead of cpu; no segments or padding"
-    with raises(UnsupportedBackendError, expected=expected):
-        select_backend("cudnn", call)
-
-
-@pytest.mark.parametrize("change", [{}, *CUDNN_UNSUPPORTED])
-def test_xla_supports_every_call(change):
-    call = dataclasses.replace(FUSABLE, **change)
-    assert select_backend("xla", call) == Backend("xla", "as requested")
 
 
 @pytest.mark.parametrize("change", RING_UNSUPPORTED, ids=name_change)

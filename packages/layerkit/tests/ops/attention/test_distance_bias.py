@@ -94,14 +94,6 @@ def test_alibi_needs_no_gradient_and_a_sum_with_a_learned_bias_does():
     )
 
 
-@pytest.mark.parametrize("num_distances", [2 * LENGTH, 2 * LENGTH - 3])
-def test_bias_of_another_length_raises(raises, num_distances):
-    x, bias = draw(1, LENGTH, HEADS, 4), DistanceBias(draw(1, HEADS, num_distances))
-    value = [1, HEADS, num_distances]
-    with raises(ConfigError, field="shape of bias.by_distance", value=value):
-        dot_product_attention(x, x, x, AttentionOptions(scale=1.0, bias=bias))
-
-
 def test_bias_by_distance_of_unknown_positions_raises(raises):
     x, bias = draw(1, LENGTH, HEADS, 4), DistanceBias(draw(1, HEADS, 2 * LENGTH - 1))
     mask = AttentionMask.decoding_mask(1, LENGTH, LENGTH, time_step=0)
