@@ -111,8 +111,7 @@ class Decoder(ConfiguredValue):
         owner = type(self).__qualname__
         check_sizes(owner, max_decode_steps=self.max_decode_steps, max_length=self.max_length)
         steps, expected = self.min_decode_steps, f"0 to max_decode_steps={self.max_decode_steps}"
-        is_valid = 0 <= steps <= self.max_decode_steps
-        require(is_valid, owner, "min_decode_steps", steps, expected)
+        require(0 <= steps <= self.max_decode_steps, owner, "min_decode_steps", steps, expected)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

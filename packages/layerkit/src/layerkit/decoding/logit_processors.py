@@ -371,6 +371,5 @@ def id_mask(ids: tuple[int, ...], vocab_size: int, *, owner: str, field: str) ->
 def check_ids(ids: tuple[int, ...] | list[int], vocab_size: int, *, owner: str, field: str) -> None:
     """Raise `ConfigError` about `field` of `owner` if an id is outside of the vocabulary."""
     for token in ids:
-        is_valid = 0 <= token < vocab_size
         expected = f"an id from 0 to {vocab_size - 1}, the vocabulary of the model"
-        require(is_valid, owner=owner, field=field, value=token, expected=expected)
+        require(0 <= token < vocab_size, owner=owner, field=field, value=token, expected=expected)

@@ -292,8 +292,7 @@ class TopKRouter(BaseRouter):
 
     def _check_choices(self) -> None:
         chosen, expected = self.num_experts_per_token, f"1 to num_experts={self.num_experts}"
-        is_valid = 1 <= chosen <= self.num_experts
-        require(is_valid, self, "num_experts_per_token", chosen, expected)
+        require(1 <= chosen <= self.num_experts, self, "num_experts_per_token", chosen, expected)
         check_non_negative(self, score_bias_rate=self.score_bias_rate)
 
     def _check_groups(self) -> None:
