@@ -180,9 +180,9 @@ def read_weights(
         if like is not None and path not in targets:
             continue
         target = targets.get(path)
-        reader = _WeightReader(source, path, weight.shape, weights[path], dtype)
-        sharding = getattr(target, "sharding", None)
-        made[path] = reader.make(dtype=getattr(target, "dtype", None), sharding=sharding)
+        into = getattr(target, "dtype", None) or dtype
+        reader = _WeightReader(source, path, weight.shape, weights[path], into)
+        made[path] = reader.make(getattr(target, "sharding", None))
     return unflatten(made)
 
 
@@ -213,31 +213,23 @@ class _WeightReader:
         dtype: Any,
     ):
         self._source, self._shape, self._pieces = source, shape, pieces
-        self._name = "/".join(path)
         self._stacked = len(next(iter(pieces)))
         stored = {source.dtype(piece.name) for piece in pieces.values()}
-        if dtype is None and len(stored) > 1:
+        choices = stored if dtype is None else {jax.numpy.dtype(dtype)}
+        self._dtype = next(iter(choices))
+        if len(choices) > 1 or jax.dtypes.canonicalize_dtype(self._dtype) != self._dtype:
             raise TensorMismatchError(
-                field=f"dtypes of the tensors of {self._name}",
-                value=sorted(map(str, stored)),
-                expected="one dtype",
+                field=f"dtypes of {'/'.join(path)}",
+                value=sorted(map(str, choices)),
+                expected="one dtype, which JAX supports without jax_enable_x64",
                 hint="Choose one by `dtype`.",
             )
-        self._dtype = stored.pop() if dtype is None else jax.numpy.dtype(dtype)
         if dtype is None and self._dtype.itemsize == 1:
             # It holds all numbers of 8 bits; layers compute in no smaller dtype.
             self._dtype = jax.numpy.dtype("bfloat16")
 
-    def make(self, *, dtype: Any, sharding: Any) -> jax.Array:
+    def make(self, sharding: Any) -> jax.Array:
         """Return the weight as an array on devices."""
-        self._dtype = self._dtype if dtype is None else jax.numpy.dtype(dtype)
-        if jax.dtypes.canonicalize_dtype(self._dtype) != self._dtype:
-            raise TensorMismatchError(
-                field=f"dtype of {self._name}",
-                value=str(self._dtype),
-                expected="a dtype that JAX supports without jax_enable_x64",
-                hint="Choose another one by `dtype`.",
-            )
         if sharding is None:
             return jax.numpy.asarray(self.block(tuple((0, size) for size in self._shape)))
         block = functools.cache(self.block)  # replicas of a block are read once
