@@ -34,7 +34,7 @@ from layerkit_inputs.base.find_files import TextFile, find_text_files, standard_
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.base.special_ids import Tokenizer
 from layerkit_inputs.packing.documents import DocumentBuilder, Documents
-from layerkit_inputs.packing.model_features import stretch_features
+from layerkit_inputs.packing.model_features import segment_features
 from layerkit_inputs.text.raw_documents import (
     DocumentSizeError,
     conversations_hint,
@@ -361,10 +361,7 @@ class LocalText(_TextFilesInput):
     @classmethod
     def blank_batch(cls, config: Any, rows: int) -> NestedMap:
         """Return a batch of empty rows, whose arrays do not depend on the text."""
-        nothing = np.zeros(0, np.int64)
-        return stretch_features(
-            nothing, nothing, rows=nothing, sizes=nothing, num_rows=rows, length=config.seq_length
-        )
+        return segment_features([()] * rows, length=config.seq_length)
 
     def _num_rows(self) -> int:
         return self._corpus().num_stream_rows(self.seq_length)

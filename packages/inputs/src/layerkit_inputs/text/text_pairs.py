@@ -23,7 +23,7 @@ from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.base.special_ids import SpecialIds, Tokenizer, target_start_id
 from layerkit_inputs.packing.documents import Documents
 from layerkit_inputs.packing.first_fit import PackingPlan, plan_packing
-from layerkit_inputs.packing.model_features import stretch_pair_features
+from layerkit_inputs.packing.model_features import encoder_decoder_features, stretch_pair_features
 from layerkit_inputs.text.tokenizers import ByteTokenizer
 
 PairPacking = Literal["first_fit", "none"]
@@ -64,18 +64,13 @@ class TextPairs(IndexedInput):
     @classmethod
     def blank_batch(cls, config: Any, rows: int) -> NestedMap:
         """Return a batch of rows without pairs."""
-        nothing = np.zeros(0, np.int32)
         is_packed = config.is_training if config.packing is None else config.packing != "none"
-        return stretch_pair_features(
-            nothing,
-            nothing,
-            rows=nothing,
-            input_sizes=nothing,
-            target_sizes=nothing,
-            num_rows=rows,
+        return encoder_decoder_features(
+            [()] * rows,
+            [()] * rows,
             inputs_length=config.inputs_length,
             targets_length=config.targets_length,
-            is_packed=is_packed,
+            rows=[[number] for number in range(rows)] if is_packed else None,
         )
 
     def _texts(self) -> Iterator[tuple[str, str]]:

@@ -35,7 +35,7 @@ from layerkit_inputs.packing.first_fit import (
     cut_documents,
     plan_packing,
 )
-from layerkit_inputs.packing.model_features import stretch_features
+from layerkit_inputs.packing.model_features import segment_features, stretch_features
 from layerkit_inputs.packing.stream_rows import RowPieces, num_stream_rows, stream_pieces
 from layerkit_inputs.text.token_store import TokenStore
 from layerkit_inputs.text.tokenizers import ByteTokenizer
@@ -119,10 +119,7 @@ class TokenRecords(IndexedInput):
     @classmethod
     def blank_batch(cls, config: Any, rows: int) -> NestedMap:
         """Return a batch of empty rows, whose arrays do not depend on the documents."""
-        nothing = np.zeros(0, np.int64)
-        return stretch_features(
-            nothing, nothing, rows=nothing, sizes=nothing, num_rows=rows, length=config.seq_length
-        )
+        return segment_features([()] * rows, length=config.seq_length)
 
     def _num_rows(self) -> int:
         if self.packing == "stream":
