@@ -1,7 +1,8 @@
 """The whole configuration of every experiment, as text, and what `--list` tells of it.
 
-The golden of the first experiment of a module is its whole text. Those of the others name it in the
-first line, then have the lines that differ from it; `- PATH` is a path that they lack.
+The golden of one experiment of a folder is its whole text. The others begin with the name of
+another experiment, the first of the module or else that one. The lines that differ from it follow;
+`- PATH` is a path that they lack.
 
 A golden changes only on purpose: look at the difference, then write them all anew with
 
@@ -91,8 +92,15 @@ def hf_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 FIRST: dict[str, str] = {}
-for each, experiment in EXPERIMENTS.items():
-    FIRST.setdefault(experiment.__module__, each)
+for listed, experiment in EXPERIMENTS.items():
+    FIRST.setdefault(experiment.__module__, listed)
+# The experiment of each folder whose golden is its whole text.
+WHOLE = {
+    "lm": "lm.quickstart.LocalText",
+    "time_series": "time_series.timesfm.TimesFM200M",
+    "translation": "translation.wmt.TransformerBase",
+    "vision": "vision.digits.Digits",
+}
 
 
 @functools.cache
@@ -112,8 +120,10 @@ def differences(text: str, first: str) -> str:
 
 def golden_text(name: str, fields: dict[str, str]) -> str:
     text, first = configuration(name, **fields), FIRST[EXPERIMENTS[name].__module__]
-    if name == first:
+    if name == (whole := WHOLE[name.partition(".")[0]]):
         return text
+    if name == first:
+        return f"differs from {whole}\n{differences(text, configuration(whole))}"
     return f"differs from {first}\n{differences(text, configuration(first, **fields))}"
 
 

@@ -24,15 +24,15 @@ def mesh(entry: ExperimentEntry) -> str:
     return entry.line.mesh or ""
 
 
-def golden(entry: ExperimentEntry) -> str:
+def golden(name: str) -> str:
     """The whole configuration, of which most goldens hold the differences from another."""
-    text = (GOLDENS / f"{entry.dotted.removeprefix(PREFIX)}.txt").read_text()
+    text = (GOLDENS / f"{name}.txt").read_text()
     head, _, differences = text.partition("\n")
     if not head.startswith("differs from "):
         return text
-    lines = (GOLDENS / f"{head.removeprefix('differs from ')}.txt").read_text().splitlines()
-    own = {line.removeprefix("- ").partition(" = ")[0] for line in differences.splitlines()}
-    kept = [line for line in lines if line.partition(" = ")[0] not in own]
+    lines = golden(head.removeprefix("differs from ")).splitlines()
+    changed = {line.removeprefix("- ").partition(" = ")[0] for line in differences.splitlines()}
+    kept = [line for line in lines if line.partition(" = ")[0] not in changed]
     return "\n".join([*kept, differences])
 
 
@@ -40,19 +40,30 @@ IS_SO: dict[str, Callable[[ExperimentEntry], bool]] = {
     "eval_only": lambda entry: load_experiment(entry).trained_by is not None,
     # BoolQ is for trained weights, which a field names.
     "fine_tune": lambda entry: (
-        entry.name.startswith("lm.boolq.") or "\ntask.initial_weights = None\n" not in golden(entry)
+        entry.name.startswith("lm.boolq.")
+        or "\ntask.initial_weights = None\n" not in golden(entry.dotted.removeprefix(PREFIX))
     ),
     "lm": lambda entry: entry.name.startswith("lm."),
-    "lora": lambda entry: " = LoraDot\n" in golden(entry),
-    "masked_lm": lambda entry: "\ntask.model = BertModel\n" in golden(entry),
-    "moe": lambda entry: "feed_forward_tpl = MoeFeedForward\n" in golden(entry),
+    "lora": lambda entry: " = LoraDot\n" in golden(entry.dotted.removeprefix(PREFIX)),
+    "masked_lm": lambda entry: (
+        "\ntask.model = BertModel\n" in golden(entry.dotted.removeprefix(PREFIX))
+    ),
+    "moe": lambda entry: (
+        "feed_forward_tpl = MoeFeedForward\n" in golden(entry.dotted.removeprefix(PREFIX))
+    ),
     "multislice": lambda entry: mesh(entry).endswith(" across"),
     "pipeline": lambda entry: "stage " in mesh(entry),
     "pmap": lambda entry: mesh(entry) == "pmap",
     "speed_test": lambda entry: "LimitSteps" in entry.name or "Proxy" in entry.name,
-    "time_series": lambda entry: "\ntask.model = PatchedDecoder\n" in golden(entry),
-    "translation": lambda entry: "\ntask.model = SequenceModel\n" in golden(entry),
-    "vision": lambda entry: "\ntask.model = ClassificationModel\n" in golden(entry),
+    "time_series": lambda entry: (
+        "\ntask.model = PatchedDecoder\n" in golden(entry.dotted.removeprefix(PREFIX))
+    ),
+    "translation": lambda entry: (
+        "\ntask.model = SequenceModel\n" in golden(entry.dotted.removeprefix(PREFIX))
+    ),
+    "vision": lambda entry: (
+        "\ntask.model = ClassificationModel\n" in golden(entry.dotted.removeprefix(PREFIX))
+    ),
 }
 
 
