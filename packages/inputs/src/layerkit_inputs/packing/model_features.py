@@ -230,21 +230,21 @@ def stretch_features(
     if num_inputs is not None:
         inputs_end = np.repeat(num_inputs, sizes)
         if weights_on_targets_only:
-            weights = in_rows(positions >= inputs_end, valid, bool)
+            weights = fill_rows(positions >= inputs_end, valid, bool)
     batch = NestedMap(
-        ids=in_rows(ids, valid, np.int32, fill=pad_id),
-        labels=in_rows(labels, valid, np.int32, fill=pad_id),
+        ids=fill_rows(ids, valid, np.int32, fill=pad_id),
+        labels=fill_rows(labels, valid, np.int32, fill=pad_id),
         weights=weights.astype(np.float32),
         paddings=(~valid).astype(np.float32),
-        segment_ids=in_rows(np.repeat(numbers.astype(np.int32), sizes), valid, np.int32),
-        segment_pos=in_rows(positions, valid, np.int32),
+        segment_ids=fill_rows(np.repeat(numbers.astype(np.int32), sizes), valid, np.int32),
+        segment_pos=fill_rows(positions, valid, np.int32),
     )
     if num_inputs is not None and has_inputs:
-        batch.inputs_indicator = in_rows(positions <= inputs_end, valid, np.int32)
+        batch.inputs_indicator = fill_rows(positions <= inputs_end, valid, np.int32)
     return batch
 
 
-def in_rows(
+def fill_rows(
     values: np.ndarray, valid: np.ndarray, dtype: npt.DTypeLike, *, fill: int = 0
 ) -> np.ndarray:
     """Return a new array with `values` at the valid positions, in order, and `fill` elsewhere.
@@ -406,7 +406,7 @@ def prompt_features(
     valid = np.arange(length) < sizes[:, None]
     tokens = _end_to_end([segment.tokens for (segment,) in rows])
     return NestedMap(
-        ids=in_rows(tokens, valid, np.int32, fill=pad_id),
+        ids=fill_rows(tokens, valid, np.int32, fill=pad_id),
         paddings=(~valid).astype(np.float32),
         prompt_lengths=valid.sum(axis=1, dtype=np.int32),
     )

@@ -25,7 +25,7 @@ from layerkit_inputs.packing.model_features import (
     as_tokens,
     drop_signs,
     encoder_decoder_features,
-    in_rows,
+    fill_rows,
     prompt_features,
     stretch_features,
 )
@@ -106,7 +106,7 @@ class RowFormat(NamedTuple):
             values = np.concatenate([example[name] for row in rows for example in row])
             sizes = np.array([sum(len(example[name]) for example in row) for row in rows])
             valid = np.arange(self.lengths[name]) < sizes[:, None]
-            batch[name] = in_rows(values, valid, values.dtype)
+            batch[name] = fill_rows(values, valid, values.dtype)
         return batch
 
     def _counted(self, rows: Sequence[Sequence[Example]]) -> np.ndarray:
@@ -126,7 +126,7 @@ class RowFormat(NamedTuple):
             counted.append(np.concatenate(parts))
         sizes = np.array([len(row) for row in counted])
         valid = np.arange(self.limits[0]) < sizes[:, None]
-        return in_rows(np.concatenate(counted), valid, np.dtype(np.float32))
+        return fill_rows(np.concatenate(counted), valid, np.dtype(np.float32))
 
     def _batch_of_tokens(self, rows: Sequence[Sequence[Example]]) -> NestedMap:
         examples = [example for row in rows for example in row]

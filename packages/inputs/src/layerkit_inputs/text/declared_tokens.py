@@ -126,7 +126,7 @@ def read_declared_tokens(tokenizer: Any, path: str) -> DeclaredTokens:
     special = [*named.values()]
     special += [_content(token, "extra_special_tokens", owner) for token in _values(more)]
     added = [
-        *_with_ids(by_id, special, owner),
+        *_list_by_id(by_id, special, owner),
         *({"content": name, "special": True} for name in special),
     ]
     tokens = _class_tokens(config, model_files["config.json"], file) | named
@@ -145,7 +145,7 @@ def _values(tokens: Any) -> list[Any]:
     return [*tokens.values()] if isinstance(tokens, dict) else [*tokens]
 
 
-def _with_ids(by_id: Any, special: Sequence[str | None], owner: str) -> list[dict[str, Any]]:
+def _list_by_id(by_id: Any, special: Sequence[str | None], owner: str) -> list[dict[str, Any]]:
     """Return the tokens of `added_tokens_decoder` in the order of their ids."""
     field = "added_tokens_decoder"
     require(isinstance(by_id, dict), owner, field, by_id, "an object of tokens by id")

@@ -147,7 +147,7 @@ def build_token_records(
         encode = functools.partial(
             _encode, tokenizer=tokenizer, special_tokens_in_text=special_tokens_in_text, field=field
         )
-        encoded = _in_order(encode, _work(files, split_of, field, max_document_bytes), workers)
+        encoded = _encode_all(encode, _work(files, split_of, field, max_document_bytes), workers)
         for document in stack.enter_context(contextlib.closing(encoded)):
             if document.ids is None:
                 bad.report(file=document.where, record=None, problem=document.problem)
@@ -280,7 +280,7 @@ def _encode_one(document: RawDocument, model: Tokenizer, field: str) -> _Encoded
     return unread._replace(ids=framed([tokens], model), share=share_of(text))
 
 
-def _in_order(
+def _encode_all(
     encode: Callable[[list[RawDocument]], list[_Encoded]],
     work: Iterator[list[RawDocument]],
     workers: int,
