@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 # A function called as its module (`resolve`) cannot be here: once the module is imported, Python
 # would find that under the name.
 _NAMES = {
-    "config.commands": "Command Mode",
+    "config.entry_points": "Command Mode",
     "config.experiment": "BaseExperiment",
     "config.overrides": "Override",
     "config.registry": "list_experiments",

@@ -2,7 +2,7 @@
 
 Errors are reported as early as possible, and before anything is written: wrong flags and unknown
 experiments before JAX is imported, wrong fields and paths before a device is used. Tools are found
-by the entry-point group `layerkit.commands`; see `config.commands`.
+by the entry-point group `layerkit.commands`; see `config.entry_points`.
 """
 
 from __future__ import annotations
