@@ -225,13 +225,13 @@ def find_near_names(name: str, valid: Iterable[str]) -> list[str]:
     if not all(candidate.startswith(folder) for candidate in valid):
         folder = ""
     folded = {_fold(candidate.removeprefix(folder)): candidate for candidate in valid}
-    wanted = _fold(name.removeprefix(folder))
-    abbreviated = [c for f, c in folded.items() if "".join(w[:1] for w in f.split("_")) == wanted]
-    if wanted not in folded and len(wanted) > 1 and abbreviated:
+    target = _fold(name.removeprefix(folder))
+    abbreviated = [c for f, c in folded.items() if "".join(w[:1] for w in f.split("_")) == target]
+    if target not in folded and len(target) > 1 and abbreviated:
         return abbreviated[:2]
-    matches = difflib.get_close_matches(wanted, folded, n=2, cutoff=0.6)
+    matches = difflib.get_close_matches(target, folded, n=2, cutoff=0.6)
     # Suggest a second name only if it is about as similar as the first.
-    ratios = [difflib.SequenceMatcher(None, match, wanted).ratio() for match in matches]
+    ratios = [difflib.SequenceMatcher(None, match, target).ratio() for match in matches]
     return [folded[m] for m, ratio in zip(matches, ratios, strict=True) if ratio > ratios[0] - 0.1]
 
 
