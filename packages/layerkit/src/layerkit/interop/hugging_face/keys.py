@@ -113,14 +113,15 @@ class ConfigFile:
         key: str,
         expected: str | None = None,
         *,
+        value: Any = None,
         choices: Collection[str] = (),
         hint: str | None = None,
     ) -> UnsupportedModelError:
-        """Return the error about an unsupported value of a key."""
+        """Return the error about an unsupported value of a key; None is the value in the file."""
         return UnsupportedModelError(
             owner=self.owner,
             field=key,
-            value=self._content.get(key),
+            value=self._content.get(key) if value is None else value,
             expected=expected,
             choices=choices,
             hint=hint,

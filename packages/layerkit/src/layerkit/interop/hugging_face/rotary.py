@@ -81,21 +81,16 @@ class Rotary:
 
     def read(self, file: ConfigFile, network: Config) -> None:
         """Set fields from the file."""
-        fraction = float(file.get("partial_rotary_factor", 1.0))
         parameters: dict[str, Any] = {
-            "partial_rotary_factor": fraction,
+            "partial_rotary_factor": float(file.get("partial_rotary_factor", 1.0)),
             "rope_theta": float(file.get("rope_theta", self.default_theta)),
         }
         parameters |= file.get("rope_scaling", None) or {}
         # The newer form.
         parameters |= file.get("rope_parameters", None) or {}
-        if parameters["partial_rotary_factor"] != 1.0 and not self.has_fraction:
-            raise UnsupportedModelError(
-                owner=file.owner,
-                field="partial_rotary_factor",
-                value=parameters["partial_rotary_factor"],
-                expected="1 in this family",
-            )
+        fraction = parameters["partial_rotary_factor"]
+        if fraction != 1.0 and not self.has_fraction:
+            raise file.invalid("partial_rotary_factor", "1 in this family", value=fraction)
         set_field(network, "layer.attention_tpl.rotary_tpl", rotary_config(file, parameters))
 
     def write(self, network: Config) -> dict[str, Any]:
@@ -123,14 +118,8 @@ def rotary_config(file: ConfigFile, parameters: Mapping[str, Any]) -> Config:
         _require_known(file, kind, parameters, known={_LENGTH})
         return rotary
     if kind not in _SCALINGS:
-        expected = "a type that does not depend on the sequence length, as needed by a cache"
-        raise UnsupportedModelError(
-            owner=file.owner,
-            field="rope_type",
-            value=kind,
-            expected=expected if kind == "dynamic" else None,
-            choices=_SCALINGS,
-        )
+        hint = "A cache needs one that does not depend on the sequence length."
+        raise file.invalid("rope_type", value=kind, choices=_SCALINGS, hint=hint)
     rotary.scaling = _scaling(file, kind, dict(parameters))
     return rotary
 
