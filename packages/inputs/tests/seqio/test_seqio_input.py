@@ -382,7 +382,6 @@ def test_seeds_change_order_and_epochs_differ(thirteen):
         ("task_feature_lengths", None),
         ("split_name", "vaildation"),
         ("feature_converter", "prefixlm"),
-        ("each_host_reads", "own_shards"),
         ("tfds_data_dir", "/data"),
         ("packing_window_rows", 0),
     ],

@@ -85,7 +85,7 @@ def test_skipping_past_bad_records_raises_errors_of_the_file(make_task, tmp_path
         read(missing, start=5, in_chunks=False)
     shorter = make(make_task(EXAMPLES), bad_records=skip)
     assert read(shorter, start=150, in_chunks=False) == []
-    with pytest.raises(ConfigError, match="ended 2 examples before the position"):
+    with pytest.raises(ConfigError, match="2 examples fewer"):
         read(shorter, start=152, in_chunks=False)
 
 

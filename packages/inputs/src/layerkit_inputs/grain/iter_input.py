@@ -22,7 +22,7 @@ from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.errors import require_extra
 from layerkit_inputs.base.eval_padding import agreed_num_batches, pad_rows
 from layerkit_inputs.base.state import check_same_data
-from layerkit_inputs.grain.row_batches import as_arrays, stack_rows
+from layerkit_inputs.grain.row_batches import stack_rows, to_arrays
 from layerkit_inputs.grain.worker_transfer import RowList, RowsOfLists
 
 _END = object()  # after the last element of an epoch
@@ -131,7 +131,7 @@ class GrainIterInput(BaseInput):
             try:
                 if isinstance(element, BadRecordError):
                     raise element
-                return as_arrays(element)
+                return to_arrays(element)
             except BadRecordError as error:
                 if error is not element:
                     error.owner = f"{self._label}, row {self._rows_done - 1}"
@@ -193,7 +193,7 @@ class GrainIterInput(BaseInput):
         with contextlib.closing(iter(self._dataset_of_host(0, 1))) as iterator:
             for element in iterator:
                 if not isinstance(element, BadRecordError):
-                    return as_arrays(element)
+                    return to_arrays(element)
                 if self.on_bad_record == "refuse":
                     raise element
         raise self._config_error("the data set has no rows")
@@ -223,7 +223,7 @@ class GrainIterInput(BaseInput):
             "epoch": self._epoch,
             "rows_done": self._rows_done,
             "batches_done": self._batches_done,
-            "iterator": _as_json(iterator),
+            "iterator": _to_json(iterator),
             "data": self._identity(),
         }
 
@@ -268,10 +268,10 @@ def _mark_flags_parsed() -> None:
         flags.FLAGS.mark_as_parsed()
 
 
-def _as_json(state: Any) -> Any:
+def _to_json(state: Any) -> Any:
     """Return a Grain state as JSON values, with NumPy scalars as Python numbers."""
     if isinstance(state, Mapping):
-        return {key: _as_json(value) for key, value in state.items()}
+        return {key: _to_json(value) for key, value in state.items()}
     if isinstance(state, (list, tuple)):
-        return [_as_json(value) for value in state]
+        return [_to_json(value) for value in state]
     return state.item() if isinstance(state, np.generic) else state

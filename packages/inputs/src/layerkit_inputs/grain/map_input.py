@@ -31,7 +31,7 @@ from layerkit_inputs.base.bad_records import BadRecordError, BadRecords, OnBadRe
 from layerkit_inputs.base.errors import require_extra
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.grain.array_records import ArrayRecordFiles
-from layerkit_inputs.grain.row_batches import as_arrays, stack_rows
+from layerkit_inputs.grain.row_batches import stack_rows, to_arrays
 
 
 @runtime_checkable
@@ -142,7 +142,7 @@ class GrainMapInput(IndexedInput):
         """Return the row at a place (row number, epoch), or the error raised while reading it."""
         row, epoch = place
         try:
-            return as_arrays(self._dataset[epoch * self._length + row])
+            return to_arrays(self._dataset[epoch * self._length + row])
         except BadRecordError as error:
             error.owner = error.owner or self._name_of(row)
             return error

@@ -11,7 +11,7 @@ from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.bad_records import BadRecordError
 
 
-def as_arrays(row: Any) -> NestedMap:
+def to_arrays(row: Any) -> NestedMap:
     """Return a row as a NestedMap of arrays.
 
     Args:
@@ -28,10 +28,10 @@ def as_arrays(row: Any) -> NestedMap:
         if type(value) is np.ndarray:  # the most frequent type first
             array = value
         elif isinstance(value, Mapping):
-            checked[name] = as_arrays(value)
+            checked[name] = to_arrays(value)
             continue
         else:
-            array = _as_array(value)
+            array = _to_array(value)
         if array.dtype.kind not in "biufc" and array.dtype.name != "bfloat16":
             raise BadRecordError(
                 field=f"dtype of {name}",
@@ -47,7 +47,7 @@ def stack_rows(rows: Sequence[NestedMap], *, name_of: Callable[[int], str]) -> N
     """Stack rows with the same fields, shapes and dtypes.
 
     Args:
-      rows: One or more rows from `as_arrays`.
+      rows: One or more rows from `to_arrays`.
       name_of: Function that returns the name of the row with an index in `rows`, for errors.
 
     Raises:
@@ -63,7 +63,7 @@ def stack_rows(rows: Sequence[NestedMap], *, name_of: Callable[[int], str]) -> N
     return _stack(rows)
 
 
-def _as_array(value: Any) -> np.ndarray:
+def _to_array(value: Any) -> np.ndarray:
     try:
         return np.asarray(value)
     except ValueError:  # a list of lists of different lengths

@@ -16,7 +16,7 @@ from typing import Any
 
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.bad_records import BadRecordError
-from layerkit_inputs.grain.row_batches import as_arrays, stack_rows
+from layerkit_inputs.grain.row_batches import stack_rows, to_arrays
 
 
 class RowList:
@@ -32,7 +32,7 @@ class RowList:
     def __reduce__(self) -> tuple[Callable[..., RowList], tuple[Any, ...]]:
         """Pickle rows of one shape as stacked arrays, and other rows as they are."""
         try:
-            stacked = stack_rows([as_arrays(row) for row in self.rows], name_of=str)
+            stacked = stack_rows([to_arrays(row) for row in self.rows], name_of=str)
         except BadRecordError:  # the input that reads the rows raises it
             return RowList, (self.rows,)
         return _unstack, (stacked, len(self.rows))

@@ -91,9 +91,9 @@ class HuggingFaceColumns(HuggingFaceData, IndexedInput):
         expected = "numbers, booleans or lists of them"
         is_number = array.dtype.kind in "biuf"
         require(is_number, self._label, f"type of column {name!r}", kind, expected)
-        return self._to_32_bits(name, array, rows).reshape(shape)
+        return self._narrow(name, array, rows).reshape(shape)
 
-    def _to_32_bits(self, name: str, array: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def _narrow(self, name: str, array: np.ndarray, rows: np.ndarray) -> np.ndarray:
         if array.dtype == np.float64:
             return array.astype(np.float32)
         if array.dtype.kind not in "iu" or array.dtype.itemsize < 8:

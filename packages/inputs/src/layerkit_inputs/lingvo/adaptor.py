@@ -46,17 +46,17 @@ class LingvoParams(Protocol):
         """Return the generator."""
 
 
-def value_of(params: Any, name: str) -> Any:
+def get_param(params: Any, name: str) -> Any:
     """Return the value of a Lingvo param, or None if the params do not have it."""
     return params.Get(name) if name in params else None
 
 
-def batch_size_of(params: Any) -> int | None:
+def find_batch_size(params: Any) -> int | None:
     """Return the batch size in Lingvo params, or None if they have none."""
     if params is None:
         return None
-    limits = value_of(params, "bucket_batch_limit")
-    return max(limits) if limits else value_of(params, "batch_size") or None
+    limits = get_param(params, "bucket_batch_limit")
+    return max(limits) if limits else get_param(params, "batch_size") or None
 
 
 class LingvoInputAdaptor(BaseInput):
@@ -105,13 +105,13 @@ class LingvoInputAdaptor(BaseInput):
         if self.batch_size_is_lingvos:
             expected = "None, since the Lingvo input has the batch size"
             require(self.batch_size is None, self._label, "batch_size", self.batch_size, expected)
-            self.batch_size = batch_size_of(self._params) or self._rows_of_first_batch()
+            self.batch_size = find_batch_size(self._params) or self._rows_of_first_batch()
         super().__post_init__()
 
     @classmethod
     def get_batch_size(cls, config: Any) -> int | None:
         """Return the batch size per host, or None if it is known only from a batch."""
-        return batch_size_of(config.input) if cls.batch_size_is_lingvos else config.batch_size
+        return find_batch_size(config.input) if cls.batch_size_is_lingvos else config.batch_size
 
     @property
     def input_inst(self) -> Any:
@@ -124,7 +124,7 @@ class LingvoInputAdaptor(BaseInput):
         return self._lingvo_input
 
     def _set_file_random_seed(self) -> None:
-        seed = value_of(self._params, "file_random_seed")
+        seed = get_param(self._params, "file_random_seed")
         if not seed:
             return
         expected = "0, or allow_fixed_file_random_seed=True, with which each host adds its index"
@@ -183,7 +183,7 @@ class LingvoInputAdaptor(BaseInput):
                 else:
                     # Traced only once, since each trace of a native op restarts the data.
                     read = self._tf.function(read, autograph=False).get_concrete_function()
-                    repeats = value_of(self._params, "repeat_count") or 0
+                    repeats = get_param(self._params, "repeat_count") or 0
                     self._is_endless, self._must_drain = repeats < 0, repeats > 0
             except Exception as error:
                 # TensorFlow wraps the errors of functions that it traces.
@@ -215,13 +215,13 @@ class LingvoInputAdaptor(BaseInput):
                 f"{self._params.cls.__qualname__} failed at its batch {self._num_read}: "
                 f"{' '.join(problem.split())}"
             ) from error
-        return self._as_arrays(batch)
+        return self._to_arrays(batch)
 
-    def _as_arrays(self, batch: Any) -> NestedMap:
+    def _to_arrays(self, batch: Any) -> NestedMap:
         arrays = NestedMap()
         for name, value in batch.items():
             if isinstance(value, dict):
-                arrays[name] = self._as_arrays(value)
+                arrays[name] = self._to_arrays(value)
             elif getattr(value, "dtype", None) is not self._tf.string:
                 # A read-only view of the tensor, which TensorFlow may return again.
                 array = np.asarray(value)

@@ -13,7 +13,7 @@ from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.eval_padding import empty_batch, num_rows_of
 from layerkit_inputs.lingvo import tf_data
-from layerkit_inputs.lingvo.adaptor import LingvoInputAdaptor, value_of
+from layerkit_inputs.lingvo.adaptor import LingvoInputAdaptor, get_param
 
 
 class _OneEpochOfAllHosts(LingvoInputAdaptor):
@@ -23,7 +23,7 @@ class _OneEpochOfAllHosts(LingvoInputAdaptor):
         self._restart_stream()
         super().__post_init__()
         # In evaluation, Lingvo's bucketing drops incomplete batches at the end.
-        limits = value_of(self._params, "bucket_batch_limit") or [1]
+        limits = get_param(self._params, "bucket_batch_limit") or [1]
         if hasattr(self._params.cls, "ProcessDataset"):
             expected = "1 for each bucket, since Lingvo drops the rows of an incomplete batch"
             require(max(limits) == 1, self._label, "input.bucket_batch_limit", limits, expected)
@@ -109,7 +109,7 @@ class LingvoLazyEvalAdaptor(_OneEpochOfAllHosts):
     def __post_init__(self) -> None:
         """Check the number of samples."""
         super().__post_init__()
-        samples = value_of(self._params, "num_samples")
+        samples = get_param(self._params, "num_samples")
         require(samples, self._label, "input.num_samples", samples, "a positive integer")
 
     @property

@@ -96,7 +96,7 @@ class RowFormat(NamedTuple):
         """Return arrays `[rows, ...]` of the examples in each row."""
         merged = rows
         if self.has_suffixes:
-            merged = [[_with_suffix(example) for example in row] for row in rows]
+            merged = [[_append_suffix(example) for example in row] for row in rows]
         batch = self._batch_of_tokens(merged)
         if self.has_suffixes:
             batch.weights = batch.weights * self._counted(rows)
@@ -138,7 +138,7 @@ class RowFormat(NamedTuple):
                     [example.get("targets", ()) for example in examples],
                     inputs_length=self.lengths["inputs"],
                     targets_length=self.lengths["targets"],
-                    rows=_numbers_by_row(rows) if self.packed else None,
+                    rows=_number_rows(rows) if self.packed else None,
                     bos_id=self.bos_id,
                 )
             case "prompts":
@@ -182,14 +182,14 @@ def _shift(batch: NestedMap) -> None:
         batch[name] = value
 
 
-def _with_suffix(example: Example) -> Example:
+def _append_suffix(example: Example) -> Example:
     suffix = example.get("suffixes", ())
     if not len(suffix):
         return example
     return {**example, "targets": np.concatenate([example["targets"], suffix])}
 
 
-def _numbers_by_row(rows: Sequence[Sequence[Example]]) -> list[list[int]]:
+def _number_rows(rows: Sequence[Sequence[Example]]) -> list[list[int]]:
     ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
     return [list(range(end - len(row), end)) for row, end in zip(rows, ends, strict=True)]
 

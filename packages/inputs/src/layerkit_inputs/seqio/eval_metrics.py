@@ -67,7 +67,7 @@ def score_metrics(
         task: _call(task, [(function, columns) for function in task.score_metric_fns])
         for task, columns in columns_of.items()
     }
-    return _by_name(results, several=len(measured) > 1)
+    return _merge_names(results, several=len(measured) > 1)
 
 
 def prediction_metrics(
@@ -120,7 +120,7 @@ def prediction_metrics(
                 *((function, with_aux) for function in task.predict_with_aux_metric_fns),
             ],
         )
-    return _by_name(results, several=len(measured) > 1)
+    return _merge_names(results, several=len(measured) > 1)
 
 
 def _join(
@@ -179,7 +179,7 @@ def _call(
     return results
 
 
-def _by_name(results: Mapping[Any, Mapping[str, float]], *, several: bool) -> dict[str, float]:
+def _merge_names(results: Mapping[Any, Mapping[str, float]], *, several: bool) -> dict[str, float]:
     return {
         f"{task.name}/{name}" if several else name: value
         for task, metrics in results.items()

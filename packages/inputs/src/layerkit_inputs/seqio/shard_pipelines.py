@@ -109,27 +109,22 @@ class ShardPipelines:
         made = self._datasets_of(shard, seed)
         skips_bad_records = options.bad_records.policy == "skip"
         if in_chunks and made.with_lengths is not None and not (skips_bad_records and start):
-            dataset = self._from(start, self._shuffled(made.with_lengths, seed))
-            chunks = self._in_chunks(dataset).prefetch(_CHUNKS_AHEAD)
-            return _examples_of_chunks(_run(chunks), made.features)
-        dataset = self._shuffled(made.examples, seed)
+            dataset = self._shuffle(made.with_lengths, seed).skip(start)
+            # Features that are trimmed differ little in length.
+            is_padded = options.trim_output_features
+            batch = dataset.padded_batch if is_padded else dataset.ragged_batch
+            return _split_chunks(
+                _run(batch(_CHUNK_EXAMPLES).prefetch(_CHUNKS_AHEAD)), made.features
+            )
+        dataset = self._shuffle(made.examples, seed)
         if skips_bad_records:
             return _skip_past_errors(_run(dataset), start)
-        return _run(self._from(start, dataset))
+        return _run(dataset.skip(start))
 
-    def _shuffled(self, dataset: Any, seed: int) -> Any:
+    def _shuffle(self, dataset: Any, seed: int) -> Any:
         if not self._options.shuffle:
             return dataset
         return dataset.shuffle(self._buffer_size, seed=seed)
-
-    def _from(self, start: int, dataset: Any) -> Any:
-        return dataset.skip(start) if start else dataset
-
-    def _in_chunks(self, dataset: Any) -> Any:
-        """Batch examples into chunks: padded batches if features are trimmed, else ragged."""
-        if self._options.trim_output_features:
-            return dataset.padded_batch(_CHUNK_EXAMPLES)
-        return dataset.ragged_batch(_CHUNK_EXAMPLES)
 
     def _datasets_of(self, shard: int, seed: int) -> _Datasets:
         """Return the unshuffled data sets of a shard."""
@@ -197,7 +192,7 @@ def _measured(dataset: Any, features: Sequence[str]) -> Any:
     return dataset.map(measure)
 
 
-def _examples_of_chunks(chunks: Iterator[Any], features: Sequence[str]) -> Iterator[Example]:
+def _split_chunks(chunks: Iterator[Any], features: Sequence[str]) -> Iterator[Example]:
     for *columns, lengths in chunks:
         rows = map(_rows_of, columns, lengths.T.tolist())
         for values in zip(*rows, strict=True):
@@ -214,10 +209,10 @@ def _rows_of(column: Any, lengths: Sequence[int]) -> list[np.ndarray]:
 
 def _run(dataset: Any) -> Iterator[Any]:
     """Iterate over the elements as NumPy arrays, in a deterministic order."""
-    return _in_fixed_order(dataset).as_numpy_iterator()
+    return _fix_order(dataset).as_numpy_iterator()
 
 
-def _in_fixed_order(dataset: Any) -> Any:
+def _fix_order(dataset: Any) -> Any:
     options = import_tensorflow().data.Options()
     options.deterministic = True
     options.experimental_warm_start = True

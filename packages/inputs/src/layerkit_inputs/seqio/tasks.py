@@ -91,7 +91,7 @@ def find_tasks(
     seqio = import_seqio()
     provider = find_provider(mixture_or_task)
     if tfds_data_dir is not None:
-        provider = _with_data_dir(seqio, provider, tfds_data_dir)
+        provider = _move_data_dir(seqio, provider, tfds_data_dir)
     tasks = seqio.get_subtasks(provider)
     features = tasks[0].output_features
     for name in feature_lengths:
@@ -166,7 +166,7 @@ def _data_problem(task: Any) -> str | None:
     return f"cannot find {loader.name} in {folder}: {problem}"
 
 
-def _with_data_dir(seqio: ModuleType, provider: Any, data_dir: str) -> Any:
+def _move_data_dir(seqio: ModuleType, provider: Any, data_dir: str) -> Any:
     """Return a copy of a task or mixture whose TFDS sources read from `data_dir`."""
     copies: dict[str, Any] = {}
     moved: list[str] = []
