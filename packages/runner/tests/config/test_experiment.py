@@ -393,6 +393,21 @@ def test_any_string_in_a_command_is_read_back(value: str):
     assert read == {"NAME": value, "ANYTHING": value}
 
 
+def test_unused_field_is_no_field_until_a_class_declares_it_anew(raises: Any):
+    class Plain(Small):
+        unused_fields = ("MODEL_DIMS",)
+        reduced_fields = {"MODEL_DIMS": 2, "NUM_LAYERS": 1}
+
+    class Again(Plain):
+        MODEL_DIMS: int = 5
+
+    assert "MODEL_DIMS" not in experiment_fields(Plain)
+    assert reduced_values(Plain) == {"NUM_LAYERS": 1}
+    with raises(FieldError, value="MODEL_DIMS"):
+        Plain(MODEL_DIMS=3)
+    assert Again(MODEL_DIMS=3).MODEL_DIMS == 3
+
+
 def test_reduced_values_combine_those_of_all_bases():
     class Depth:
         NUM_LAYERS: int = 48
