@@ -175,13 +175,6 @@ def test_layers_share_weights(config):
 ALSO_APART = {
     "equal configs": (Chain.HParams.config(first=square(), second=square()), ("first", "second")),
     "copies of a template": (Chain.HParams.config(num_copies=2), ("links_0", "links_1")),
-    "one config in two templates": (
-        Chain.HParams.config(
-            first=Config(Chain, link_tpl=LINEAR, num_copies=1),
-            second=Config(Chain, link_tpl=LINEAR, num_copies=1),
-        ),
-        ("first/links_0", "second/links_0"),
-    ),
     "two shared weight ids": (
         Chain.HParams.config(
             first=Config(Chain, link_tpl=square(shared_weight_id="a"), num_copies=1),

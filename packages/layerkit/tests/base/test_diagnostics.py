@@ -121,11 +121,6 @@ def test_user_error_without_owner_gets_the_innermost_layer_as_owner():
     assert layer_notes(raised.value) == []
 
 
-@pytest.mark.parametrize("text", ["x", "fprop() missing 1 required argument: 'x'", "f(x) is 1"])
-def test_error_outside_of_a_layer_has_no_layer(text):
-    assert layer_of(ValueError(text)) is None
-
-
 @pytest.mark.parametrize(
     ("owner", "layer"),
     [

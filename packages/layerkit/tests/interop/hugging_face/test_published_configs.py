@@ -71,13 +71,11 @@ NEAR5 = (["sliding_attention"] * 5 + ["full_attention"]) * 3
 PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
     "distilgpt2": ({**GPT2, "_num_labels": 1, "id2label": {"0": "a"}}, (768, 6, 12), 81912576),
     "gpt2": (GPT2, (768, 12, 12), 124439808),
-    "gpt2-xl": ({**GPT2, **SPECIAL, "output_past": True}, (1600, 48, 25), 1557611200),
     "llama-7b": (
         {**LLAMA, "max_sequence_length": 2048},
         (4096, 11008, 32, 32, 32, 32000),
         6738415616,
     ),
-    "Llama-2-13b": ({**LLAMA, "pretraining_tp": 2}, (5120, 13824, 40, 40, 40, 32000), 13015864320),
     "Llama-3.1-8B": (
         {**LLAMA3, "rope_scaling": {**SCALED, "factor": 8.0}},
         (4096, 14336, 32, 32, 8, 128256),
@@ -88,17 +86,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         (2048, 8192, 16, 32, 8, 128256),
         1235814400,
     ),
-    "TinyLlama-1.1B": (
-        {**LLAMA, "attention_bias": False, "pretraining_tp": 1, "rope_theta": 10000.0},
-        (2048, 5632, 22, 32, 4, 32000),
-        1100048384,
-    ),
     "SmolLM2-135M": (SMOL, (576, 1536, 30, 9, 3, 49152), 134515008),
-    "Mistral-7B-v0.1": (
-        {**MISTRAL, "sliding_window": 4096},
-        (4096, 14336, 32, 32, 8, 32000),
-        7241732096,
-    ),
     "Mixtral-8x7B": (MIXTRAL, (4096, 14336, 32, 32, 8, 32000), 46702792704),
     "Qwen2.5-0.5B": (
         {**QWEN2, "tie_word_embeddings": True, "use_mrope": False},
@@ -147,11 +135,6 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
     ),
     "Phi-3-mini-128k": (
         {**LONG_PHI3, "rope_scaling": {**LONG, "type": "su"}},
-        (3072, 8192, 32, 32, 32, 32064),
-        3821079552,
-    ),
-    "Phi-3.5-mini": (
-        {**LONG_PHI3, "rope_scaling": LONG},
         (3072, 8192, 32, 32, 32, 32064),
         3821079552,
     ),
