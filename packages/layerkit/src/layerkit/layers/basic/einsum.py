@@ -111,7 +111,7 @@ class Einsum(BaseLayer):
         sizes = dict(zip(letters.weight, self.weight_shape, strict=True))
         expected = [sizes.get(letter, letter) for letter in letters.inputs]
         fits = inputs.ndim == len(expected) and all(
-            size == n for n, size in zip(expected, inputs.shape, strict=True) if n in sizes.values()
+            size == n for n, size in zip(expected, inputs.shape, strict=True) if isinstance(n, int)
         )
         require(fits, self, "shape of inputs", list(inputs.shape), str(expected))
 

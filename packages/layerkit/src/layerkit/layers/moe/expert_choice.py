@@ -9,7 +9,7 @@ from layerkit.config import Config, sub_config_field
 from layerkit.errors import ConfigError
 from layerkit.layers.moe.base_moe import BaseMoeFeedForward
 from layerkit.layers.moe.losses import report_router_z
-from layerkit.layers.moe.routing import ExpertChoiceRouter
+from layerkit.layers.moe.routing import BaseRouter, ExpertChoiceRouter
 from layerkit.ops.moe.slots import capacity_of, weighted
 from layerkit.ops.remat import save_inputs
 
@@ -28,7 +28,7 @@ class ExpertChoiceFeedForward(BaseMoeFeedForward):
     """
 
     capacity_factor: float = 2.0
-    router_tpl: Config[ExpertChoiceRouter] = sub_config_field(ExpertChoiceRouter.HParams)
+    router_tpl: Config[BaseRouter] = sub_config_field(ExpertChoiceRouter.HParams)
 
     def mix_experts(self, x: jax.Array, is_token: jax.Array | None) -> jax.Array:
         """Compute the weighted sum `[batch, length, input_dims]` of the outputs of experts."""

@@ -27,7 +27,7 @@ from layerkit.layers.basic.dots import grouped_arrays, grouped_matmul
 from layerkit.layers.moe.base_moe import BaseMoeFeedForward
 from layerkit.layers.moe.experts import OUTPUT_BIAS, PRODUCTS, WEIGHT_AXES
 from layerkit.layers.moe.losses import expert_load, report_load_balance, report_router_z
-from layerkit.layers.moe.routing import Routing, TopKRouter
+from layerkit.layers.moe.routing import BaseRouter, Routing, TopKRouter
 from layerkit.ops.moe.expert_parallel import Dropless, run_on_mesh
 from layerkit.ops.moe.grouped_matmul import RowsProduct, select_grouped_matmul
 from layerkit.ops.moe.slots import capacity_of, capacity_slots, from_slots, to_slots, weighted_sum
@@ -81,7 +81,7 @@ class MoeFeedForward(BaseMoeFeedForward):
     }
 
     num_experts_per_token: int = 2
-    router_tpl: Config[TopKRouter] = sub_config_field(TopKRouter.HParams)
+    router_tpl: Config[BaseRouter] = sub_config_field(TopKRouter.HParams)
     capacity_in_evaluation: bool = False
     grouped_matmul: Literal["auto", "blocks", "ragged_dot", "pallas"] = "auto"
     expert_exchange: Literal["auto", "ragged_all_to_all", "all_gather"] = "auto"
