@@ -398,9 +398,9 @@ class Learner(Configurable):
         key = jax.random.fold_in(jax.random.key(_ROUNDING_STREAM), step)
         flat, sums = flatten_dict(updates), {}
         for path, weight in flatten_dict(trained).items():
-            own = jax.random.fold_in(key, zlib.crc32("/".join(path).encode()))
+            leaf_key = jax.random.fold_in(key, zlib.crc32("/".join(path).encode()))
             sums[path] = add_update(
-                weight, flat[path], key=own if self.stochastic_rounding else None
+                weight, flat[path], key=leaf_key if self.stochastic_rounding else None
             )
         new, change = ({path: pair[i] for path, pair in sums.items()} for i in (0, 1))
         return unflatten_dict(new), unflatten_dict(change)
