@@ -110,14 +110,14 @@ def test_file_that_cannot_be_read_is_an_error(tmp_path, name):
         read_study_file(str(tmp_path / name))
 
 
-def opened(file: StudyFile, folder: Path, *, storage: str | None = "journal") -> sweep._Sweep:
+def opened(file: StudyFile, folder: Path, *, storage: str | None = "journal") -> sweep.Sweep:
     folder.mkdir(exist_ok=True)
     storage = str(folder / "journal.log") if storage == "journal" else storage
     record = {"metric": file.metric, "experiment": "a.B"}
-    return sweep._Sweep(file, folder, sweep._open_study(file, folder, storage, record), [])
+    return sweep.Sweep(file, folder, sweep.open_study(file, folder, storage, record), [])
 
 
-def run_all(study: sweep._Sweep, *, at_most: int = 99) -> list[dict[str, Any]]:
+def run_all(study: sweep.Sweep, *, at_most: int = 99) -> list[dict[str, Any]]:
     """Claim and end trials whose value is RATE · LAYERS; return their values."""
     values = []
     while len(values) < at_most and (claimed := study._ask()) is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +15,6 @@ from typing import IO, Any, Literal
 
 import optuna
 from optuna import distributions, pruners, samplers
-from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
 
@@ -66,17 +64,14 @@ class StudyFile:
 
 def read_study_file(path: str, *, num_trials: int | None = None) -> StudyFile:
     """Read a study file in TOML or JSON; `num_trials` overrides the number in it."""
-    with as_usage_error(
-        UserError, OSError, AttributeError, TypeError, ValueError, owner=f"--study={path}"
-    ):
+    with as_usage_error(Exception, owner=f"--study={path}"):
         text = read_text(Path(path).expanduser(), max_bytes=100_000)
         document = (parse_json if path.endswith(".json") else parse_toml)(text)
         names = [field.name for field in dataclasses.fields(StudyFile)]
-        for key in document:
-            if key not in names:
-                raise UsageError("unknown key", value=key, choices=names)
-        for key in {"sampler", "pruner"} & document.keys():
-            if isinstance(document[key], str):
+        for key in document.keys() - {*names}:
+            raise UsageError("unknown key", value=key, choices=names)
+        for key in ("sampler", "pruner"):
+            if isinstance(document.get(key), str):
                 document[key] = {"name": document[key]}
         file = StudyFile(**document)
         file.space = {path: _distribution(path, axis) for path, axis in file.space.items()}
@@ -99,9 +94,8 @@ def _make(kind: str, module: Any, *, name: str, **options: Any) -> Any:
 def _distribution(path: str, entry: Mapping[str, Any]) -> Any:
     try:
         if "choices" not in entry:
-            is_float = float in map(type, entry.values())
-            number = distributions.FloatDistribution if is_float else distributions.IntDistribution
-            return number(**entry)
+            kind = "Float" if float in map(type, entry.values()) else "Int"
+            return getattr(distributions, f"{kind}Distribution")(**entry)
         # Optuna stores plain values. Others, such as a list, are given as their text.
         choices = [repr(v) if isinstance(v, list | dict) else v for v in entry["choices"]]
         return distributions.CategoricalDistribution(choices)
@@ -121,26 +115,25 @@ def run_study(flags: ParsedFlags, resolve: Callable[..., ResolvedExperiment]) ->
         for path, axis in file.space.items():
             for value in getattr(axis, "choices", None) or (axis.low, axis.high):
                 resolve(merge_overrides([*fixed, parse_override(path, _text(value))]))
-        names = [dataset_name(config) for config in resolved.datasets if not config.is_training]
-        is_known = any(file.metric.startswith(f"{name}/") for name in names)
-        if resolved.eval_programs is None and not is_known:
-            choices = [f"{name}/{file.metric.partition('/')[2]}" for name in names]
+        prefixes = tuple(f"{dataset_name(c)}/" for c in resolved.datasets if not c.is_training)
+        if resolved.eval_programs is None and not file.metric.startswith(prefixes):
+            choices = [prefix + file.metric.partition("/")[2] for prefix in prefixes]
             raise UsageError(field="metric", value=file.metric, choices=choices)
-    if "://" in (options.job_log_dir or ""):
-        expected = "a folder of a file system with locks"
-        raise UsageError(field="--job_log_dir", value=options.job_log_dir, expected=expected)
-    folder = Path(options.job_log_dir or "").expanduser().absolute()
+    directory = options.job_log_dir or ""
+    if "://" in directory:
+        raise UsageError(field="--job_log_dir", value=directory, expected="a folder with locks")
+    folder = Path(directory).expanduser().absolute()
     words = [f"--exp={resolved.name}", *map(str, fixed)]
     record = {path: distributions.distribution_to_json(axis) for path, axis in file.space.items()}
-    record |= {"metric": file.metric, "experiment": shlex.join(words)}
+    record |= {"metric": file.metric, "experiment": " ".join(words)}
     with lock(folder / "study.lock"):
-        study = _open_study(file, folder, options.study_storage, record)
+        study = open_study(file, folder, options.study_storage, record)
     passed = {name: value for name, value in flags.values.items() if name not in _NOT_PASSED_ON}
     words += [flag_word(name, value) for name, value in passed.items()]
-    return _Sweep(file, folder, study, words).run()
+    return Sweep(file, folder, study, words).run()
 
 
-def _open_study(
+def open_study(
     file: StudyFile, folder: Path, address: str | None, record: dict[str, str]
 ) -> optuna.Study:
     """Open or create the study; raise an error if it began with another record."""
@@ -149,7 +142,7 @@ def _open_study(
     storage: Any = address or f"sqlite:///{folder / 'study.db'}"
     try:
         if "://" not in storage:
-            storage = JournalStorage(JournalFileBackend(storage))
+            storage = optuna.storages.JournalStorage(JournalFileBackend(storage))
         study = optuna.create_study(
             storage=storage,
             study_name=str(folder) if address else "sweep",
@@ -159,19 +152,20 @@ def _open_study(
         )
     except Exception as error:  # each database driver has other errors
         raise UsageError(f"cannot open the study: {error}", owner=address) from error
-    has_values = any(trial.intermediate_values for trial in study.get_trials())
+    old = study.user_attrs
+    if old and not any(trial.intermediate_values for trial in study.get_trials()):
+        old["metric"] = record["metric"]  # no trial has reported the first metric
+    for key in {**old, **record} if old else ():
+        if old.get(key) != record.get(key):
+            expected = f"{old.get(key)!r}, with which the sweep in this folder began"
+            raise UsageError(field=key, value=record.get(key), expected=expected)
     for key, value in record.items():
-        old = study.user_attrs.get(key, value)
-        # Another metric is allowed until a trial has reported the first one.
-        if old != value and (has_values or key != "metric"):
-            expected = f"{old!r}, with which the sweep in this folder began"
-            raise UsageError(field=key, value=value, expected=expected)
         study.set_user_attr(key, value)
     return study
 
 
 @dataclasses.dataclass
-class _Sweep:
+class Sweep:
     """A loop over trials; `words` are the arguments of `runner` without the values of a trial."""
 
     file: StudyFile
@@ -193,8 +187,8 @@ class _Sweep:
         if self.stops:
             print("the same command resumes this sweep", flush=True)
             return 128 + self.stops[0]
-        good = (TrialState.COMPLETE, TrialState.RUNNING)
-        return 0 if any(trial.state in good for trial in self.study.get_trials()) else 1
+        bad = {TrialState.PRUNED, TrialState.FAIL}
+        return int(bad >= {trial.state for trial in self.study.get_trials()})
 
     def _ask(self) -> tuple[Trial, IO[bytes]] | None:
         """Return a trial and its lock: one that lost its process, or a new one; None at the end.
@@ -215,8 +209,7 @@ class _Sweep:
             trial = self.study.ask(space)
             # Optuna would also call the sampler of the study when the trial ends.
             self.study.sampler = samplers.RandomSampler()
-            held = self._try_lock(trial.number)
-            return None if held is None else (trial, held)
+            return (trial, held) if (held := self._try_lock(trial.number)) else None
 
     def _try_lock(self, number: int) -> IO[bytes] | None:
         return try_lock(self.folder / "trials" / f"{number:04d}" / "trial.lock")
