@@ -157,11 +157,11 @@ def split_rows(batch: Any, microbatches: int, *, multiple: int = 1) -> Any:
     """
     rows = jax.tree.leaves(batch)[0].shape[0]
     if rows % (microbatches * multiple):
-        devices = f", each of which is split over {multiple} devices" if multiple > 1 else ""
+        devices = f", each split over {multiple} devices" if multiple > 1 else ""
         raise UsageError(
-            f"a batch of {rows} rows cannot be divided into equal microbatches{devices}",
             field="task.train.gradient_accumulation_steps",
             value=microbatches,
+            expected=f"a number that divides {rows} rows into equal microbatches{devices}",
         )
 
     def split(leaf: jax.Array) -> jax.Array:
