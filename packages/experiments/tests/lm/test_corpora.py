@@ -60,6 +60,11 @@ def test_other_text_for_the_same_model(data_format: str, reader: type):
     [
         (Pile126M, {"DATA_FORMAT": "grain"}, "GRAIN_DATA_DIR"),
         (Lambada126M, {"DATA_FORMAT": "grain"}, "GRAIN_DATA_DIR"),
+        (
+            Pile126M,
+            {"DATA_FORMAT": "grain", "GRAIN_DATA_DIR": "tokens", "PACKED_INPUT": False},
+            "PACKED_INPUT",
+        ),
         (Lambada126M, {"DATA_FORMAT": "synthetic"}, "DATA_FORMAT"),
         (Lambada126M, {"MAX_SEQ_LEN": 64}, "TARGET_LENGTH"),
     ],

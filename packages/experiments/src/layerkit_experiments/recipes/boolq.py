@@ -99,7 +99,7 @@ def _questions(fields: Any, *, is_training: bool, **options: Any) -> Config:
         task_feature_lengths={**answer_lengths(fields), "wrong_targets": 1},
         weights_on_targets_only=True,
         bos_id=fields.BOS_ID,
-        use_packing=False,
+        use_packing=fields.PACKED_INPUT,
         tfds_data_dir=fields.TFDS_DATA_DIR,
         is_training=is_training,
         **options,

@@ -39,8 +39,7 @@ class Corpus:
     """A SentencePiece `.model`, or `bytes`; None for the environment variable VOCAB_PATH."""
     EOS_ID: int | None = 1
     PACKED_INPUT: bool = True
-    """Pack several documents into a training row; attention does not cross documents. Token records
-    are packed."""
+    """Pack several documents into a training row; attention does not cross documents."""
     EVAL_NUM_BATCHES: int | None = 8
     """Number of batches of an evaluation, which continues where the last one ended; None reads the
     whole held-out split."""
@@ -192,6 +191,10 @@ def _seqio_text(fields: Any, *, is_training: bool, **options: Any) -> Config:
 
 
 def _token_records(fields: Any, *, is_training: bool, **options: Any) -> Config:
+    if not fields.PACKED_INPUT:
+        raise ConfigError(
+            field="PACKED_INPUT", value=False, expected="True, since token records are packed"
+        )
     vocab_path = vocab_path_of(fields)
     return TokenRecords.HParams.config(
         path=grain_folder(fields),
