@@ -15,9 +15,9 @@ import numpy as np
 from layerkit.config import Config
 from layerkit.config.nested_map import NestedMap
 from layerkit_experiments.lm.lm_cloud import LmCloudSpmdTest
-from layerkit_inputs.base.bad_records import BadRecordError
 from layerkit_inputs.base.base_input import BaseInput
-from layerkit_inputs.base.eval_padding import pad_rows
+from layerkit_inputs.base.errors import BadRecordError
+from layerkit_inputs.base.evaluation import pad_rows
 from layerkit_inputs.base.indexed_input import IndexedInput
 
 NUM_ROWS = 13

@@ -22,7 +22,7 @@ from layerkit_inputs.base.find_files import find_text_files
 from layerkit_inputs.mixing.mixture import Mixture
 from layerkit_inputs.mixing.multi_input import MultiInput
 from layerkit_inputs.mixing.stream_mixture import StreamMixture
-from layerkit_inputs.text.text_splits import split_pieces
+from layerkit_inputs.text.text_files import split_pieces
 
 BOS, EOS, FIRST_BYTE = 1, 2, 3
 VOCABULARY = 32_000

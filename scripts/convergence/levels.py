@@ -21,7 +21,7 @@ from passages import Passage, draw_passages
 
 from layerkit_inputs import LocalText
 from layerkit_inputs.base.find_files import standard_library_files
-from layerkit_inputs.text.text_splits import split_pieces
+from layerkit_inputs.text.text_files import split_pieces
 from layerkit_inputs.text.trigram_baseline import trigram_loss
 
 VOCAB_SIZE = 256

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from layerkit_experiments.lm.quickstart import LocalText
-from layerkit_inputs.text.byte_vocabulary import VOCAB_SIZE
+from layerkit_inputs.text.tokenizers import VOCAB_SIZE
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run.job import build_parts

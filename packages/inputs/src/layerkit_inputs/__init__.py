@@ -14,18 +14,18 @@ from layerkit_inputs._version import __version__ as __version__
 if TYPE_CHECKING:
     from layerkit_inputs.arrays.csv_series import CsvSeries as CsvSeries
     from layerkit_inputs.arrays.idx_images import IdxImages as IdxImages
-    from layerkit_inputs.base.bad_records import BadRecordError as BadRecordError
     from layerkit_inputs.base.base_input import BaseInput as BaseInput
-    from layerkit_inputs.base.batch_specs import ArraySpec as ArraySpec
-    from layerkit_inputs.base.batch_specs import batch_specs as batch_specs
-    from layerkit_inputs.base.batch_specs import check_batch as check_batch
+    from layerkit_inputs.base.errors import BadRecordError as BadRecordError
     from layerkit_inputs.base.errors import MissingExtraError as MissingExtraError
-    from layerkit_inputs.base.feed_plan import Feed as Feed
-    from layerkit_inputs.base.feed_plan import FeedPlan as FeedPlan
-    from layerkit_inputs.base.feed_plan import plan_feeds as plan_feeds
+    from layerkit_inputs.base.host_batches import ArraySpec as ArraySpec
+    from layerkit_inputs.base.host_batches import Feed as Feed
+    from layerkit_inputs.base.host_batches import FeedPlan as FeedPlan
+    from layerkit_inputs.base.host_batches import batch_specs as batch_specs
+    from layerkit_inputs.base.host_batches import check_batch as check_batch
+    from layerkit_inputs.base.host_batches import plan_feeds as plan_feeds
     from layerkit_inputs.base.indexed_input import IndexedInput as IndexedInput
     from layerkit_inputs.base.prefetch import Prefetch as Prefetch
-    from layerkit_inputs.base.special_ids import Tokenizer as Tokenizer
+    from layerkit_inputs.base.tokenizer_interface import Tokenizer as Tokenizer
     from layerkit_inputs.grain.array_records import ArrayRecordFiles as ArrayRecordFiles
     from layerkit_inputs.grain.iter_input import GrainIterInput as GrainIterInput
     from layerkit_inputs.grain.map_input import ArrayRecordRows as ArrayRecordRows
@@ -78,14 +78,12 @@ if TYPE_CHECKING:
 _NAMES_BY_MODULE = {
     "arrays.csv_series": "CsvSeries",
     "arrays.idx_images": "IdxImages",
-    "base.bad_records": "BadRecordError",
     "base.base_input": "BaseInput",
-    "base.batch_specs": "ArraySpec batch_specs check_batch",
-    "base.errors": "MissingExtraError",
-    "base.feed_plan": "Feed FeedPlan plan_feeds",
+    "base.errors": "BadRecordError MissingExtraError",
+    "base.host_batches": "ArraySpec Feed FeedPlan batch_specs check_batch plan_feeds",
     "base.indexed_input": "IndexedInput",
     "base.prefetch": "Prefetch",
-    "base.special_ids": "Tokenizer",
+    "base.tokenizer_interface": "Tokenizer",
     "grain.array_records": "ArrayRecordFiles",
     "grain.iter_input": "GrainIterInput",
     "grain.map_input": "ArrayRecordRows GrainMapInput",

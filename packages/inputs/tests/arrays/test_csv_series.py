@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from layerkit_inputs import CsvSeries
-from layerkit_inputs.base.bad_records import BadRecordError
-from layerkit_inputs.base.batch_specs import spec_of
+from layerkit_inputs.base.errors import BadRecordError
+from layerkit_inputs.base.host_batches import spec_of
 from layerkit_inputs.testing import laws
 
 NUM_TIMES, HELDOUT = 40, 8

@@ -11,8 +11,8 @@ import pytest
 from layerkit.errors import ConfigError
 from layerkit_inputs import IdxImages
 from layerkit_inputs.arrays.idx_images import read_idx
-from layerkit_inputs.base.bad_records import BadRecordError, MissingFileError
-from layerkit_inputs.base.batch_specs import spec_of
+from layerkit_inputs.base.errors import BadRecordError, MissingFileError
+from layerkit_inputs.base.host_batches import spec_of
 from layerkit_inputs.testing import laws
 
 

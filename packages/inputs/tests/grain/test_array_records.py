@@ -6,7 +6,7 @@ import re
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.bad_records import BadRecordError, BadRecords
+from layerkit_inputs.base.errors import BadRecordError, BadRecords
 from layerkit_inputs.grain.array_records import (
     WRITER_OPTIONS,
     ArrayRecordFiles,

@@ -16,7 +16,7 @@ import pytest
 from layerkit.config import Partial
 from layerkit.errors import ConfigError
 from layerkit_inputs import Prefetch
-from layerkit_inputs.base.bad_records import BadRecordError
+from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.grain.iter_input import GrainIterInput
 from layerkit_inputs.testing import laws
 

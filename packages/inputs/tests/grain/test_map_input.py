@@ -10,7 +10,7 @@ import pytest
 from layerkit.config import Config
 from layerkit.config.field_types import FieldTypeError
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.bad_records import BadRecordError
+from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.grain.array_records import WRITER_OPTIONS
 from layerkit_inputs.grain.iter_input import GrainIterInput
 from layerkit_inputs.grain.map_input import ArrayRecordRows, GrainMapInput

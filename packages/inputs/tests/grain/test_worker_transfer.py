@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 
-from layerkit_inputs.base.bad_records import BadRecordError
+from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.grain.worker_transfer import RowList, RowsOfLists
 
 grain = pytest.importorskip("grain")

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.bad_records import BadRecordError
+from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.hugging_face.columns import HuggingFaceColumns
 from layerkit_inputs.testing import laws
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.bad_records import CONVERSATIONS
+from layerkit_inputs.base.errors import CONVERSATIONS
 from layerkit_inputs.hugging_face.stream import HuggingFaceStream
 from layerkit_inputs.hugging_face.text_input import HuggingFaceInput, HuggingFacePrompts
 from layerkit_inputs.testing import laws

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.bad_records import BadRecordError
+from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.hugging_face.stream import HuggingFaceStream
 from layerkit_inputs.hugging_face.text_input import HuggingFaceInput
 from layerkit_inputs.hugging_face.unreadable_files import first_unreadable

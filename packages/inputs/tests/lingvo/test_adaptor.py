@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("lingvo")
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.bad_records import BadRecordError
+from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.lingvo import LingvoInputAdaptor, LingvoInputAdaptorNewBatchSize, base_input
 from layerkit_inputs.testing import laws
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.batch_specs import spec_of
+from layerkit_inputs.base.host_batches import spec_of
 from layerkit_inputs.packing.first_fit import plan_packing
 from layerkit_inputs.packing.model_features import (
     Segment,

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit.errors import ConfigError
+from layerkit_inputs.packing.documents import stream_pieces
 from layerkit_inputs.packing.first_fit import plan_packing
 from layerkit_inputs.packing.model_features import Segment, lm_features, segment_features
 from layerkit_inputs.packing.stream_packer import StreamPacker
-from layerkit_inputs.packing.stream_rows import stream_pieces
 from layerkit_inputs.testing.laws import assert_same_batches
 
 MODES = ("cut", "first_fit")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.bad_records import BadRecordError
+from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.parquet.parquet_rows import ParquetRows
 from layerkit_inputs.testing import laws
 

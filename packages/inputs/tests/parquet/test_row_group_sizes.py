@@ -7,7 +7,7 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit_inputs import HuggingFaceInput, HuggingFaceStream, LocalText, ParquetRows
-from layerkit_inputs.base.bad_records import BadRecordError
+from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.parquet.row_group_sizes import open_parquet, read_row_group, texts_of
 
 pytest.importorskip("grain")

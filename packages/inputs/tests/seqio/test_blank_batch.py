@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from layerkit_inputs.base.batch_specs import spec_of
+from layerkit_inputs.base.host_batches import spec_of
 from layerkit_inputs.seqio.seqio_input import SeqIOInput
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.bad_records import BadRecordError
+from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.seqio.seqio_input import SeqIOInput
 
 FILE = "c4-validation.tfrecord-00001-of-00004"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.bad_records import BadRecords
+from layerkit_inputs.base.errors import BadRecords
 from layerkit_inputs.seqio.shard_pipelines import ReadOptions, ShardPipelines
 
 EXAMPLES = [{"inputs": [n + 3], "targets": [n % 7 + 3] * (n % 5)} for n in range(150)]

@@ -7,7 +7,7 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit_inputs import GeneratedDigits
-from layerkit_inputs.base.batch_specs import spec_of
+from layerkit_inputs.base.host_batches import spec_of
 from layerkit_inputs.synthetic.generated_digits import NUM_CLASSES, glyphs
 from layerkit_inputs.testing import laws
 

@@ -11,7 +11,7 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit_inputs import LocalText, SyntheticInput
-from layerkit_inputs.base.batch_specs import spec_of
+from layerkit_inputs.base.host_batches import spec_of
 
 
 def tokens_of(source, num_batches):

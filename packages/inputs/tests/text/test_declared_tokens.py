@@ -23,7 +23,7 @@ from layerkit_inputs import (
     TokenRecords,
     lm_features,
 )
-from layerkit_inputs.base.special_ids import end_disagreement, end_ids, first_ids, prefix_id
+from layerkit_inputs.base.tokenizer_interface import end_disagreement, end_ids, first_ids, prefix_id
 from layerkit_inputs.packing.documents import framed
 from layerkit_inputs.tools.build_token_records import build_token_records
 

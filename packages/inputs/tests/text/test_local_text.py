@@ -15,11 +15,18 @@ from hypothesis import strategies as st
 
 from layerkit.errors import ConfigError
 from layerkit_inputs import LocalText, LocalTextPrompts
-from layerkit_inputs.base.bad_records import BadRecordError
-from layerkit_inputs.base.batch_specs import spec_of
+from layerkit_inputs.base.errors import BadRecordError
+from layerkit_inputs.base.host_batches import spec_of
 from layerkit_inputs.testing import laws
-from layerkit_inputs.text.byte_vocabulary import BOS_ID, EOS_ID, FIRST_BYTE_ID, VOCAB_SIZE, decode
-from layerkit_inputs.text.tokenizers import HuggingFaceTokenizer, SentencePieceTokenizer
+from layerkit_inputs.text.tokenizers import (
+    BOS_ID,
+    EOS_ID,
+    FIRST_BYTE_ID,
+    VOCAB_SIZE,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    decode_bytes,
+)
 from layerkit_inputs.text.trigram_baseline import trigram_loss
 
 DOCUMENTS = {
@@ -169,7 +176,9 @@ def test_ids_become_text_again(paths):
     length = int(batch.weights.sum())
     assert source.ids_to_strings(batch.labels, [length]) == [text]
     assert source.ids_to_strings(batch.labels, [3]) == [text[:3]]
-    assert decode(np.array([BOS_ID, ord("h") + 3, 0, EOS_ID, VOCAB_SIZE, 0xFF + 3])) == "h\ufffd"
+    assert (
+        decode_bytes(np.array([BOS_ID, ord("h") + 3, 0, EOS_ID, VOCAB_SIZE, 0xFF + 3])) == "h\ufffd"
+    )
 
 
 def test_the_baseline_is_the_trigram_table_of_the_training_files(paths):

@@ -12,7 +12,7 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit_inputs import LocalText, LocalTextPrompts
-from layerkit_inputs.base.bad_records import BadRecordError
+from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.text.trigram_baseline import trigram_loss
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit_inputs import LocalText
-from layerkit_inputs.base.bad_records import BadRecordError, MissingFileError
-from layerkit_inputs.base.batch_specs import spec_of
+from layerkit_inputs.base.errors import BadRecordError, MissingFileError
+from layerkit_inputs.base.host_batches import spec_of
 from layerkit_inputs.mixing.mixture import Mixture
 from layerkit_inputs.testing import laws
 from layerkit_inputs.text.token_records import TokenRecords

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.bad_records import BadRecordError, MissingFileError
-from layerkit_inputs.base.special_ids import Tokenizer
+from layerkit_inputs.base.errors import BadRecordError, MissingFileError
+from layerkit_inputs.base.tokenizer_interface import Tokenizer
 from layerkit_inputs.text.tokenizers import (
     ByteTokenizer,
     HuggingFaceTokenizer,

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.bad_records import BadRecordError, BadRecords
-from layerkit_inputs.text.raw_documents import DocumentSizeError
+from layerkit_inputs.base.errors import BadRecordError, BadRecords
+from layerkit_inputs.text.text_files import DocumentSizeError
 from layerkit_inputs.text.token_store import TokenStore
 from layerkit_inputs.tools import build_token_records as tool
 from layerkit_inputs.tools.build_token_records import build_token_records, main

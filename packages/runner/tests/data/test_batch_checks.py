@@ -12,7 +12,7 @@ import pytest
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.base_input import BaseInput
-from layerkit_inputs.base.batch_specs import check_batch
+from layerkit_inputs.base.host_batches import check_batch
 from layerkit_runner.data.host_inputs import cast_text, eval_batches, peek_batch, prefetched
 from layerkit_runner.data.train_inputs import DeviceFeed
 from layerkit_runner.errors import UsageError

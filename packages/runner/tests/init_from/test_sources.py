@@ -9,7 +9,7 @@ import pytest
 
 from layerkit.errors import hub_hint
 from layerkit.interop.hugging_face.folder import read_json
-from layerkit_inputs.base.bad_records import MissingFileError
+from layerkit_inputs.base.errors import MissingFileError
 from layerkit_inputs.base.find_files import NothingToReadError, find_text_files
 from layerkit_inputs.text.tokenizers import HuggingFaceTokenizer
 from layerkit_runner.errors import UsageError

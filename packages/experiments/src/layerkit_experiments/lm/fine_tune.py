@@ -20,7 +20,7 @@ from layerkit_experiments.recipes.fine_tuning import (
 from layerkit_experiments.recipes.language_model import remat_policy
 from layerkit_experiments.recipes.local_files import LocalFiles
 from layerkit_experiments.recipes.training import TrainedExperiment, train_config
-from layerkit_inputs.base.special_ids import end_ids
+from layerkit_inputs.base.tokenizer_interface import end_ids
 from layerkit_runner.step.task import SingleTask
 
 

@@ -17,9 +17,9 @@ from layerkit.errors import ConfigError
 from layerkit_inputs import Tokenizer, tokenizer_config
 from layerkit_inputs.base.errors import require_extra
 from layerkit_inputs.base.find_files import find_text_files
-from layerkit_inputs.base.special_ids import first_ids
+from layerkit_inputs.base.tokenizer_interface import first_ids
 from layerkit_inputs.packing.model_features import lm_features
-from layerkit_inputs.text.raw_documents import read_raw_documents, text_of
+from layerkit_inputs.text.text_files import read_raw_documents, text_of
 
 LAST_WORD = r"(?s)^(.*\S)\s+(\S+)$"
 """Regular expression that splits a passage from its last word, valid in Python and RE2."""

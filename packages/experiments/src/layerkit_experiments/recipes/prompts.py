@@ -10,7 +10,7 @@ from layerkit.config import Config, assigned_fields, target_of
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_inputs import BaseInput, LocalText, SeqIOInput, SyntheticInput, TokenRecords
-from layerkit_inputs.base.eval_padding import ROW_MARKS
+from layerkit_inputs.base.evaluation import ROW_MARKS
 
 
 class RowPrompts(BaseInput):

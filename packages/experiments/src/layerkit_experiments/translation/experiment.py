@@ -24,7 +24,7 @@ from layerkit_experiments.recipes.language_model import remat_policy
 from layerkit_experiments.recipes.training import TrainedExperiment, train_config
 from layerkit_experiments.translation.seqio_task import translation_task
 from layerkit_inputs import NumberWords, ParallelText, SeqIOInput, Tokenizer, tokenizer_config
-from layerkit_inputs.base.special_ids import target_start_id
+from layerkit_inputs.base.tokenizer_interface import target_start_id
 from layerkit_runner.step.task import SingleTask
 
 

@@ -21,7 +21,7 @@ from etils import epath
 
 from layerkit.config.checks import check_choice, require
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.bad_records import BadRecordError
+from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.base.indexed_input import IndexedInput
 
 

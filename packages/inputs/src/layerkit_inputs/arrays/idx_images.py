@@ -21,7 +21,7 @@ import numpy as np
 
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.bad_records import BadRecordError, MissingFileError
+from layerkit_inputs.base.errors import BadRecordError, MissingFileError
 from layerkit_inputs.base.indexed_input import IndexedInput
 
 _PREFIXES = {"train": "train", "test": "t10k"}

@@ -35,10 +35,16 @@ from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_inputs.base import state as state_lib
 from layerkit_inputs.base.errors import naming_input
-from layerkit_inputs.base.eval_padding import AllGather, end_together, mark_rows, pad_rows
-from layerkit_inputs.base.evaluation import PASSES, Evaluation, choose_evaluation
-from layerkit_inputs.base.lost_text import lost_text
-from layerkit_inputs.base.special_ids import SpecialIds, prefix_id
+from layerkit_inputs.base.evaluation import (
+    PASSES,
+    AllGather,
+    Evaluation,
+    choose_evaluation,
+    end_together,
+    mark_rows,
+    pad_rows,
+)
+from layerkit_inputs.base.tokenizer_interface import SpecialIds, lost_text, prefix_id
 
 NUM_FIRST_TEXTS = 3
 """Largest number of documents of which the tokenizer is checked."""
@@ -350,7 +356,7 @@ class BaseInput(Configurable):
 
     @property
     def num_skipped(self) -> int:
-        """Number of unreadable records that this host has skipped so far; see `bad_records`."""
+        """Number of unreadable records that this host has skipped so far; see `BadRecords`."""
         return 0
 
     def ids_to_strings(

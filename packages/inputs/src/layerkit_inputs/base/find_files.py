@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from layerkit.errors import hub_hint
-from layerkit_inputs.base.bad_records import MissingFileError
+from layerkit_inputs.base.errors import MissingFileError
 
 # Tests are many and similar, `encodings` holds tables of characters, `_sysconfigdata` describes the
 # machine, and the other folders are not part of the standard library.

@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 
 from layerkit.config.checks import require
-from layerkit_inputs.base.bad_records import BadRecordError, BadRecords
-from layerkit_inputs.base.errors import require_extra
+from layerkit_inputs.base.errors import BadRecordError, BadRecords, require_extra
 
 WRITER_OPTIONS = "group_size:1"
 """Writer options for files that are read by number: each record can be decoded alone."""

@@ -27,8 +27,7 @@ import numpy as np
 
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.bad_records import BadRecordError, BadRecords, OnBadRecord
-from layerkit_inputs.base.errors import require_extra
+from layerkit_inputs.base.errors import BadRecordError, BadRecords, OnBadRecord, require_extra
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.grain.array_records import ArrayRecordFiles
 from layerkit_inputs.grain.row_batches import stack_rows, to_arrays

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.bad_records import BadRecordError
+from layerkit_inputs.base.errors import BadRecordError
 
 
 def to_arrays(row: Any) -> NestedMap:

@@ -14,8 +14,7 @@ import numpy as np
 
 from layerkit.config.checks import check_choice, require
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.bad_records import BadRecordError
-from layerkit_inputs.base.errors import require_extra
+from layerkit_inputs.base.errors import BadRecordError, require_extra
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.hugging_face.dataset_base import HuggingFaceData
 

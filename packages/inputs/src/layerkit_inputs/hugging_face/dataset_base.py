@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from layerkit.config.checks import check_choice, require
-from layerkit_inputs.base.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.base.base_input import BaseInput, counted
-from layerkit_inputs.base.errors import require_extra
+from layerkit_inputs.base.errors import BadRecords, OnBadRecord, require_extra
 from layerkit_inputs.hugging_face.unreadable_files import find_fault, first_unreadable
 from layerkit_inputs.parquet.row_group_sizes import (
     MAX_ROW_GROUP_BYTES,

@@ -9,7 +9,7 @@ import numpy as np
 
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.special_ids import SpecialIds, target_start_id
+from layerkit_inputs.base.tokenizer_interface import SpecialIds, target_start_id
 from layerkit_inputs.hugging_face.text_base import Example
 from layerkit_inputs.hugging_face.text_input import TokenisedText
 from layerkit_inputs.packing.first_fit import PackingPlan, plan_packing

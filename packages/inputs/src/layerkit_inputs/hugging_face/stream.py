@@ -28,7 +28,7 @@ import numpy as np
 
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.errors import require_extra
-from layerkit_inputs.base.eval_padding import pad_rows
+from layerkit_inputs.base.evaluation import pad_rows
 from layerkit_inputs.base.state import Scope, check_same_data
 from layerkit_inputs.hugging_face.text_base import Example, HuggingFaceText
 from layerkit_inputs.hugging_face.text_input import Packing, too_long_error

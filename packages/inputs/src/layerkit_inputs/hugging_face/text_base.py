@@ -13,13 +13,12 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from layerkit.config.checks import require
-from layerkit_inputs.base.bad_records import CONVERSATIONS
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS
-from layerkit_inputs.base.errors import require_extra
-from layerkit_inputs.base.special_ids import Tokenizer, first_ids, last_ids
+from layerkit_inputs.base.errors import CONVERSATIONS, require_extra
+from layerkit_inputs.base.tokenizer_interface import Tokenizer, first_ids, last_ids
 from layerkit_inputs.hugging_face.dataset_base import HuggingFaceData
 from layerkit_inputs.packing.model_features import as_tokens
-from layerkit_inputs.text.raw_documents import is_list_of_structs
+from layerkit_inputs.text.text_files import is_list_of_structs
 from layerkit_inputs.text.tokenizers import ByteTokenizer
 
 

@@ -23,7 +23,7 @@ from layerkit.errors import ConfigError
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.hugging_face.text_base import HuggingFaceText
-from layerkit_inputs.packing.documents import Documents, PiecewiseStream
+from layerkit_inputs.packing.documents import Documents, PiecewiseStream, RowPieces
 from layerkit_inputs.packing.first_fit import (
     DocumentPieces,
     PackingPlan,
@@ -31,7 +31,6 @@ from layerkit_inputs.packing.first_fit import (
     plan_packing,
 )
 from layerkit_inputs.packing.model_features import Segment
-from layerkit_inputs.packing.stream_rows import RowPieces
 
 Packing = Literal["stream", "first_fit", "none"]
 """How examples share rows; see HuggingFaceInput."""

@@ -23,9 +23,9 @@ import numpy as np
 
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.bad_records import BadRecordError
 from layerkit_inputs.base.base_input import BaseInput
-from layerkit_inputs.base.eval_padding import num_rows_of, pad_rows
+from layerkit_inputs.base.errors import BadRecordError
+from layerkit_inputs.base.evaluation import num_rows_of, pad_rows
 from layerkit_inputs.lingvo import tf_data
 from layerkit_inputs.lingvo.preflight import NativeOpsError, prepare
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.eval_padding import empty_batch, num_rows_of
+from layerkit_inputs.base.evaluation import empty_batch, num_rows_of
 from layerkit_inputs.lingvo import tf_data
 from layerkit_inputs.lingvo.adaptor import LingvoInputAdaptor, get_param
 

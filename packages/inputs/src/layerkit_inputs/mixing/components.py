@@ -14,7 +14,7 @@ from layerkit.config import Config, assigned_fields
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
-from layerkit_inputs.base.batch_specs import spec_of
+from layerkit_inputs.base.host_batches import spec_of
 
 _DECIDED_BY_OWNER = (
     "infeed_host_index", "num_infeed_hosts", "is_training", "reset_for_eval", "repeat",

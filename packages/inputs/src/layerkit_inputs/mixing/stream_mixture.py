@@ -15,7 +15,7 @@ from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
-from layerkit_inputs.base.eval_padding import num_rows_of
+from layerkit_inputs.base.evaluation import num_rows_of
 from layerkit_inputs.base.state import Scope, check_same_data
 from layerkit_inputs.mixing.components import (
     build_components,

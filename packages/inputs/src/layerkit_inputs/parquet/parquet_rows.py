@@ -17,9 +17,8 @@ import numpy as np
 
 from layerkit.config.checks import check_choice, require
 from layerkit.errors import first_names
-from layerkit_inputs.base.bad_records import BadRecordError
 from layerkit_inputs.base.base_input import counted
-from layerkit_inputs.base.errors import require_extra
+from layerkit_inputs.base.errors import BadRecordError, require_extra
 from layerkit_inputs.base.find_files import find_text_files
 from layerkit_inputs.grain.iter_input import GrainIterInput
 from layerkit_inputs.parquet.row_group_sizes import MAX_ROW_GROUP_BYTES

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from layerkit_inputs.base.bad_records import BadRecordError
-from layerkit_inputs.base.errors import require_extra
+from layerkit_inputs.base.errors import BadRecordError, require_extra
 
 MAX_ROW_GROUP_BYTES = 1 << 30
 """Default bound on the bytes of a decoded row group."""

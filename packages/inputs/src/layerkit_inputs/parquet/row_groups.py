@@ -12,8 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.bad_records import BadRecordError
-from layerkit_inputs.base.errors import require_extra
+from layerkit_inputs.base.errors import BadRecordError, require_extra
 from layerkit_inputs.parquet.row_group_sizes import open_parquet, read_row_group
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.bad_records import BadRecords
+from layerkit_inputs.base.errors import BadRecords
 from layerkit_inputs.packing.first_fit import plan_packing
 from layerkit_inputs.packing.model_features import (
     NegativeIds,

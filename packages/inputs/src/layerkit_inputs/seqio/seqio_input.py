@@ -23,10 +23,9 @@ import numpy as np
 
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.base.base_input import BaseInput
-from layerkit_inputs.base.errors import naming_input
-from layerkit_inputs.base.eval_padding import pad_rows
+from layerkit_inputs.base.errors import BadRecords, OnBadRecord, naming_input
+from layerkit_inputs.base.evaluation import pad_rows
 from layerkit_inputs.base.state import Scope, check_same_data
 from layerkit_inputs.packing.model_features import NegativeIds
 from layerkit_inputs.seqio import eval_metrics

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.bad_records import BadRecords
+from layerkit_inputs.base.errors import BadRecords
 from layerkit_inputs.seqio.tasks import import_seqio, import_tensorflow
 
 _CHUNK_EXAMPLES = 64

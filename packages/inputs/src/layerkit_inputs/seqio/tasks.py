@@ -18,7 +18,7 @@ from layerkit.config.checks import check_choice
 from layerkit.config.checks import require as require_valid
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.errors import require_extra
-from layerkit_inputs.base.eval_padding import ROW_MARKS
+from layerkit_inputs.base.evaluation import ROW_MARKS
 
 _NEEDED_BY = "SeqIOInput"
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from layerkit.config.checks import require
 from layerkit.errors import ConfigError, hub_hint
-from layerkit_inputs.base.bad_records import BadRecordError, MissingFileError
+from layerkit_inputs.base.errors import BadRecordError, MissingFileError
 
 ROLES = ("bos_token", "eos_token", "pad_token")
 

@@ -9,7 +9,7 @@ concatenated and cut into rows, so an epoch predicts every token and every end e
 that begins inside a document has only the token before it as context.
 
 Files whose names say so are held out, else documents by their text, so that the training split and
-the held-out split share no document; see `text_splits`.
+the held-out split share no document; see `text_files`.
 
 The files are tokenized on first use, and their ids are kept in memory: with bytes as tokens two
 bytes an id. For larger data, build token records once by
@@ -28,27 +28,25 @@ import numpy as np
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import first_names
-from layerkit_inputs.base.bad_records import BadRecordError, BadRecords, OnBadRecord
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS, counted
+from layerkit_inputs.base.errors import BadRecordError, BadRecords, OnBadRecord
 from layerkit_inputs.base.find_files import TextFile, find_text_files, standard_library_files
 from layerkit_inputs.base.indexed_input import IndexedInput
-from layerkit_inputs.base.special_ids import Tokenizer
+from layerkit_inputs.base.tokenizer_interface import Tokenizer
 from layerkit_inputs.packing.documents import DocumentBuilder, Documents
 from layerkit_inputs.packing.model_features import segment_features
-from layerkit_inputs.text.raw_documents import (
+from layerkit_inputs.text.text_files import (
     DocumentSizeError,
+    FilePiece,
     conversations_hint,
+    heldout_limit,
     is_packed,
     json_line_fields,
     read_raw_documents,
-    text_of,
-)
-from layerkit_inputs.text.text_splits import (
-    FilePiece,
-    heldout_limit,
     share_of,
     split_by_names,
     split_pieces,
+    text_of,
 )
 from layerkit_inputs.text.tokenizers import ByteTokenizer
 from layerkit_inputs.text.trigram_baseline import trigram_loss

@@ -17,10 +17,10 @@ import numpy as np
 
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.bad_records import BadRecordError, MissingFileError
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS, counted
+from layerkit_inputs.base.errors import BadRecordError, MissingFileError
 from layerkit_inputs.base.indexed_input import IndexedInput
-from layerkit_inputs.base.special_ids import SpecialIds, Tokenizer, target_start_id
+from layerkit_inputs.base.tokenizer_interface import SpecialIds, Tokenizer, target_start_id
 from layerkit_inputs.packing.documents import Documents
 from layerkit_inputs.packing.first_fit import PackingPlan, plan_packing
 from layerkit_inputs.packing.model_features import encoder_decoder_features, stretch_pair_features

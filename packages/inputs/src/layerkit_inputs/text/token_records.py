@@ -23,12 +23,17 @@ import numpy as np
 
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.base.base_input import counted
-from layerkit_inputs.base.eval_padding import blank_rows
+from layerkit_inputs.base.errors import BadRecords, OnBadRecord
+from layerkit_inputs.base.evaluation import blank_rows
 from layerkit_inputs.base.indexed_input import IndexedInput
-from layerkit_inputs.base.special_ids import SpecialIds, Tokenizer
-from layerkit_inputs.packing.documents import ids_and_labels
+from layerkit_inputs.base.tokenizer_interface import SpecialIds, Tokenizer
+from layerkit_inputs.packing.documents import (
+    RowPieces,
+    ids_and_labels,
+    num_stream_rows,
+    stream_pieces,
+)
 from layerkit_inputs.packing.first_fit import (
     DocumentPieces,
     PackingPlan,
@@ -36,7 +41,6 @@ from layerkit_inputs.packing.first_fit import (
     plan_packing,
 )
 from layerkit_inputs.packing.model_features import segment_features, stretch_features
-from layerkit_inputs.packing.stream_rows import RowPieces, num_stream_rows, stream_pieces
 from layerkit_inputs.text.token_store import TokenStore
 from layerkit_inputs.text.tokenizers import ByteTokenizer
 

@@ -30,9 +30,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from layerkit.config.checks import check_choice
-from layerkit_inputs.base.bad_records import BadRecordError, BadRecords, MissingFileError
+from layerkit_inputs.base.errors import BadRecordError, BadRecords, MissingFileError
 from layerkit_inputs.grain.array_records import ArrayRecordFiles
-from layerkit_inputs.packing.stream_rows import ranges
+from layerkit_inputs.packing.documents import ranges
 
 ABOUT_FILE = "about.json"
 ENDS_FILE = "document_ends.int64"

@@ -33,8 +33,7 @@ from layerkit.config.checks import check_choice, require
 from layerkit.config.field_checks import check_fields
 from layerkit.errors import ConfigError, first_names
 from layerkit_inputs.base.errors import require_extra
-from layerkit_inputs.base.special_ids import prefix_id
-from layerkit_inputs.text import byte_vocabulary
+from layerkit_inputs.base.tokenizer_interface import prefix_id
 from layerkit_inputs.text.declared_tokens import (
     ROLES,
     DeclaredTokens,
@@ -42,6 +41,27 @@ from layerkit_inputs.text.declared_tokens import (
     read_declared_tokens,
     unreadable_file,
 )
+
+# Byte `b` has the id `b + FIRST_BYTE_ID`. A model may round VOCAB_SIZE up; no data has higher ids.
+PAD_ID = 0
+BOS_ID = 1
+EOS_ID = 2
+FIRST_BYTE_ID = 3
+VOCAB_SIZE = FIRST_BYTE_ID + 256
+SPECIAL_TOKENS = {PAD_ID: "PAD", BOS_ID: "BOS", EOS_ID: "EOS"}
+
+
+def encode_bytes(data: bytes) -> np.ndarray:
+    """Return the ids of bytes, int16 `[length]`, without special ids."""
+    return np.frombuffer(data, np.uint8).astype(np.int16) + FIRST_BYTE_ID
+
+
+def decode_bytes(ids: np.ndarray) -> str:
+    """Decode ids `[length]` as UTF-8. Invalid sequences are replaced, other ids are dropped."""
+    ids = np.asarray(ids)
+    is_byte = (ids >= FIRST_BYTE_ID) & (ids < VOCAB_SIZE)
+    return (ids[is_byte] - FIRST_BYTE_ID).astype(np.uint8).tobytes().decode("utf-8", "replace")
+
 
 _MAX_NAMES = 4
 _TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -65,23 +85,23 @@ def as_text(text: str | bytes) -> str:
 
 
 class ByteTokenizer(Configurable):
-    """A tokenizer of bytes, with three special ids; see `byte_vocabulary`."""
+    """A tokenizer of bytes, with three special ids: padding, `BOS` and `EOS`."""
 
-    vocab_size = byte_vocabulary.VOCAB_SIZE
-    pad_id = byte_vocabulary.PAD_ID
-    bos_id = byte_vocabulary.BOS_ID
-    eos_id = byte_vocabulary.EOS_ID
-    start_id = byte_vocabulary.BOS_ID
-    special_tokens = byte_vocabulary.SPECIAL_TOKENS
+    vocab_size = VOCAB_SIZE
+    pad_id = PAD_ID
+    bos_id = BOS_ID
+    eos_id = EOS_ID
+    start_id = BOS_ID
+    special_tokens = SPECIAL_TOKENS
 
     def encode(self, text: str | bytes) -> np.ndarray:
         """Return the ids of bytes, or of the UTF-8 bytes of a string, int32 `[length]`."""
         data = text if isinstance(text, bytes) else text.encode("utf-8")
-        return byte_vocabulary.encode(data).astype(np.int32)
+        return encode_bytes(data).astype(np.int32)
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """Decode ids `[length]`. Invalid UTF-8 is replaced."""
-        return byte_vocabulary.decode(np.asarray(ids))
+        return decode_bytes(np.asarray(ids))
 
     def fingerprint(self) -> str:
         """Return "bytes"."""

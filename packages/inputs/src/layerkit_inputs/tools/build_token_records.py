@@ -4,8 +4,8 @@ r"""Convert text to a folder of token records, which TokenRecords reads.
         --input texts/ --output tokens/ --tokenizer c4.model --heldout_fraction 0.001 --workers 8
 
 The input is a folder, file or pattern of text files, JSON lines (`.jsonl`, also `.jsonl.gz`) or
-Parquet files; see `raw_documents`. Files that are named as held out, such as `val.jsonl`, make the
-split `heldout`; see `text_splits`. The result does not depend on the number of workers.
+Parquet files; see `text_files`. Files that are named as held out, such as `val.jsonl`, make the
+split `heldout`. The result does not depend on the number of workers.
 
 The records are written to a hidden folder beside the output, which is renamed when everything is on
 disk. So a build that was stopped or killed leaves no incomplete output. A killed build leaves the
@@ -33,19 +33,19 @@ import numpy as np
 
 from layerkit.config import build
 from layerkit.config.checks import check_integers, check_rates, require
-from layerkit_inputs.base.bad_records import BadRecords, OnBadRecord
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS
+from layerkit_inputs.base.errors import BadRecords, OnBadRecord
 from layerkit_inputs.base.find_files import TextFile, find_text_files
-from layerkit_inputs.base.lost_text import lost_text
-from layerkit_inputs.base.special_ids import SpecialIds, Tokenizer, prefix_id
+from layerkit_inputs.base.tokenizer_interface import SpecialIds, Tokenizer, lost_text, prefix_id
 from layerkit_inputs.packing.documents import framed
-from layerkit_inputs.text.raw_documents import (
+from layerkit_inputs.text.text_files import (
     MAX_DOCUMENT_BYTES,
     RawDocument,
     read_raw_documents,
+    share_of,
+    split_by_names,
     text_of,
 )
-from layerkit_inputs.text.text_splits import share_of, split_by_names
 from layerkit_inputs.text.token_store import BLOCK_LENGTH, About
 from layerkit_inputs.text.tokenizers import SpecialTokensInText, tokenizer_config
 from layerkit_inputs.tools.token_store_writer import SplitWriter

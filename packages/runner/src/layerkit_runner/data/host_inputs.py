@@ -13,9 +13,8 @@ import jax
 from layerkit.config import Config, target_of
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
-from layerkit_inputs.base.batch_specs import check_batch, dtype_in_jax
-from layerkit_inputs.base.eval_padding import mark_rows, pad_rows
-from layerkit_inputs.base.feed_plan import FeedPlan, plan_feeds
+from layerkit_inputs.base.evaluation import mark_rows, pad_rows
+from layerkit_inputs.base.host_batches import FeedPlan, check_batch, dtype_in_jax, plan_feeds
 from layerkit_inputs.base.prefetch import Prefetch
 from layerkit_runner.distributed.cluster import gather_values
 from layerkit_runner.distributed.watchdog import progress

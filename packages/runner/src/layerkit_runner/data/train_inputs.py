@@ -21,7 +21,7 @@ from typing import Any
 from layerkit.config import Config, assigned_fields
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
-from layerkit_inputs.base.eval_padding import AllGather
+from layerkit_inputs.base.evaluation import AllGather
 from layerkit_inputs.base.prefetch import Prefetch
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.data.host_inputs import dataset_name, peek_batch

@@ -14,7 +14,7 @@ from layerkit.config import build, is_config
 from layerkit.config.checks import check_integers, check_non_negative, require
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import SampleDecoder
-from layerkit_inputs.base.special_ids import Tokenizer, first_ids
+from layerkit_inputs.base.tokenizer_interface import Tokenizer, first_ids
 from layerkit_inputs.packing.model_features import as_array, as_tokens, prompt_features
 from layerkit_runner.config.config_tree import field_value
 from layerkit_runner.config.requests import ResolvedExperiment

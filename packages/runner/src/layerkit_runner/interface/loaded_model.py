@@ -13,7 +13,7 @@ from layerkit.base.base_layer import PARAMS
 from layerkit.config import Config, html_display
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import SampleDecoder, SampledRows
-from layerkit_inputs.base.special_ids import Tokenizer, end_disagreement, end_ids
+from layerkit_inputs.base.tokenizer_interface import Tokenizer, end_disagreement, end_ids
 from layerkit_inputs.packing.model_features import as_tokens
 from layerkit_runner.errors import UsageError
 from layerkit_runner.interface.generation import (

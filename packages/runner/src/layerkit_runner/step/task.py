@@ -37,7 +37,7 @@ from layerkit.config import Configurable, instance_field
 from layerkit.config.checks import check_integers, require
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.eval_padding import ROW_MARKS
+from layerkit_inputs.base.evaluation import ROW_MARKS
 from layerkit_runner.optim.early_stopping import StoppingRule
 from layerkit_runner.optim.learner import cast_like, choose, global_norm
 from layerkit_runner.optim.optimizer_groups import Stacks, stacks_of

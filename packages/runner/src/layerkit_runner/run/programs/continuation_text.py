@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from layerkit_inputs.base.special_ids import Tokenizer
+from layerkit_inputs.base.tokenizer_interface import Tokenizer
 
 # Text of bytes that are not yet a whole character.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"

@@ -19,7 +19,7 @@ from etils import epath
 from layerkit.base.base_model import BaseModel, WeightedScalar
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
-from layerkit_inputs.base.eval_padding import ROW_MARKS, example_rows
+from layerkit_inputs.base.evaluation import ROW_MARKS, example_rows
 from layerkit_runner.config.recorded import differing_names
 from layerkit_runner.data.host_inputs import eval_batches, peek_eval_batch
 from layerkit_runner.data.skipped_records import report_skipped

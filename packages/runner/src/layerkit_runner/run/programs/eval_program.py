@@ -18,7 +18,7 @@ from layerkit.base.base_model import WeightedScalar
 from layerkit.config.checks import check_sizes
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
-from layerkit_inputs.base.eval_padding import empty_batch, example_rows, num_rows_of
+from layerkit_inputs.base.evaluation import empty_batch, example_rows, num_rows_of
 from layerkit_runner.data.host_inputs import eval_batches, peek_eval_batch
 from layerkit_runner.data.skipped_records import SKIPPED_RECORDS, report_skipped
 from layerkit_runner.data.train_inputs import TrainInput

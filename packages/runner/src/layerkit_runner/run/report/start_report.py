@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict
 from layerkit.base.weight_formats import scale_path
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.prefetch import Prefetch
-from layerkit_inputs.base.special_ids import end_disagreement
+from layerkit_inputs.base.tokenizer_interface import end_disagreement
 from layerkit_runner.data.host_inputs import cast_text, peek_batch
 from layerkit_runner.data.train_inputs import TrainInputs
 from layerkit_runner.distributed.devices import flag_lines, unused_plugins

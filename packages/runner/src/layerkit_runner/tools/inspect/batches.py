@@ -17,9 +17,9 @@ import numpy as np
 from layerkit.config import Config, build, target_of
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
-from layerkit_inputs.base.batch_specs import check_batch
-from layerkit_inputs.base.eval_padding import ROW_MARKS, example_rows, num_rows_of
-from layerkit_inputs.base.special_ids import Tokenizer
+from layerkit_inputs.base.evaluation import ROW_MARKS, example_rows, num_rows_of
+from layerkit_inputs.base.host_batches import check_batch
+from layerkit_inputs.base.tokenizer_interface import Tokenizer
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.data.host_inputs import HostTopology, dataset_name, make_input, plan_input
 from layerkit_runner.data.skipped_records import skipped_line

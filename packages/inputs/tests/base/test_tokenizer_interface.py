@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from layerkit_inputs import LocalText, Mixture, Prefetch
-from layerkit_inputs.base.lost_text import lost_text
+from layerkit_inputs.base.tokenizer_interface import lost_text
 from layerkit_inputs.text.tokenizers import (
     ByteTokenizer,
     HuggingFaceTokenizer,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.find_files import find_text_files
-from layerkit_inputs.text.text_splits import (
+from layerkit_inputs.text.text_files import (
     heldout_limit,
     named_split,
     share_of,

@@ -1,4 +1,4 @@
-"""Feeds: which process reads which rows, derived from meshes laid out by hand."""
+"""Feeds: which process reads which rows, derived from meshes laid out by hand; specs of batches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.feed_plan import Feed, plan_feeds
+from layerkit_inputs import ArraySpec, SyntheticInput, batch_specs
+from layerkit_inputs.base.host_batches import Feed, plan_feeds, spec_of
 
 
 def rows_of_mesh(data: int, model: int, global_batch: int, devices_per_process: int):
@@ -84,3 +85,16 @@ def test_feeds_cover_the_batch_once_and_each_process_gets_its_rows(
 def test_rows_that_do_not_form_feeds_raise(raises, rows_by_process):
     with raises(ConfigError, field="rows of each feed"):
         plan_feeds(rows_by_process)
+
+
+def test_specs_are_those_of_the_padded_batch_and_nothing_is_consumed():
+    def make():
+        return SyntheticInput(batch_size=2, seq_length=8, is_training=True, batch_padding_size=1)
+
+    source = make()
+    specs = batch_specs(source)
+    assert specs.ids == ArraySpec((3, 8), np.dtype("int32"))
+    assert str(specs.weights) == "float32[3, 8]"
+    batch = source.get_next_padded()
+    assert specs == spec_of(batch)
+    np.testing.assert_array_equal(batch.ids, make().get_next_padded().ids)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.batch_specs import spec_of
-from layerkit_inputs.base.eval_padding import (
+from layerkit_inputs.base.evaluation import (
     agreed_num_batches,
     empty_batch,
     end_together,
@@ -22,6 +21,7 @@ from layerkit_inputs.base.eval_padding import (
     pad_rows,
     split_rows,
 )
+from layerkit_inputs.base.host_batches import spec_of
 
 
 def test_padding_is_zeros_but_for_provenance_and_paddings():
