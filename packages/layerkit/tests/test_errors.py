@@ -21,10 +21,6 @@ def test_message_holds_every_part_in_order(raises):
         )
 
 
-def test_message_of_a_problem_alone_is_the_problem():
-    assert str(ConfigError("no data")) == "no data"
-
-
 def test_message_follows_attributes_that_a_caller_completes():
     error = ConfigError(field="rate", value=2, expected="a number in [0, 1)")
     error.owner, error.field = "task", "learner.rate"
@@ -83,9 +79,3 @@ def test_missing_path_like_an_id_of_the_hub_has_the_command_to_download_it(
     (tmp_path / "here").mkdir()
     hint = hub_hint(path)
     assert hint is None if command is None else f"`{command}`" in hint
-
-
-def test_data_sets_of_the_hub_have_an_owner():
-    assert hub_hint("wikitext", is_data=True) is hub_hint("text-8", is_data=True) is None
-    command = "hf download --repo-type dataset org/set --local-dir set"
-    assert f"`{command}`" in hub_hint("org/set", is_data=True)

@@ -51,13 +51,6 @@ def test_last_stride_values_of_evaluation_windows_are_held_out_up_to_the_end(pat
     assert horizons.tolist() == [[34, 35, 36], [37, 38, 39]]
 
 
-def test_evaluation_with_a_stride_above_the_held_out_values_raises(raises, path):
-    fields = {"path": path, "window_length": 12, "batch_size": 1, "stride": HELDOUT + 1}
-    with raises(ValueError, field="heldout_values", value=HELDOUT):
-        CsvSeries(heldout_values=HELDOUT, **fields).get_next()
-    CsvSeries(heldout_values=HELDOUT, is_training=True, **fields).get_next()
-
-
 def test_columns_without_a_name_are_left_out_and_equal_names_are_two_series(tmp_path):
     file = tmp_path / "names.csv"
     file.write_text(",a,a,\nx,1,2,\ny,3,4,\n")

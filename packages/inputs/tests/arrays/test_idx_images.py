@@ -8,10 +8,9 @@ import struct
 import numpy as np
 import pytest
 
-from layerkit.errors import ConfigError
 from layerkit_inputs import IdxImages
 from layerkit_inputs.arrays.idx_images import read_idx
-from layerkit_inputs.base.errors import BadRecordError, MissingFileError
+from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.base.host_batches import spec_of
 from layerkit_inputs.testing import laws
 
@@ -50,12 +49,6 @@ def test_pixels_and_labels_are_those_of_the_files(folder):
     assert batch.provenance.tolist() == [0, 1]
 
 
-def test_missing_files_raise_on_first_use(raises, tmp_path):
-    source = IdxImages(batch_size=1, folder=str(tmp_path / "none"))
-    with raises(MissingFileError, owner="IdxImages", value=str(tmp_path / "none")):
-        source.get_next()
-
-
 @pytest.mark.parametrize(
     "data",
     [b"", b"\0\0\x0d\x01", b"\0\0\x08\x03\0\0", idx(np.zeros((2, 2)))[:-1]],
@@ -66,13 +59,6 @@ def test_damaged_files_raise(raises, data, tmp_path):
     path.write_bytes(data)
     with raises(BadRecordError, owner=str(path)):
         read_idx(path)
-
-
-@pytest.mark.parametrize(("num_labels", "image_size"), [(4, (4, 3)), (5, (28, 28))], ids=str)
-def test_images_of_another_number_or_size_raise(raises, folder, num_labels, image_size):
-    (folder / "train-labels-idx1-ubyte").write_bytes(idx(np.zeros(num_labels)))
-    with raises(ConfigError, field="shape of the images", value=[5, 4, 3]):
-        IdxImages(batch_size=1, folder=str(folder), image_size=image_size).get_next()
 
 
 def test_blank_batch_has_the_spec_of_a_read_batch(folder):

@@ -226,15 +226,6 @@ def test_a_failing_read_leaves_the_input_usable():
     assert source.get_next().ids.tolist() == [0, 1]
 
 
-def test_methods_that_a_reader_does_not_define_raise():
-    source = BaseInput(batch_size=1)
-    with pytest.raises(NotImplementedError, match="BaseInput must define _next"):
-        source.get_next()
-    with pytest.raises(NotImplementedError, match="BaseInput has no vocabulary"):
-        source.ids_to_strings(np.zeros((1, 1)), [1])
-    assert source.baselines() == {}
-
-
 def test_only_epochs_that_no_index_plans_ask_the_other_hosts():
     asked = []
 

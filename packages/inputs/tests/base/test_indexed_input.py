@@ -132,11 +132,6 @@ def test_state_of_other_data_raises_with_the_differences(raises):
         other.set_state(state)
 
 
-def test_data_without_rows_raise(raises):
-    with raises(ConfigError):
-        Numbers(batch_size=2, num_rows=0, is_training=True).get_next()
-
-
 def test_windows_keep_stored_neighbors_together():
     source = Numbers(batch_size=5, num_rows=20, is_training=True, shuffle_window=5)
     batches = [source.get_next().ids for _ in range(8)]
@@ -154,20 +149,6 @@ def test_order_of_many_rows_is_not_kept_in_memory():
     assert len(set(rows)) == 3000 and source._orders == {}
     expected = shuffled_rows(np.arange(3000), num_rows, seed=0, epoch=0)
     assert rows == expected.tolist()
-
-
-@pytest.mark.parametrize(
-    ("fields", "field", "value"),
-    [
-        ({"shuffle_window": 0}, "shuffle_window", 0),
-        ({"shuffle": False, "shuffle_window": 8}, "shuffle_window", 8),
-        ({"input_random_seed": -1}, "input_random_seed", -1),
-    ],
-    ids=str,
-)
-def test_wrong_fields_raise_when_built(raises, fields, field, value):
-    with raises(ConfigError, owner="Numbers", field=field, value=value):
-        Numbers(batch_size=2, **fields)
 
 
 @pytest.mark.parametrize("fields", [{}, {"is_training": True}, {"shuffle": True}], ids=str)

@@ -5,10 +5,8 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -164,38 +162,6 @@ def test_states_are_small_json_and_resume_under_prefetch(dataset):
     laws.assert_same_batches(laws.take(fresh, 13), expected[17:])
 
 
-_RESUME = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-import test_iter_input as test
-found = []
-for dataset, state in zip((test.filtered, test.packed), json.loads(sys.argv[2])):
-    source = test.reader(dataset=dataset, is_training=True)
-    source.set_state(state)
-    found.append(test._as_lists(test.laws.take(source, 20)))
-print(json.dumps(found))
-"""
-
-
-def test_new_process_resumes_mid_epoch():
-    sources = [reader(dataset=dataset, is_training=True) for dataset in (filtered, packed)]
-    for source in sources:
-        laws.take(source, 5)
-    states = json.dumps([source.get_state() for source in sources])
-    done = subprocess.run(
-        [sys.executable, "-c", _RESUME, str(Path(__file__).parent), states],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    expected = [_as_lists(laws.take(source, 20)) for source in sources]
-    assert json.loads(done.stdout) == expected
-
-
-def _as_lists(batches):
-    return [{path: array.tolist() for path, array in batch.flatten_items()} for batch in batches]
-
-
 def test_states_fit_only_the_same_host_and_fields(raises):
     state = reader().get_state()
     with pytest.raises(ValueError):
@@ -260,21 +226,6 @@ def test_pipeline_error_has_a_note_with_the_row():
 def test_iter_input_raises_for_other_data_sets(raises, dataset, value):
     with raises(ConfigError, owner="GrainIterInput", field="dataset", value=value):
         reader(dataset=dataset).get_next()
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("dataset", None),
-        ("num_workers", -1),
-        ("worker_buffer_size", 0),
-        ("on_bad_record", "drop"),
-        ("input_random_seed", -1),
-    ],
-)
-def test_iter_input_raises_for_invalid_fields(raises, field, value):
-    with raises(ConfigError, owner="GrainIterInput", field=field, value=value):
-        reader(**{field: value}).get_next()
 
 
 def test_config_holds_the_function_with_its_arguments():

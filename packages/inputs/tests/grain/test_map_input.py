@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from layerkit.config import Config
-from layerkit.config.field_types import FieldTypeError
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.grain.array_records import WRITER_OPTIONS
-from layerkit_inputs.grain.iter_input import GrainIterInput
 from layerkit_inputs.grain.map_input import ArrayRecordRows, GrainMapInput
 from layerkit_inputs.testing import laws
 
@@ -145,14 +143,6 @@ def test_map_input_raises_for_data_sets_without_random_access_or_length(raises):
         GrainMapInput(batch_size=2, dataset=numbers[:0]).get_next()
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("dataset", None), ("num_threads", -1), ("on_bad_record", "drop")]
-)
-def test_map_input_raises_for_invalid_fields(raises, field, value):
-    with raises(ConfigError, owner="GrainMapInput", field=field, value=value):
-        reader(**{field: value}).get_next()
-
-
 def parse(record):
     if len(record) != 8:
         raise ValueError(f"{len(record)} bytes, expected 8.")
@@ -192,19 +182,6 @@ def test_damaged_record_raises_with_file_and_number(files):
     source = ArrayRecordRows(batch_size=13, paths=files, parse=parse, on_bad_record="skip")
     assert source.get_next().provenance.tolist() == [*range(10), -1, 11, 12]
     assert source.num_skipped == 1 and f"{path}, record 2" in source._bad.first[0]
-
-
-@pytest.mark.parametrize(("field", "value"), [("parse", None), ("paths", "one")])
-def test_array_record_rows_raise_for_invalid_fields(raises, field, value, files):
-    fields = {"batch_size": 1, "paths": files, "parse": parse, field: value}
-    with raises(ConfigError, owner="ArrayRecordRows", field=field, value=value):
-        ArrayRecordRows(**fields).get_next()
-
-
-@pytest.mark.parametrize("source", [GrainMapInput, GrainIterInput])
-def test_dataset_of_another_type_raises_when_it_is_assigned(raises, source):
-    with raises(FieldTypeError, owner=source.__name__, field="dataset", value=3):
-        source.HParams.config(dataset=3)
 
 
 def test_array_record_rows_reject_a_state_of_other_files(files):

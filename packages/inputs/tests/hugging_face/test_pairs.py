@@ -92,9 +92,3 @@ def test_longer_pairs_raise_or_are_trimmed_before_eos(raises, tmp_path):
     batch = HuggingFacePairs(**fields, trim=True).get_next()
     assert batch.src.ids.tolist() == [[7, 1, 0], [2, 3, 1]]
     assert batch.tgt.labels.tolist() == [[9, 1], [9, 1]]
-
-
-@pytest.mark.parametrize(("field", "value"), [("inputs_field", None), ("packing", "stream")])
-def test_pairs_raise_for_invalid_fields(raises, field, value, fields):
-    with raises(ConfigError, owner="HuggingFacePairs", field=field, value=value):
-        HuggingFacePairs(**{**fields, field: value})

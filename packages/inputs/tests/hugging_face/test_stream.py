@@ -172,18 +172,6 @@ def test_a_folder_of_save_to_disk_is_streamed_too(tmp_path, fields):
     assert sorted(examples_of(source, 150)) == sorted(row["text"] for row in rows)
 
 
-@pytest.mark.parametrize(
-    ("more", "field"),
-    [
-        ({"input_random_seed": -1}, "input_random_seed"),
-        ({"packing": "none", "seq_length": 4}, "seq_length"),
-    ],
-)
-def test_stream_raises_for_invalid_fields(raises, more, field, fields):
-    with raises(ConfigError, field=field, value=more[field]):
-        HuggingFaceStream(**{**fields, **more}).get_next()
-
-
 @pytest.mark.parametrize("is_training", [True, False])
 def test_an_error_is_raised_again(fields, is_training):
     more = {"packing": "none", "seq_length": 4, "is_training": is_training}

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.errors import CONVERSATIONS
 from layerkit_inputs.hugging_face.stream import HuggingFaceStream
 from layerkit_inputs.hugging_face.text_input import HuggingFaceInput, HuggingFacePrompts
 from layerkit_inputs.testing import laws
@@ -332,35 +331,6 @@ for reader in (HuggingFaceInput, HuggingFaceStream):
     assert done.stdout.count("path='nobody/nothing'") == 2
 
 
-@pytest.mark.parametrize(
-    ("more", "field", "value"),
-    [
-        ({"path": None}, "path", None),
-        ({"path": "jsn"}, "path", "jsn"),
-        ({"data_files": "s3://b/x"}, "data_files", "s3://b/x"),
-        ({"split": "tran"}, "split", "tran"),
-        ({"text_field": "txt"}, "text_field", "txt"),
-        ({"inputs_field": "q"}, "inputs_field", "q"),
-        ({"text_field": "n"}, "type of column 'n'", "int64"),
-        ({"packing": "firstfit"}, "packing", "firstfit"),
-        ({"on_bad_record": "drop"}, "on_bad_record", "drop"),
-        ({"packing": "none", "seq_length": 4}, "seq_length", 4),
-    ],
-)
-def test_input_raises_for_invalid_fields(raises, more, field, value, fields):
-    with raises(ConfigError, owner="HuggingFaceInput", field=field, value=value):
-        list(HuggingFaceInput(**{**fields, **more}).eval_batches())
-
-
-@pytest.mark.parametrize("text_field", ["text", "messages"])
-def test_conversations_raise_with_the_advice_to_write_texts(raises, text_field, tmp_path):
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": turns}))
-    fields = {"path": "json", "data_files": str(tmp_path / "a.jsonl"), "cache_dir": str(tmp_path)}
-    with raises(ConfigError, hint=CONVERSATIONS):
-        HuggingFaceInput(batch_size=1, text_field=text_field, **fields).get_next()
-
-
 def test_urls_in_the_settings_of_a_local_folder_raise(raises, fields, folder):
     url = "http://localhost/rows.jsonl"
     configs = "configs:\n- config_name: default\n  data_files: {}\n"
@@ -376,13 +346,6 @@ def test_urls_in_the_settings_of_a_local_folder_raise(raises, fields, folder):
         with raises(ConfigError, field="data_files", value=url):
             HuggingFaceInput(**{**fields, "path": str(folder), "data_files": None}).get_next()
         (folder / name).unlink()
-
-
-def test_missing_file_raises_with_similar_names(fields, folder):
-    missing = str(folder / "1.json")
-    with pytest.raises(ConfigError, match="Did you mean") as caught:
-        HuggingFaceInput(**{**fields, "data_files": missing}).get_next()
-    assert caught.value.value == missing and str(folder / "1.jsonl") in caught.value.choices
 
 
 def test_trim_keeps_the_beginning_of_examples(fields):

@@ -160,34 +160,6 @@ def test_truncated_arrow_file_raises_with_file_and_records(tmp_path):
         source.get_next()
 
 
-def test_text_that_is_not_utf_8_raises_with_its_line(make, tmp_path):
-    file = tmp_path / "text.txt"
-    file.write_bytes(b"one\ntw\xff\n")
-    whole = f"HuggingFaceInput: {file}, record 1: byte 2 of the line is not UTF-8"
-    with pytest.raises(ValueError, match=re.escape(whole)):
-        read_all(make(HuggingFaceInput, "text", [file]))
-
-
-def test_data_set_without_usable_examples_raises(raises, make, tmp_path):
-    file = tmp_path / "text.jsonl"
-    file.write_bytes(b'{"text": null, "more": "x"}\n')
-    for reader in READERS:
-        source = make(reader, "json", [file], on_bad_record="skip")
-        with raises(ConfigError, owner=reader.__name__):
-            read_all(source)
-
-
-@pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("content", [b"", b"\n\n"])
-def test_folder_without_records_raises(reader, content, tmp_path):
-    file = tmp_path / "data" / "train.jsonl"
-    file.parent.mkdir()
-    file.write_bytes(content)
-    source = reader(path=str(file.parent), cache_dir=str(tmp_path / "cache"), batch_size=1)
-    with pytest.raises(ConfigError, match=re.escape(str(file))):
-        source.get_next()
-
-
 def test_valid_remote_and_compressed_files_are_not_blamed(tmp_path):
     good, packed = tmp_path / "good.jsonl", tmp_path / "x.jsonl.gz"
     good.write_bytes(GOOD_LINES)

@@ -281,20 +281,6 @@ def test_batches_that_cannot_be_split_raise(lingvo):
     assert_raises(source.get_next, field="batch_size", value=2)
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "more"),
-    [
-        ("input", None, {}),
-        ("num_batches", 0, {}),
-        ("on_inexact_resume", "ignore", {}),
-    ],
-)
-def test_adaptor_raises_for_invalid_fields(lingvo, field, value, more):
-    fields = {"input": params_of(lingvo.Count), "cluster_do_eval": True, field: value, **more}
-    make = functools.partial(LingvoInputAdaptor, **fields)
-    assert_raises(make, owner="LingvoInputAdaptor", field=field, value=value)
-
-
 def test_fixed_file_random_seed_raises_unless_allowed(lingvo):
     params = lingvo.Sequences.Params()
     make = functools.partial(LingvoInputAdaptor, input=params, is_training=True)

@@ -24,12 +24,6 @@ def test_missing_lingvo_is_an_error_with_the_command_to_install_it():
     assert done.stdout.strip().endswith("pip install --no-deps lingvo==0.14.2")
 
 
-def test_preparing_twice_changes_nothing(lingvo):
-    ops = sys.modules["lingvo.core.ops"]
-    assert preflight.prepare() is lingvo.tf
-    assert sys.modules["lingvo.core.ops"] is ops
-
-
 def test_call_of_a_missing_native_op_raises_with_its_name_and_the_reason(lingvo):
     if preflight.native_ops_problem() is None:
         pytest.skip("Lingvo's native ops load here")
@@ -45,19 +39,3 @@ def test_call_of_a_missing_native_op_raises_with_its_name_and_the_reason(lingvo)
     source = LingvoInputAdaptor(input=params, is_training=True)
     with pytest.raises(preflight.NativeOpsError, match="^generic_input, one of Lingvo's native"):
         source.get_next()
-
-
-def test_native_op_in_a_tf_data_pipeline_raises_the_same_error(lingvo):
-    if preflight.native_ops_problem() is None:
-        pytest.skip("Lingvo's native ops load here")
-    from lingvo.core import base_input_generator, ops
-
-    from layerkit_inputs.lingvo import LingvoInputAdaptor
-
-    def packed():
-        numbers = lingvo.tf.data.Dataset.range(4)
-        return numbers.map(lambda number: {"x": ops.pack_sequences([number], [number])})
-
-    params = base_input_generator.DefineTFDataInput("Packed", packed).Params()
-    with pytest.raises(preflight.NativeOpsError, match="^pack_sequences, one of Lingvo's"):
-        LingvoInputAdaptor(input=params, is_training=True)

@@ -120,33 +120,6 @@ def test_key_selects_the_input_that_decodes_texts(raises):
     assert with_default.ids_to_strings(ids, lengths, "src") == ["0src:[1]", "0src:[3, 4]"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "field", "value"),
-    [
-        ({"input_to_params": None, "batch_size": 2}, "input_to_params", {}),
-        ({"default_input": "webb"}, "default_input", "webb"),
-        ({"batch_size": 4}, "input_to_params['books'].batch_size", 6),
-        (
-            {"input_to_params": {"a": config(percore_batch_size=2.0)}},
-            "input_to_params['a'].percore_batch_size",
-            2.0,
-        ),
-        (
-            {
-                "batch_size": 2,
-                "percore_batch_size": 1.0,
-                "input_to_params": {"a": config(percore_batch_size=0.75)},
-            },
-            "input_to_params['a'].percore_batch_size",
-            0.75,
-        ),
-    ],
-)
-def test_multi_input_raises_for_invalid_fields(raises, fields, field, value):
-    with raises(ConfigError, owner="MultiInput", field=field, value=value):
-        four_and_six(**fields)
-
-
 def test_key_selects_the_input_of_the_tokenizer(tmp_path):
     for name in "ab":
         (tmp_path / name).write_text("text")

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerkit.errors import ConfigError
-from layerkit_inputs.mixing.schedule import LONGEST_PERIOD, MixingSchedule, make_schedule
+from layerkit_inputs.mixing.schedule import LONGEST_PERIOD, MixingSchedule
 
 some_weights = st.lists(st.integers(1, 60), min_size=1, max_size=7).map(
     lambda weights: {f"c{number}": weight for number, weight in enumerate(weights)}
@@ -58,18 +57,3 @@ def test_counts_are_rounded_to_the_longest_period():
     assert schedule.period == LONGEST_PERIOD == schedule.counts.sum()
     for name, share in schedule.shares().items():
         assert abs(share - weights[name] / sum(weights.values())) < 1 / LONGEST_PERIOD
-
-
-@pytest.mark.parametrize(
-    ("weights", "field", "value"),
-    [
-        ({"a": 0.5, "bb": 1}, "weights", "bb"),
-        ({"a": 1}, "weights['b']", None),
-        ({"a": 1, "b": 0}, "weights['b']", 0),
-        ({"a": 1, "b": float("inf")}, "weights['b']", float("inf")),
-        ({"a": 1, "b": 1e-9}, "weights['b']", 1e-9),
-    ],
-)
-def test_schedule_raises_for_invalid_weights(raises, weights, field, value):
-    with raises(ConfigError, owner="Mixture", field=field, value=value):
-        make_schedule(["a", "b"], weights, "Mixture")

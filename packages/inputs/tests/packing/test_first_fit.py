@@ -76,20 +76,6 @@ def test_a_row_by_its_number():
     assert plan_packing([], 4).num_rows == 0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "field", "value"),
-    [
-        ({"lengths": [1, 5, 7], "row_length": 4}, "tokens of a document", 7),
-        ({"lengths": [1], "row_length": 4, "open_rows": 0}, "open_rows", 0),
-        ({"lengths": [1], "row_length": 0}, "row_length", 0),
-    ],
-    ids=["too long", "open_rows", "row_length"],
-)
-def test_wrong_arguments_raise(raises, arguments, field, value):
-    with raises(ConfigError, field=field, value=value):
-        plan_packing(**arguments)
-
-
 def test_three_documents_in_one_row():
     packed = pack_documents([[0, 7, 6, 9], [0, 18, 14], [0, 23, 25]], length=12)
     assert packed.ids.tolist() == [[0, 7, 6, 9, 0, 18, 14, 0, 23, 25, 0, 0]]

@@ -177,15 +177,6 @@ def test_truncated_file_raises_or_is_skipped(folder, keep):
     assert sorted(numbers) == list(range(10, 27)) and source.num_skipped == 1
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("paths", "a"), ("cycle_length", 0), ("shuffle_window", 0), ("dataset", "x")],
-)
-def test_parquet_rows_raise_for_invalid_fields(raises, field, value, folder):
-    with raises(ConfigError, owner="ParquetRows", field=field, value=value):
-        reader(folder, **{field: value})
-
-
 def test_parquet_rows_raise_for_invalid_files_and_columns(raises, folder, tmp_path):
     with raises(ConfigError, field="columns", value="nunber"):
         reader(folder, columns=["nunber"]).get_next()

@@ -115,16 +115,6 @@ def test_lists_of_text_raise_before_they_are_in_memory(raises, tmp_path):
 CHECKED = {"write_page_checksum": True, "compression": "none", "use_dictionary": False}
 
 
-def test_page_checksums_are_verified(tmp_path):
-    path = tmp_path / "a.parquet"
-    parquet.write_table(arrow.table({"number": np.arange(1000)}), path, **CHECKED)
-    data = bytearray(path.read_bytes())
-    data[data.index(np.arange(500, 502).tobytes())] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(OSError, match="CRC"):
-        read_row_group(open_parquet(path), 0, columns=None, max_bytes=BOUND)
-
-
 READERS = {
     "local text": lambda path: LocalText(
         batch_size=1, paths=[path], text_field="text", split="all", seq_length=64

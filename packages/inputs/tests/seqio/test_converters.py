@@ -3,18 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from layerkit.errors import ConfigError
 from layerkit_inputs.seqio.converters import RowFormat
-
-
-def test_example_with_invalid_ids_raises_with_its_number(raises):
-    lengths = {"inputs": 6, "targets": 6}
-    row_format = RowFormat(
-        "encoder_decoder", lengths, packed=False, weights_on_targets_only=False, bos_id=0
-    )
-    good, bad = np.array([3], np.int32), np.array([4, -5], np.int32)
-    with raises(ConfigError, field="example 1, targets", value="ids from -5 to 4"):
-        row_format.batch([[{"inputs": good, "targets": good}], [{"inputs": good, "targets": bad}]])
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64], ids=str)

@@ -9,7 +9,6 @@ import sys
 import numpy as np
 import pytest
 
-from layerkit.config.field_types import FieldTypeError
 from layerkit.errors import ConfigError
 from layerkit_inputs.seqio.seqio_input import SeqIOInput
 from layerkit_inputs.testing import laws
@@ -352,11 +351,6 @@ def test_two_inputs_read_one_task_from_different_folders(c4_task, tmp_path):
     ]
 
 
-def test_task_of_another_type_raises_when_it_is_assigned(raises):
-    with raises(FieldTypeError, owner="SeqIOInput", field="mixture_or_task", value=3):
-        SeqIOInput.HParams.config(mixture_or_task=3)
-
-
 def test_input_rejects_a_state_of_other_fields(raises, thirteen):
     state = reader(thirteen, batch_size=2, is_training=True).get_state()
     value = {"packing_window_rows": 32, "use_packing": True}
@@ -376,22 +370,6 @@ def test_seeds_change_order_and_epochs_differ(thirteen):
     assert all(sorted(order) == list(range(3, 16)) for order in orders)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("task_feature_lengths", None),
-        ("split_name", "vaildation"),
-        ("feature_converter", "prefixlm"),
-        ("tfds_data_dir", "/data"),
-        ("packing_window_rows", 0),
-    ],
-)
-def test_input_raises_for_invalid_fields(raises, field, value, thirteen):
-    given = {"batch_size": 2, "mixture_or_task": thirteen, "task_feature_lengths": LENGTHS}
-    with raises(ConfigError, owner="SeqIOInput", field=field, value=value):
-        SeqIOInput(**{**given, field: value})
-
-
 def test_input_raises_for_fields_that_do_not_fit_each_other(raises, thirteen):
     given = {"batch_size": 2, "mixture_or_task": thirteen, "task_feature_lengths": LENGTHS}
     with raises(ConfigError, field="mixture_name", value=None):
@@ -400,15 +378,3 @@ def test_input_raises_for_fields_that_do_not_fit_each_other(raises, thirteen):
         SeqIOInput(**{**given, "task_feature_lengths": {"targets": 4, "input": 4}})
     with raises(ConfigError, field="task_feature_lengths", value=LENGTHS):
         SeqIOInput(**given, feature_converter="encoder_decoder")
-
-
-def test_packed_prompts_raise(raises, make_task):
-    fields = {
-        "batch_size": 1,
-        "mixture_or_task": make_task([{"inputs": [5], "targets": [6]}]),
-        "task_feature_lengths": {"inputs": 2, "targets": 2},
-        "feature_converter": "prompts",
-    }
-    with raises(ConfigError, owner="SeqIOInput", field="use_packing", value=True):
-        SeqIOInput(**fields, use_packing=True)
-    assert SeqIOInput(**fields, is_training=True).use_packing is False

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from layerkit.errors import ConfigError
 from layerkit_inputs import GeneratedDigits
 from layerkit_inputs.base.host_batches import spec_of
 from layerkit_inputs.synthetic.generated_digits import NUM_CLASSES, glyphs
@@ -54,13 +53,3 @@ def test_blank_batch_has_the_spec_of_a_drawn_batch():
     config = GeneratedDigits.HParams.config(is_training=True)
     batch = GeneratedDigits(batch_size=3, is_training=True).get_next()
     assert spec_of(GeneratedDigits.blank_batch(config, 3)) == spec_of(batch)
-
-
-@pytest.mark.parametrize(
-    ("fields", "field", "value"),
-    [({"noise": -1.0, "is_training": True}, "noise", -1.0), ({}, "num_examples", None)],
-    ids=["noise", "num_examples"],
-)
-def test_wrong_fields_raise_when_built(raises, fields, field, value):
-    with raises(ConfigError, owner="GeneratedDigits", field=field, value=value):
-        GeneratedDigits(batch_size=1, **fields)

@@ -9,7 +9,6 @@ import math
 import numpy as np
 import pytest
 
-from layerkit.errors import ConfigError
 from layerkit_inputs import LocalText, SyntheticInput
 from layerkit_inputs.base.host_batches import spec_of
 
@@ -94,18 +93,3 @@ def test_training_on_a_number_of_examples_repeats_them_in_another_order():
 def test_ids_are_shown_as_numbers():
     source = SyntheticInput(batch_size=1, is_training=True)
     assert source.ids_to_strings(np.array([[3, 1, 4], [1, 5, 9]]), [2, 3]) == ["3 1", "1 5 9"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "field", "value"),
-    [
-        ({}, "num_examples", None),
-        ({"num_examples": 0}, "num_examples", 0),
-        ({"num_examples": 1, "noise": 1.5}, "noise", 1.5),
-        ({"num_examples": 1, "vocab_size": 1}, "vocab_size", 1),
-    ],
-    ids=str,
-)
-def test_wrong_fields_raise_when_built(raises, fields, field, value):
-    with raises(ConfigError, owner="SyntheticInput", field=field, value=value):
-        SyntheticInput(batch_size=1, **fields)

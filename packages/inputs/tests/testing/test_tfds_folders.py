@@ -4,7 +4,6 @@ import pytest
 
 pytest.importorskip("tensorflow_datasets")
 
-from layerkit.errors import ConfigError
 from layerkit_inputs.testing.tfds_folders import sample_texts, write_tfds_folder
 
 
@@ -58,8 +57,3 @@ def test_array_records_give_random_access(tmp_path):
 def test_sample_texts_are_deterministic_and_different():
     assert sample_texts(5) == sample_texts(5) != sample_texts(5, seed=1)
     assert len(set(sample_texts(50))) == 50
-
-
-def test_write_tfds_folder_raises_for_an_unknown_data_set(raises, tmp_path):
-    with raises(ConfigError, owner="write_tfds_folder", field="dataset", value="lambada:1.0.1"):
-        write_tfds_folder(tmp_path, "lambada:1.0.1")

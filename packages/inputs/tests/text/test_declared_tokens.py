@@ -368,17 +368,3 @@ def test_end_tokens_that_disagree_are_reported(tmp_path):
         tmp_path / "agree"
     )
     assert end_disagreement(HuggingFaceTokenizer(path=agree), [256]) is None
-
-
-@pytest.mark.parametrize(
-    ("files", "field"),
-    [
-        ({"tokenizer_config": {"added_tokens_decoder": [1]}}, "added_tokens_decoder"),
-        ({"tokenizer_config": {"additional_special_tokens": [1]}}, "extra_special_tokens"),
-        ({"special_tokens_map": {"eos_token": 5}}, "eos_token"),
-        ({"config": {"eos_token_id": "</s>"}}, "eos_token_id"),
-    ],
-)
-def test_declarations_of_another_type_raise(raises, tmp_path, files, field):
-    with raises(ConfigError, field=field):
-        _ = HuggingFaceTokenizer(path=Folder(byte_level(END), **files).write(tmp_path)).eos_id

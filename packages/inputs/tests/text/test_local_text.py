@@ -225,21 +225,6 @@ def test_prompts_are_the_beginnings_of_held_out_documents(tmp_path):
     assert rows == list(range(len(documents)))
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("split", "held_out"),
-        ("heldout_fraction", 1.0),
-        ("paths", "notes"),
-        ("seq_length", 0),
-        ("on_bad_record", "skp"),
-    ],
-)
-def test_wrong_fields_raise_when_built(raises, field, value):
-    with raises(ConfigError, owner="LocalText", field=field, value=value):
-        LocalText(batch_size=1, **{field: value})
-
-
 def test_files_larger_than_max_bytes_raise_before_reading(raises, paths):
     source = LocalText(batch_size=1, paths=paths, max_bytes=10)
     total = sum(map(len, split_of(paths)["train"]))
@@ -295,14 +280,6 @@ def test_invalid_utf_8_raises_with_file_and_byte_or_is_skipped(
     batch = source.get_next()
     assert source.ids_to_strings(batch.labels, [50]) == ["fine"]
     assert source.num_skipped == 1
-
-
-def test_split_without_readable_documents_raises(raises, tmp_path, sentencepiece_file):
-    paths = write(tmp_path / "text", {"a.txt": b"\xff", "b.txt": b"\xfe"})
-    tokenizer = SentencePieceTokenizer(path=sentencepiece_file)
-    source = LocalText(batch_size=1, paths=paths, tokenizer=tokenizer, on_bad_record="skip")
-    with raises(ConfigError, owner="LocalText"):
-        source.get_next()
 
 
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)

@@ -279,13 +279,6 @@ def test_text_that_is_no_json_lines_is_read(tmp_path, text):
     assert batch.weights.sum() > 0
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.jsonl.gz", "a.txt.zst"])
-def test_compressed_files_without_text_field_raise(raises, tmp_path, name):
-    paths = write(tmp_path / "text", {name: b"\x00\x01\n" * 99, "b.txt": b"words\n"})
-    with raises(ConfigError, field="text_field", value=None):
-        LocalText(batch_size=1, paths=paths, split="all").get_next()
-
-
 @pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("kind", ["lines", "one line", "text"])
 def test_max_bytes_counts_decompressed_text(raises, tmp_path, kind, alone):

@@ -7,7 +7,7 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit_inputs import NumberWords, ParallelText
-from layerkit_inputs.base.errors import BadRecordError, MissingFileError
+from layerkit_inputs.base.errors import MissingFileError
 from layerkit_inputs.base.host_batches import spec_of
 from layerkit_inputs.synthetic.number_words import english_words, german_words
 from layerkit_inputs.testing import laws
@@ -82,12 +82,6 @@ def test_lines_end_at_newlines_alone_and_a_byte_order_mark_is_dropped(files, tmp
     assert read == ["a\rb", "c"]
 
 
-def test_line_that_is_not_utf8_raises(raises, files, tmp_path):
-    (tmp_path / "train.en").write_bytes(b"a\nb\n\xff\n")
-    with raises(BadRecordError, owner=f"{tmp_path}/train.en, line 3"):
-        ParallelText(batch_size=2, **files).get_next()
-
-
 def test_longer_texts_raise_or_are_trimmed(raises, files):
     files["targets_length"] = 3
     with raises(ConfigError, field="length of a text of pair 1, EOS included", value=4):
@@ -138,18 +132,3 @@ def test_each_number_is_in_one_split_and_has_its_own_words():
     assert [len(split) for split in splits] == [180, 20]
     assert {int(digits) for split in splits for _, digits in split} == set(range(200))
     assert len({german_words(number) for number in range(2000)}) == 2000
-
-
-@pytest.mark.parametrize(
-    ("fields", "field"),
-    [
-        ({"target": "germain"}, "target"),
-        ({"end": 1_000_001}, "end"),
-        ({"num_heldout": 10_000}, "num_heldout"),
-        ({"packing": "stream"}, "packing"),
-    ],
-    ids=str,
-)
-def test_wrong_fields_raise_when_built(raises, fields, field):
-    with raises(ConfigError, owner="NumberWords", field=field, value=fields[field]):
-        NumberWords(batch_size=1, **fields)

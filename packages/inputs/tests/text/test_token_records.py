@@ -125,19 +125,6 @@ def test_reader_obeys_the_laws_of_inputs(law, fields, folder):
     law(lambda **more: reader(folder, **{"batch_size": 4, **fields, **more}))
 
 
-@pytest.mark.parametrize("packing", ["stream", "first_fit"])
-def test_new_process_resumes_mid_epoch(folder, packing, read_in_new_process):
-    fields = {"batch_size": 8, "path": str(folder), "seq_length": 24, "packing": packing}
-    fields["is_training"] = True
-    source = TokenRecords(**fields)
-    laws.take(source, 5)
-    state = source.get_state()
-    assert len(json.dumps(state)) < 4096
-    found = read_in_new_process(TokenRecords, fields, state, 20)
-    for batch, expected in zip(found, laws.take(source, 20), strict=True):
-        assert batch == {name: array.tolist() for name, array in expected.items()}
-
-
 def test_memory_of_a_batch_does_not_grow_with_the_data(tmp_path):
     text = tmp_path / "large.txt"
     text.write_bytes(bytes(range(256)) * (1 << 13))

@@ -235,22 +235,6 @@ def test_concurrent_builds_do_not_disturb_each_other(tmp_path, monkeypatch):
     assert {entry.name for entry in tmp_path.iterdir()} == {"in", "out"}
 
 
-def test_build_raises_for_invalid_options(raises, tmp_path):
-    path = write(tmp_path / "in" / "a.txt", "text")
-    build = {"inputs": [path], "output": tmp_path / "out", "tokenizer": "bytes"}
-    for field, value in (
-        ("num_shards", 0),
-        ("workers", -1),
-        ("heldout_fraction", 1.0),
-        ("heldout_fraction", 1e-9),
-    ):
-        with raises(ConfigError, field=field, value=value):
-            build_token_records(**{**build, field: value})
-    with raises(FileExistsError):
-        build_token_records(**{**build, "output": tmp_path / "in"})
-    assert [entry.name for entry in tmp_path.iterdir()] == ["in"]
-
-
 def test_command_builds_records_and_reports(inputs, tmp_path, capsys):
     folder, texts = inputs
     arguments = ["--input", str(folder), "--output", str(tmp_path / "out"), "--tokenizer", "bytes"]

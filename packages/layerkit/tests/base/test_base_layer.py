@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import jax
@@ -138,17 +136,6 @@ def test_init_without_inputs_equals_init_with_inputs(config, train):
     jax.tree.map(np.testing.assert_array_equal, bare, run)
 
 
-def test_init_accepts_another_method():
-    class Other(Chain):
-        def backwards(self, x):
-            return self.links[0](self.links[1](x))
-
-    layer = Other(num_copies=2)
-    bare = layer.init(KEY)
-    jax.tree.map(np.testing.assert_array_equal, bare, layer.init(KEY, X, method="backwards"))
-    jax.tree.map(np.testing.assert_array_equal, bare, layer.init(KEY, X, method=Other.backwards))
-
-
 def test_weights_are_drawn_from_a_stream_for_each_path():
     few, many = (Chain(num_copies=n).init(KEY)["params"] for n in (1, 3))
     np.testing.assert_array_equal(few["links_0"]["w"], many["links_0"]["w"])
@@ -162,11 +149,6 @@ def test_init_boxed_returns_the_axes_abstractly():
         "params": {"linear": {"w": ("embed", "mlp")}, "bias": {"b": ("mlp",)}}
     }
     assert logical_axes(Counter().init_boxed(KEY, X)["non_trainable"]) == {"calls": ("norm",)}
-
-
-def test_child_that_is_a_plain_flax_module_raises(raises):
-    with raises(TypeError):
-        Chain(first=nn.Dense(2)).init(KEY)
 
 
 def test_layer_runs_inside_a_flax_module():
@@ -202,12 +184,6 @@ def test_parent_can_read_weights_of_an_uncalled_child():
     variables = Tied().init(KEY)
     w = np.asarray(variables["params"]["linear"]["w"])
     np.testing.assert_allclose(Tied().apply(variables, X), X @ w.T, rtol=1e-6)
-
-
-def test_unknown_weight_raises_with_the_nearest_name(raises):
-    layer = Declaring(weight=WeightHParams((2,), axes=("norm",)))
-    with raises(AttributeError):
-        layer.apply(layer.init(KEY), "scael")
 
 
 @pytest.mark.parametrize(
@@ -339,35 +315,3 @@ def test_jit_traces_once_per_value_of_a_static_module():
     assert len(traced) == 2
     eager = feed_forward().Instantiate().apply(variables, X)
     np.testing.assert_allclose(outputs, eager, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "duplicate", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
-)
-def test_copies_of_a_module_are_equal(duplicate):
-    layer = feed_forward().Instantiate()
-    twin = duplicate(layer)
-    assert twin == layer and hash(twin) == hash(layer)
-    jax.tree.map(np.testing.assert_array_equal, twin.init(KEY), layer.init(KEY))
-
-
-def test_private_methods_and_overrides_of_plain_methods_do_not_set_up():
-    class Plain(BaseLayer):
-        def setup(self):
-            raise AssertionError("set up")
-
-        def _private(self):
-            return 1
-
-        def inherited(self, field):
-            return field
-
-        def public(self):
-            return 2
-
-    def call(layer):
-        assert (layer._private(), layer.inherited("x")) == (1, "x")
-        with pytest.raises(AssertionError, match="set up"):
-            layer.public()
-
-    Plain().apply({}, method=call)

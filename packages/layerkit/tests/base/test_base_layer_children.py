@@ -123,13 +123,6 @@ def test_inherited_field_reaches_descendants_that_do_not_set_it(field):
         assert config.Instantiate().apply({}, field) == expected
 
 
-def test_inherited_dtype_and_initializer_reach_weights():
-    layer = FeedForward(**SQUARE, dtype=jnp.bfloat16, params_init=WeightInit.Constant(3.0))
-    w = layer.init(KEY)["params"]["linear"]["w"]
-    assert w.dtype == jnp.bfloat16
-    np.testing.assert_array_equal(np.asarray(w, np.float32), np.full((2, 2), 3.0))
-
-
 def test_inherited_sharding_reaches_constraints(raises):
     layer = FeedForward.HParams.config(**SQUARE, sharding=BoundSharding(None, RULES))
     layer.linear_tpl.activation_axes = ("batch", "mlp")
@@ -138,14 +131,6 @@ def test_inherited_sharding_reaches_constraints(raises):
     with raises(ConfigError, owner="Linear(linear).w", field="logical axis", value="mlp"):
         built.apply(free.init(KEY), X)
     assert free.apply(free.init(KEY), X).shape == (2, 2)
-
-
-@pytest.mark.parametrize("field", ["dtype", "fprop_dtype"])
-@pytest.mark.parametrize("value", ["int32", "bool", "complex64"])
-def test_dtype_that_is_not_floating_raises(raises, field, value):
-    layer = FeedForward(**SQUARE, **{field: value})
-    with raises(ConfigError, owner="Linear(linear)", field=field, value=value):
-        layer.init(KEY, X)
 
 
 LINEAR = square()
@@ -280,17 +265,6 @@ def test_template_that_contradicts_a_derived_field_raises(raises):
         config.Instantiate().init(KEY)
     config.linear_tpl.input_dims = 2
     assert shapes(config.Instantiate().init(KEY))["params"]["linear"] == {"w": (2, 3)}
-
-
-def test_explicit_default_contradicts_a_derived_field(raises):
-    template = Chain.HParams.config(num_copies=0)
-    with raises(ConfigError, owner="here", field="num_copies", value=0):
-        derive_fields(template, "here", num_copies=2)
-    del template.num_copies
-    assert derive_fields(template, "here", num_copies=2).num_copies == 2
-    # A field that is None may be derived.
-    template.first = None
-    assert derive_fields(template, "here", first=square()).first == square()
 
 
 def test_derive_fields_keeps_the_template_and_skips_none():

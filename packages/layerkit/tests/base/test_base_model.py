@@ -31,30 +31,6 @@ def test_fprop_returns_the_loss_of_the_predictions():
     np.testing.assert_array_equal(per_example.distance, [0.0, 3.0])
 
 
-def test_weighted_scalar_converts_numbers_to_float32():
-    scalar = WeightedScalar.of(np.float64(0.5), 3)
-    assert scalar.value.dtype == scalar.weight.dtype == jnp.float32
-    assert WeightedScalar.of(jnp.bfloat16(0.5), np.True_).weight.dtype == jnp.float32
-
-
-def test_weighted_scalars_pass_through_jit():
-    scalars = jax.jit(lambda n: {"loss": WeightedScalar.of(n / 2, n)})(4)
-    assert jax.tree.map(float, scalars) == {"loss": WeightedScalar(2.0, 4.0)}
-
-
-@pytest.mark.parametrize(
-    ("method", "args"),
-    [
-        ("compute_predictions", (NestedMap(),)),
-        ("compute_loss", (None, NestedMap())),
-        ("decode", (NestedMap(),)),
-    ],
-)
-def test_undefined_method_of_a_model_raises(raises, method, args):
-    with raises(NotImplementedError):
-        BaseModel().apply({}, *args, method=method)
-
-
 @pytest.mark.parametrize(
     ("make_result", "owner", "value"),
     [

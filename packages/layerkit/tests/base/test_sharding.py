@@ -40,17 +40,6 @@ def test_mesh_axes_of_size_one_and_missing_standard_axes_do_not_split():
     assert bound.spec(("batch", "mlp", "expert")) == P("data", None, None)
 
 
-def test_replace_and_extend_return_a_new_table(cube):
-    assert RULES.replace(mlp=None).mesh_axes("mlp") == () and RULES.mesh_axes("mlp") == ("tensor",)
-    bound = BoundSharding(cube.mesh, RULES.extend(mine=("fsdp", "tensor")))
-    assert bound.spec(("mine",)) == P(("fsdp", "tensor"))
-
-
-def test_mesh_axes_may_be_a_list():
-    assert ShardingRules.of(batch=["data", "fsdp"]) == ShardingRules.of(batch=("data", "fsdp"))
-    hash(RULES.replace(batch=["data"]).extend(mine=["fsdp", "tensor"]))
-
-
 def test_axis_is_split_if_its_mesh_axes_have_several_devices(cube):
     assert cube.is_split("mlp") and cube.is_split("batch")
     assert not cube.is_split("norm")
@@ -59,13 +48,6 @@ def test_axis_is_split_if_its_mesh_axes_have_several_devices(cube):
     assert row.is_split("batch") and not row.is_split("mlp")
     assert not row.is_split("length")  # a mesh axis that the mesh lacks
     assert not BoundSharding(None, RULES).is_split("batch")
-
-
-def test_equal_rules_have_equal_hashes():
-    first, second = ShardingRules.of(a="data", b=None), ShardingRules.of(b=None, a="data")
-    assert first == second and hash(first) == hash(second)
-    mesh = make_mesh(2, 2, 2)
-    assert hash(BoundSharding(mesh, first)) == hash(BoundSharding(mesh, second))
 
 
 @pytest.mark.parametrize(

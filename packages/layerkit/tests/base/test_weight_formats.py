@@ -124,11 +124,6 @@ def test_group_that_does_not_divide_the_inputs_is_an_error(raises, group, shape)
         form.scale_shape(shape, tuple(range(len(shape) - 1)), owner="Linear(up).w")
 
 
-def test_odd_number_of_inputs_has_no_pairs(raises):
-    with raises(ConfigError, field="number of inputs", value=5):
-        WeightFormat.parse("nf4").packed_axis((5, 6), (0,), owner="Linear(up).w")
-
-
 def test_compute_dtype_is_that_of_the_layer():
     restored = jax.eval_shape(lambda: stored(draw(16, 6), "int4").restored(jnp.bfloat16))
     assert restored.dtype == jnp.bfloat16

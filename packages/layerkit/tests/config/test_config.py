@@ -267,22 +267,6 @@ def test_config_in_a_template_of_a_built_object_cannot_be_edited():
     assert kept[0] == 1
 
 
-@pytest.mark.parametrize("copied", [lambda c: c.clone(), copy_config, copy.copy])
-def test_copy_of_a_fixed_template_can_be_edited(copied):
-    kept = Tree.HParams.config().Instantiate().leaf_tpl
-    free = copied(kept)
-    free.size = 9
-    assert (free.size, kept.size) == (9, 1)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_of_a_built_object_have_fixed_templates(copied):
-    tree = copied(Tree.HParams.config().Instantiate())
-    assert tree.leaf_tpl == Leaf.HParams.config()
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        tree.leaf_tpl.set(size=9)
-
-
 def test_equal_configs_have_equal_hashes():
     first, second = Leaf.HParams.config(size=1), Leaf.HParams.config()
     assert first == second and hash(first) == hash(second)

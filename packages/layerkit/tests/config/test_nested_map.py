@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import subprocess
 import sys
 
 import jax
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -64,15 +61,6 @@ def test_leaves_of_dicts_and_lists_are_those_of_praxis():
     assert type(twice.a) is dict and isinstance(twice.b[1][1], NestedMap)
 
 
-@pytest.mark.parametrize(
-    "duplicate", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))]
-)
-def test_copies_keep_the_type(duplicate):
-    tree = NestedMap(a=1, b=NestedMap(c=[2]))
-    twin = duplicate(tree)
-    assert twin == tree and isinstance(twin, NestedMap) and isinstance(twin.b, NestedMap)
-
-
 keys = st.from_regex(r"[a-z_]{1,4}", fullmatch=True).filter(lambda key: not hasattr(dict, key))
 trees = st.recursive(
     st.integers(), lambda inner: st.dictionaries(keys, inner, max_size=3).map(NestedMap)
@@ -109,10 +97,3 @@ def test_map_is_a_pytree_whenever_jax_is_imported(lines):
         "assert jax.tree.leaves(early) == [2, 1]",
     )
     subprocess.run([sys.executable, "-c", "\n".join(program)], check=True, timeout=120)
-
-
-def test_jit_and_grad_accept_nested_maps():
-    weights = NestedMap(w=np.float32(3.0), inner=NestedMap(b=np.float32(1.0)))
-    gradient = jax.jit(jax.grad(lambda v: v.w**2 + 5.0 * v.inner.b))(weights)
-    assert isinstance(gradient, NestedMap) and isinstance(gradient.inner, NestedMap)
-    assert (float(gradient.w), float(gradient.inner.b)) == (6.0, 5.0)

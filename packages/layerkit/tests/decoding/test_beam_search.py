@@ -14,13 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.config import build
 from layerkit.decoding.beam_search import BeamSearch
 from layerkit.decoding.cache_rows import row_axes
 from layerkit.decoding.decoder import Prompts
 from layerkit.decoding.logit_processors import BannedIds
 from layerkit.decoding.loop import SampleDecoder, extend_prompts
-from layerkit.errors import ConfigError
 
 VOCAB, PLACES = 4, 97
 TABLE = np.random.default_rng(0).normal(0.0, 1.5, (PLACES, VOCAB)).astype(np.float32)
@@ -305,25 +303,3 @@ def test_equals_the_beam_search_of_hugging_face(gpt2):
     # Not what taking the best token each time finds.
     greedy = SampleDecoder(max_decode_steps=6, temperature=0.0)
     assert np.any(search(greedy, prompts, [3, 3], extend=extend).ids != found.ids[:, 0])
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("beam_size", 0),
-        ("tokens_per_beam", 0),
-        ("max_length", 0),
-        ("num_results", 5),
-        ("num_results", 0),
-        ("length_norm_alpha", -0.1),
-    ],
-)
-def test_invalid_field_raises(raises, field, value):
-    with raises(ConfigError, owner="BeamSearch", field=field, value=value):
-        BeamSearch(**{field: value})
-
-
-def test_equal_searches_are_equal_values():
-    config = BeamSearch.HParams.config(beam_size=3)
-    assert build(config) == BeamSearch(beam_size=3) != BeamSearch(beam_size=2)
-    assert BeamSearch(max_decode_steps=2) != SampleDecoder(max_decode_steps=2)

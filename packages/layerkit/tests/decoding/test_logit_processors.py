@@ -101,18 +101,6 @@ def test_ties_stay_together_as_in_hugging_face_or_in_order_of_ids(name):
     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("column", range(1, 5))
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_short_rows_exclude_no_ngrams(size, column):
-    theirs = partial(hugging_face, "NoRepeatNGramLogitsProcessor", size)
-    found = processed(NoRepeatNgrams(size=size), column=column)
-    np.testing.assert_array_equal(found, by_hugging_face(theirs, column=column))
-
-
-def test_ngrams_longer_than_the_row_exclude_nothing():
-    np.testing.assert_array_equal(processed(NoRepeatNgrams(size=WIDTH + 1)), LOGITS)
-
-
 def test_top_p_of_one_keeps_all_of_a_large_vocabulary():
     # Sums of so many float32 numbers pass 1 before the end.
     logits = jnp.array(np.random.default_rng(0).normal(size=(2, 50_257)).astype(np.float32))

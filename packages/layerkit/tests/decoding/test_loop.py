@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from layerkit.config import build
 from layerkit.decoding.cache_rows import row_axes
 from layerkit.decoding.decoder import Prompts
 from layerkit.decoding.logit_processors import (
@@ -26,7 +25,6 @@ from layerkit.decoding.logit_processors import (
     TopP,
 )
 from layerkit.decoding.loop import SampleDecoder, extend_prompts
-from layerkit.errors import ConfigError
 
 VOCAB = 13
 SURE = 9.0  # logit of the right token; the others have 0
@@ -125,18 +123,6 @@ def test_row_of_padding_draws_nothing_and_delays_no_row():
     np.testing.assert_array_equal(outputs.lengths, [6, 0])
     assert not np.any(outputs.ids[1]) and not np.any(outputs.log_probs[1])
     assert count_calls(decoder, prompts, [4, 0]) == [0, 3, 4]
-
-
-def test_batch_of_padding_ends_at_once():
-    outputs = decode(SampleDecoder(max_decode_steps=5, temperature=0.0), [[1, 2], [3, 4]], [0, 0])
-    assert not np.any(outputs.ids) and not np.any(outputs.lengths)
-
-
-def test_prompts_may_be_one_token_wide_and_steps_may_be_one():
-    outputs = decode(SampleDecoder(max_decode_steps=4, temperature=0.0), [[5], [1]], [1, 1])
-    np.testing.assert_array_equal(outputs.ids, [[5, 5, 10, 7, 1], [1, 1, 2, 4, 8]])
-    outputs = decode(SampleDecoder(max_decode_steps=1, temperature=0.0), [[5, 5]], [2])
-    np.testing.assert_array_equal(outputs.ids, [[5, 5, 10]])
 
 
 def test_samples_differ_by_column_row_and_key():
@@ -307,39 +293,6 @@ def jitted_with_axes(prompts, prompt_lengths, *, decoder):
     rows = Prompts(prompts, prompt_lengths, jax.random.key(4))
     axes = row_axes(make, prompts)
     return extend_prompts(decoder, extend_sums, make(prompts), rows, cache_axes=axes)
-
-
-def test_decoder_without_key_or_cache_axes_raises(raises):
-    rows, cache = Prompts(jnp.array([[1, 2]]), jnp.array([2])), jnp.zeros((1, 66), int)
-    with raises(ConfigError, owner="SampleDecoder", field="key", value=None):
-        extend_prompts(SampleDecoder(), extend_sums, cache, rows)
-    rows = rows._replace(key=jax.random.key(0))
-    with raises(ConfigError, owner="SampleDecoder", field="cache_axes", value=None):
-        extend_prompts(SampleDecoder(num_samples=2), extend_sums, cache, rows)
-
-
-def test_lists_are_converted_to_tuples():
-    config = SampleDecoder.HParams.config(stop_sequences=[[5, 6]], eos_id=[1, 2])
-    config.processors = [TopK.HParams.config(k=3)]
-    decoder, fields = build(config), {"stop_sequences": ((5, 6),), "eos_id": (1, 2)}
-    assert decoder == SampleDecoder(**fields, processors=(TopK(k=3),))
-    assert decoder != SampleDecoder(**fields, processors=(TopK(k=4),))
-    assert hash(decoder) != hash(SampleDecoder())
-
-
-def test_equal_decoders_are_equal_values():
-    config = SampleDecoder.HParams.config(max_decode_steps=3)
-    assert build(config) == SampleDecoder(max_decode_steps=3)
-    assert hash(build(config)) == hash(SampleDecoder(max_decode_steps=3))
-    assert build(config) != SampleDecoder(max_decode_steps=4)
-    assert SampleDecoder() != object()
-
-    class Cautious(SampleDecoder):
-        top_k: int = 1
-
-    assert Cautious(top_k=2) == Cautious(top_k=2)
-    assert hash(Cautious(top_k=2)) == hash(Cautious(top_k=2))
-    assert Cautious(top_k=2) != Cautious(top_k=3) and Cautious() != SampleDecoder()
 
 
 def extend_float_sums(cache, ids, time_step):

@@ -102,9 +102,3 @@ def test_beam_search_with_options_of_rows_raises(raises, name):
     decoder = BeamSearch(max_decode_steps=STEPS, eos_id=0)
     with raises(ConfigError, owner="BeamSearch", field=f"{name} of rows"):
         decode(decoder, ALL_ROWS, RowOptions(**{name: jnp.ones(4)}))
-
-
-def test_greedy_decoder_with_temperatures_of_rows_raises(raises):
-    decoder = SampleDecoder(max_decode_steps=STEPS, temperature=0.0)
-    with raises(ConfigError, owner="SampleDecoder", field="temperature", value=0):
-        decode(decoder, ALL_ROWS, RowOptions(temperature=jnp.ones(4)))

@@ -18,7 +18,6 @@ from layerkit.layers.basic.embeddings import Embedding, FullSoftmax
 from layerkit.layers.basic.positions import (
     PositionalEmbedding,
     RotaryPositionalEmbedding,
-    TrainablePositionalEmbedding,
     set_longest_sequence,
 )
 from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
@@ -261,14 +260,6 @@ def test_batch_that_cannot_be_decoded_raises(raises, batch, field):
     model = language_model()
     with raises(ConfigError, owner="LanguageModel()", field=field):
         decode(model, random_weights(model), batch)
-
-
-def test_decoding_past_the_last_position_raises(raises):
-    table = TrainablePositionalEmbedding.HParams.config(max_length=8)
-    model = language_model(StackedTransformer)
-    model = model.clone(lm_tpl=model.lm_tpl.clone(position_tpl=table))
-    with raises(ConfigError, field="length of rows", value=9):
-        decode(model, random_weights(model), BATCH)
 
 
 # Metrics.

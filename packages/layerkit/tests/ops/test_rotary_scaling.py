@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.errors import ConfigError
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
 from layerkit.ops.rotary_scaling import (
     LinearScaling,
@@ -157,39 +156,3 @@ def test_scaling_changes_frequencies_as_documented():
     fastest = [0, DIMS // 2]
     magnitude = yarn_magnitude(4.0)
     np.testing.assert_allclose(yarned[..., fastest], magnitude * plain[..., fastest], rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("make", "field", "value"),
-    [
-        (lambda: LinearScaling(0.5), "factor", 0.5),
-        (lambda: yarn(beta_slow=40.0), "beta_slow", 40.0),
-        (lambda: yarn(mscale=1.0), "mscale", 1.0),
-        (
-            lambda: yarn(mscale=1.0, mscale_all_dim=1.0, attention_factor=2.0),
-            "attention_factor",
-            2.0,
-        ),
-        (lambda: Llama3Scaling(8.0, 4.0, 1.0, TRAINED), "low_freq_factor", 4.0),
-        (
-            lambda: LongRopeScaling(SHORT, LONG, TRAINED, 128).frequencies(np.ones(3)),
-            "length of short_factors",
-            8,
-        ),
-        (
-            lambda: RotaryPositionalEmbedding(
-                dims=8, scaling=LongRopeScaling(SHORT[:4], LONG, TRAINED, 128)
-            ).init(jax.random.key(0)),
-            "length of long_factors",
-            8,
-        ),
-    ],
-)
-def test_scaling_raises_for_an_invalid_field(raises, make, field, value):
-    with raises(ConfigError, field=field, value=value):
-        make()
-
-
-def test_lists_are_converted_to_hashable_values():
-    scaling = LongRopeScaling(list(SHORT), list(LONG), TRAINED, 128)  # type: ignore[arg-type]
-    assert hash(scaling) == hash(LongRopeScaling(SHORT, LONG, TRAINED, 128))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
 from layerkit_runner.config.overrides import (
     Override,
     merge_overrides,
     parse_fields,
     parse_override,
 )
-from layerkit_runner.errors import FieldError, UsageError
+from layerkit_runner.errors import UsageError
 
 
 def test_override_path_is_names_and_indices_joined_by_dots(raises):
@@ -34,9 +32,3 @@ def test_fields_are_read_by_their_annotations():
     annotations = {"LAYERS": "int", "NAME": "str", "ANY": None}
     overrides = [Override("LAYERS", "3"), Override("NAME", "3"), Override("task.x", "1")]
     assert parse_fields("Small", annotations, overrides) == {"LAYERS": 3, "NAME": "3"}
-
-
-@pytest.mark.parametrize("name", ["NUM_LAYRES", "num_layers", "task"])
-def test_unknown_field_raises_with_those_of_the_class_first(raises, name: str):
-    with raises(FieldError, owner="Small", value=name, choices=("DIMS", "NUM_LAYERS")):
-        parse_fields("Small", {"NUM_LAYERS": "int", "DIMS": "int"}, [Override(name, "3")])

@@ -195,13 +195,3 @@ def test_launch_writes_the_recorded_experiment_into_the_command(job: Path, capsy
     assert cli.main(words) == 0
     out = capsys.readouterr().out
     assert "  --exp=recorded_lm.Small\n" in out and "  --fdl.NUM_LAYERS=7\n" in out
-
-
-def test_missing_module_is_an_error_with_the_searched_packages(
-    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
-):
-    write(job, RECORD | {"experiment": "absent_lm.Small"})
-    monkeypatch.chdir(tmp_path)
-    assert cli.main([f"--job_log_dir={job}", "--mode=eval_once"]) == 2
-    message = capsys.readouterr().err
-    assert "absent_lm.Small" in message and f"No such module is in {tmp_path}" in message

@@ -16,8 +16,6 @@ from layerkit_runner.config.registry import (
     CATALOGUE_FILE,
     CatalogueLine,
     ExperimentEntry,
-    _short_count,
-    catalogue_text,
     find_experiment,
     list_experiments,
     load_experiment,
@@ -208,38 +206,6 @@ def test_unknown_name_suggests_the_nearest(name: str, near: str):
     assert near in str(caught.value)
 
 
-MINE = "from layerkit_runner import BaseExperiment\nclass Mine(BaseExperiment): pass\n"
-
-
-@pytest.mark.parametrize(
-    ("files", "name", "near"),
-    [
-        ({"reg_mine.py": MINE}, "reg_mien.Mine", "reg_mine.Mine"),
-        (
-            {"reg_own/__init__.py": "", "reg_own/text.py": MINE},
-            "reg_own.txt.Mine",
-            "reg_own.text.Mine",
-        ),
-        (
-            {"reg_own.py": MINE},
-            "reg_own.Mien",
-            "reg_own.Mine",
-        ),
-    ],
-    ids=["file of the folder", "module of the package", "class"],
-)
-def test_misspelled_name_of_a_custom_module_suggests_the_nearest(
-    folder: Path, monkeypatch, files: dict[str, str], name: str, near: str
-):
-    monkeypatch.chdir(folder)
-    write(folder, files)
-    assert find_experiment(near).name == near
-    with pytest.raises(UsageError) as caught:
-        find_experiment(name)
-    assert caught.value.value == name
-    assert f"Did you mean {near!r}?" in str(caught.value)
-
-
 @pytest.mark.parametrize("name", ["lm.small.Unrelated", "lm.parts.LmBase", "lm.small._Private"])
 @pytest.mark.usefixtures("folder")
 def test_class_that_is_no_runnable_experiment_raises(raises, name: str):
@@ -323,7 +289,6 @@ LINES = {
     "lm.A": CatalogueLine(1, "one device", "made-up tokens", SUMMARY),
     "lm.C": CatalogueLine(None, "one device", "your own text", SUMMARY),
 }
-ENTRIES = [ExperimentEntry(name, f"acme.{name}", line) for name, line in LINES.items()]
 
 
 def test_written_record_is_read_back(tmp_path: Path):
@@ -343,24 +308,3 @@ def test_invalid_catalogue_file_is_an_error(raises, content: bytes, tmp_path: Pa
     (tmp_path / CATALOGUE_FILE).write_bytes(content)
     with raises(UsageError, owner=f"{tmp_path}/catalogue.json"):
         read_catalogue(tmp_path)
-
-
-def test_counts_are_abbreviated():
-    counts = (7, 999, 1000, 12_345, 999_499, 999_500, 99_949_999, 1_104_652_800, 1.2e12)
-    words = ["7", "999", "1.00K", "12.3K", "999K", "1.00M", "99.9M", "1.10B", "1200B"]
-    assert [_short_count(int(count)) for count in counts] == words
-
-
-@pytest.mark.parametrize("width", [40, 80, 200])
-def test_a_listing_has_headings_and_fits_the_terminal(width: int):
-    heading, *lines = catalogue_text(ENTRIES, width=width).splitlines()
-    assert heading.split()[0] == "NAME"
-    assert max(map(len, [heading, *lines])) <= width
-    assert [line.split()[0] for line in lines] == list(LINES)
-    assert all(SUMMARY in line for line in lines) == (width == 200)
-
-
-def test_a_listing_for_a_program_shows_all_and_no_headings():
-    lines = catalogue_text(ENTRIES).splitlines()
-    assert [line.split()[0] for line in lines] == list(LINES)
-    assert all(line.endswith(SUMMARY) for line in lines)

@@ -157,17 +157,6 @@ def test_find_cluster_combines_launcher_and_flags(environ, options, cluster):
     assert find_cluster(RunOptions(**options), environ) == cluster
 
 
-def test_auto_address_without_a_supported_cluster_raises(raises):
-    with raises(UsageError, field="--coordinator_address", value="auto"):
-        find_cluster(RunOptions(coordinator_address="auto"), {})
-
-
-def test_indexed_kubernetes_job_without_its_package_raises(raises):
-    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "2"}
-    with raises(UsageError, field="JOB_COMPLETION_INDEX", value="2"):
-        find_cluster(RunOptions(), pod)
-
-
 def test_export_by_several_processes_raises(raises):
     with raises(UsageError, field="--mode", value="export"):
         check_alone("export", SLURM)

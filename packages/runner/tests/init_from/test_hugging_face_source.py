@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -91,30 +90,6 @@ def test_rules_select_from_a_hugging_face_folder(folder: tuple[Path, dict[str, A
     np.testing.assert_array_equal(first.state.params["layers_0"]["bias"]["b"], expected)
     others = set(first.provenance.weights.values()) - {"random_init"}
     assert others == {f"{path}:params/{name}[1][0][2]"}
-
-
-def test_weight_of_another_shape_is_an_error(folder: tuple[Path, dict[str, Any]], begin: Any):
-    path, _ = folder
-    model = model_config(path)
-    model.lm_tpl.vocab_size = 40
-    partitioner, task = begin.bound(model, begin=begin.init_from(path))
-    expected = f"lm/softmax/w: float32[40, 8] here, but bfloat16[32, 8] in {path}"
-    with pytest.raises(UsageError, match=re.escape(expected)):
-        plan_first_state(partitioner, task)
-
-
-def test_a_truncated_file_is_a_usage_error(
-    raises: Any, folder: tuple[Path, dict[str, Any]], begin: Any, tmp_path: Path
-):
-    for file in folder[0].iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    weights = tmp_path / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-100])
-    partitioner, task = begin.bound(model_config(folder[0]), begin=begin.init_from(tmp_path))
-    with raises(UsageError) as caught:
-        plan_first_state(partitioner, task)
-    assert str(weights) in caught.value.owner
 
 
 def test_unsupported_model_type_is_an_error(raises, tmp_path: Path, begin: Any):

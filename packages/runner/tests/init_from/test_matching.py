@@ -213,14 +213,6 @@ def test_hugging_face_folder_provides_only_weights(raises, fields: dict[str, Any
         matched(SAME, at=None, **fields)
 
 
-def test_only_the_first_differences_are_shown():
-    stored = {("params", f"layer_{i}", "w"): spec(1) for i in range(30)}
-    with pytest.raises(UsageError) as caught:
-        matched(stored)
-    assert "(34 differences)" in caught.value.problem
-    assert "\n  … and 14 more\n" in caught.value.problem
-
-
 def test_rule_is_suggested_if_only_one_side_stacks_its_layers():
     unrolled = {("params", "lm", "stack", f"layers_{i}", "w"): spec(3) for i in (0, 1)}
     stacked = {("params", "lm", "stack", "repeat", "sub", "w"): spec(2, 3)}

@@ -138,12 +138,3 @@ def test_the_recorded_arguments_begin_the_same_run(train: Any, job: Path, tmp_pa
     train(tmp_path / "again", init_from=flags.options.init_from, fields={"MAX_STEPS": 4})
     assert losses(tmp_path / "again") == losses(tmp_path / "new")
     assert losses(tmp_path / "again")[1] != losses(job)[1]
-
-
-@pytest.mark.parametrize(
-    ("words", "field"),
-    [(["--init_draw=x"], "--init_draw"), (["--init_from=a", "--mode=eval"], "--init_from")],
-)
-def test_init_flag_without_its_context_raises(raises, words: list[str], field: str):
-    with raises(UsageError, field=field):
-        parse_flags(["--exp=x", *words])

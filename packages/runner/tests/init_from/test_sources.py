@@ -3,15 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from layerkit.errors import hub_hint
-from layerkit.interop.hugging_face.folder import read_json
-from layerkit_inputs.base.errors import MissingFileError
-from layerkit_inputs.base.find_files import NothingToReadError, find_text_files
-from layerkit_inputs.text.tokenizers import HuggingFaceTokenizer
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from.sources import CheckpointFolder, HuggingFaceFolder, recognize
 
@@ -63,20 +57,3 @@ def test_missing_folder_is_an_error_with_the_nearest_name(raises, job: Path):
         recognize(str(job.parent / "jib"))
     with raises(UsageError, field="folder", value="config.json"):
         recognize(str(job / "config.json"))
-
-
-def test_missing_folder_with_an_id_of_the_hub_has_the_command(
-    raises: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.chdir(tmp_path)
-    hint = hub_hint("org/model-1B")
-    assert hint is not None
-    with raises(UsageError, field="folder", value="model-1B", hint=hint):
-        recognize("org/model-1B")
-    with raises(MissingFileError, field="path", value="model-1B", hint=hint):
-        HuggingFaceTokenizer(path="org/model-1B")
-    with raises(NothingToReadError, value="org/set", hint=hub_hint("org/set", is_data=True)):
-        find_text_files(["org/set"])
-    with pytest.raises(FileNotFoundError) as caught:
-        read_json("org/model-1B")
-    assert str(caught.value).endswith(hint)

@@ -116,30 +116,6 @@ def test_compiled_functions_are_shared_by_sizes_of_one_bucket():
     assert buckets.prompt_and_steps(70, 30) == (70, 30)
 
 
-@pytest.mark.slow
-def test_encoder_neither_generates_nor_scores(raises: Any, lines: ModuleType, tmp_path: Path):
-    folder = tmp_path / "masked"
-    encoder = layerkit_runner.train(lines.MaskedLm, job_log_dir=folder, num_steps=1).model
-    for call in (encoder.generate, encoder.score):
-        with raises(UserError, field="model", value="BertModel"):
-            call(["import"])
-
-
-def test_wrong_options_and_folders_raise_with_data(
-    raises: Any, model: LoadedModel, run: TrainResult
-):
-    with raises(UserError, field="temperature", value=-1):
-        model.generate("x", temperature=-1)
-    with raises(UserError, field="ids"):
-        model.logits([[0.5]])
-    with raises(UserError, hint=""):
-        model.generate("im", stream=Mock(side_effect=MemoryError))
-    with raises(UserError, field="folder", value="jbo"):
-        layerkit_runner.load(Path(run.job_log_dir).with_name("jbo"))
-    with pytest.raises(UserError, match="no such step|7"):
-        layerkit_runner.load(run.job_log_dir, step=7)
-
-
 def test_arrays_of_ids_are_rows_and_ids_outside_the_vocabulary_are_errors(
     raises: Any, model: LoadedModel
 ):

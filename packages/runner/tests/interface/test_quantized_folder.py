@@ -119,16 +119,3 @@ def test_wrong_format_or_folder_is_an_error_and_nothing_is_written(raises, run, 
     with raises(UsageError, field="group size of weight_format", value=64):
         quantize_folder(str(run.job_log_dir), str(new), weight_format="int4:64")
     assert not new.exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "field", "value"),
-    [
-        (["only_source"], "folders", ["only_source"]),
-        (["a", "b", "--weight-format=int8"], None, "--weight-format"),
-        (["a", "b", "--step=x"], "--step", "x"),
-    ],
-)
-def test_wrong_command_line_is_an_error_in_one_line(raises, words, field, value):
-    with raises(UsageError, field=field, value=value):
-        run_quantize(words)

@@ -263,20 +263,6 @@ def test_failure_in_the_background_removes_the_observer_or_ends_the_run(run_info
     assert failing.calls == ["start", "close"]
 
 
-def test_failure_in_the_background_is_raised_at_a_report_that_the_observer_ignores(run_info):
-    class Failing(Observer):
-        optional = False
-
-        def start(self, info):
-            raise OSError("no server")
-
-    observers = Observers([Failing()])
-    observers.start(run_info())
-    observers._callers[0]._background._jobs[0].exception()  # wait for it
-    with pytest.raises(OSError, match="no server"):
-        observers.progress(1)
-
-
 @dataclasses.dataclass
 class EveryK(Observer):
     every: int

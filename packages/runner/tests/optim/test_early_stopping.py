@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from layerkit.errors import ConfigError
 from layerkit_runner.errors import UsageError
 from layerkit_runner.optim.early_stopping import (
     EarlyStop,
@@ -120,20 +119,6 @@ def test_metric_of_a_data_set_that_is_not_evaluated_is_an_error(raises):
     with raises(UsageError, field="metric", value="heldout/loss"):
         rule().start(["held_out", "decode/prompts"])
     rule(metric="decode/prompts/bleu").start(["held_out", "decode/prompts"])
-
-
-@pytest.mark.parametrize(
-    ("field", "value"), [("patience", 0), ("min_delta", -1.0), ("mode", "low")]
-)
-def test_invalid_field_is_an_error(raises, field: str, value: Any):
-    with raises(ConfigError, owner="task.early_stopping", field=field):
-        rule(**{field: value})
-
-
-def test_task_accepts_only_stopping_rules(tiny: Any, raises):
-    with raises(ConfigError, field="early_stopping", value=3):
-        tiny.task_config().set(early_stopping=3).Instantiate()
-    tiny.task_config().set(early_stopping=StoppingRule.HParams.config()).Instantiate()
 
 
 def test_metric_that_the_data_set_does_not_report_is_an_error(raises):

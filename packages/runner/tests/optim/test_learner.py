@@ -10,8 +10,7 @@ import pytest
 
 from layerkit.config import Config, Partial
 from layerkit.errors import ConfigError
-from layerkit_runner.optim.learner import AuxiliaryOptimizer, Learner, global_norm
-from layerkit_runner.optim.optimizers import adam_with_update_cap
+from layerkit_runner.optim.learner import Learner, global_norm
 
 PARAMS = {"a": jnp.zeros(2), "b": {"c": jnp.zeros(())}}
 # Norms 5 and 12, together 13.
@@ -97,16 +96,3 @@ def test_complete_optimizer_keeps_its_rate():
 def test_invalid_field_is_an_error(raises, field: str, fields: dict):
     with raises(ConfigError, owner="Learner", field=field):
         sgd(**fields)
-
-
-@pytest.mark.parametrize("rate", [0, 1e-3, np.float32(1e-3), np.array(1e-3), jnp.bfloat16(1e-3)])
-def test_numbers_of_numpy_and_jax_are_accepted(rate):
-    adam_with_update_cap(learning_rate=rate, weight_decay=rate)
-    AuxiliaryOptimizer(name="own", weights=["w"], optimizer=optax.adamw, learning_rate=rate)
-    assert Learner(optimizer=optax.sgd, learning_rate=rate).learning_rate is rate
-
-
-def test_traced_numbers_are_not_checked():
-    optimizer = optax.inject_hyperparams(adam_with_update_cap)(learning_rate=0.1, b1=0.5)
-    params = {"w": jnp.ones(2)}
-    jax.jit(optimizer.update)(params, optimizer.init(params), params)

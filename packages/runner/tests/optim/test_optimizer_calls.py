@@ -130,15 +130,6 @@ def test_unusable_optimizer_is_an_error(raises, make: Callable[[], Any]):
         jax.eval_shape(Learner.HParams.config(optimizer=make()).Instantiate().init, PARAMS)
 
 
-def test_unusable_auxiliary_optimizer_is_an_error(raises):
-    auxiliary = AuxiliaryOptimizer.HParams.config(
-        name="own", weights=("a/w",), optimizer=contrib.sophia(0.1)
-    )
-    ours = learner(optax.sgd(0.1), auxiliary_optimizers=[auxiliary])
-    with raises(ConfigError, owner="AuxiliaryOptimizer own"):
-        jax.eval_shape(ours.init, PARAMS)
-
-
 def test_updates_of_wider_dtype_than_the_weights_are_accepted():
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), PARAMS)
     optimizer = optax.adamw(0.1, mu_dtype=jnp.float32)

@@ -92,23 +92,6 @@ def test_adafactor_mask_selects_the_weights_that_decay():
         np.testing.assert_array_equal(updates["b"], 0.0)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("decay_method", "adamw"),
-        ("quantized_dtype", "int4"),
-        ("decay_adam", 1.0),
-        ("decay_pow", 0.0),
-        ("beta1", -0.1),
-        ("clip_threshold", 0.0),
-        ("weight_decay", np.nan),
-    ],
-)
-def test_adafactor_raises_for_invalid_fields(raises, field: str, value: Any):
-    with raises(ConfigError, owner="sharded_adafactor", field=field):
-        sharded_adafactor(0.1, **{field: value})
-
-
 def test_elastic_weight_consolidation_equals_that_of_praxis(recorded: dict[str, np.ndarray]):
     optimizer = elastic_weight_consolidation(
         PRAXIS["rate_at"], optimizer=optax.sgd, ewc_regularizer_weight=PRAXIS["EWC_WEIGHT"]

@@ -150,23 +150,3 @@ def test_cycle_of_schedules_that_count_all_steps_equals_that_of_pax():
     # CycleSchedule.value_at of Praxis 1.4.0 with steps=[2, 1, 2] and the same parts.
     expected = [1.0, 0.9, 7.0, 0.3, 0.4, 0.5, 0.4, 7.0, 0.8, 0.9, 0.0, 0.0]
     np.testing.assert_allclose(jax.vmap(schedule)(jnp.arange(12)), expected, rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("make", "field"),
-    [
-        (lambda: cosine(float("nan")), "peak"),
-        (lambda: linear_warmup_exponential_decay(1.0, **STEPS, min_ratio=0), "min_ratio"),
-        (lambda: polynomial(power=0.0), "power"),
-        (lambda: polynomial(origin="end"), "origin"),
-        (lambda: sqrt_decay(1.0, decay_start=0), "decay_start"),
-        (lambda: linear_warmup_sqrt_decay(1.0, warmup_steps=0), "warmup_steps"),
-        (lambda: transformer(warmup_steps=1, model_dims=0), "model_dims"),
-        (lambda: piecewise_constant(boundaries=[3], values=[1.0]), "values"),
-        (lambda: piecewise_constant(boundaries=[3, 3], values=[1.0, 2.0, 3.0]), "boundaries"),
-        (lambda: cycle([optax.constant_schedule(1.0)], boundaries=[2, 4]), "boundaries"),
-    ],
-)
-def test_argument_out_of_range_is_an_error(raises, make: Any, field: str):
-    with raises(ConfigError, field=field):
-        make()

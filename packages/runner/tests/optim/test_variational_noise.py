@@ -61,14 +61,6 @@ def test_training_has_noise_and_evaluation_has_none(tiny: SimpleNamespace):
     jax.tree.map(np.testing.assert_array_equal, again.params, after.params)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [("scale", 0.0), ("scale", np.inf), ("start_step", -1)]
-)
-def test_invalid_field_is_an_error(raises, field: str, value: Any):
-    with raises(ConfigError, owner="task.vn", field=field, value=value):
-        noise(**{field: value}).Instantiate()
-
-
 def test_pattern_that_matches_no_weight_is_an_error(tiny: SimpleNamespace, raises):
     config = tiny.task_config().set(vn=noise(weights=("linear/v",)))
     with raises(ConfigError, owner="task.vn", field="weights", value="linear/v"):

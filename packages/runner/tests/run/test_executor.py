@@ -358,14 +358,6 @@ def test_best_checkpoint_is_kept(make: Any, tmp_path: Any):
     assert saved_steps(tmp_path) == sorted({best, 4})
 
 
-def test_unknown_best_metric_is_an_error(make: Any, raises: Any):
-    job = make(
-        saves=False, save_interval_steps=100, save_best_metric="points/lss", eval_interval_steps=1
-    )
-    with raises(UsageError, field="task.train.save_best_metric", value="points/lss"):
-        job.executor.evaluate(job.state, 0)
-
-
 @pytest.mark.parametrize(("eval_batches", "rows"), [(1, {"eval/points": 8}), (None, {})])
 def test_evaluation_of_some_batches_saves_its_position_and_that_of_all_does_not(
     make: Any, eval_batches: int | None, rows: dict[str, int]

@@ -151,19 +151,6 @@ def test_run_resumed_after_a_skipped_step_equals_an_uninterrupted_one(train: Any
     assert computed("straight")[-1]["learning/skipped_steps"] == "2.0"
 
 
-@pytest.mark.parametrize("max_steps", [3, 4])
-def test_run_without_a_valid_step_ends_with_the_same_error_when_repeated(
-    train: Any, tmp_path: Path, max_steps: int
-):
-    """The last step may be due for a save, before which the host learns that it was not valid."""
-    fields = {"NUM_ROWS": 64, "BAD_ROWS": tuple(range(64))}
-    for _ in range(2):
-        with pytest.raises(NonFiniteError, match=f"{max_steps} steps"):
-            train("job", max_steps=max_steps, fields=fields)
-        saved = [path.name for path in (tmp_path / "job/checkpoints").glob("checkpoint_*")]
-        assert saved == ["checkpoint_00000002"]
-
-
 def test_run_with_mostly_skipped_steps_fails_also_when_repeated(
     train: Any, experiment: Any, capsys: pytest.CaptureFixture[str]
 ):

@@ -187,13 +187,6 @@ def test_invalid_training_setting_is_an_error(
         TrainHParams(learner=None, **{field: value})
 
 
-def test_negative_setting_is_an_error(tiny: SimpleNamespace, raises):
-    with raises(ConfigError, owner="task.train", field="save_keep_steps[1]", value=-1):
-        TrainHParams(learner=None, save_keep_steps=[0, -1])
-    with raises(ConfigError, owner="task", field="summary_verbosity", value=-1):
-        tiny.task_config().set(summary_verbosity=-1).Instantiate()
-
-
 def test_defaults_equal_those_of_pax():
     # From the HParams of Paxml's SingleTask.Train.
     of_pax = {

@@ -188,24 +188,6 @@ def test_show_of_a_damaged_step_names_the_file(job, capsys, name):
     assert run(capsys, "show", job, "--step=10").endswith("step 4 B)\n")
 
 
-@pytest.mark.parametrize("content", [b"garbage", b"\xff\xfe", b"[]", b'{"version": 9}'])
-def test_malformed_evaluations_are_an_error_of_every_command(job, tmp_path, capsys, content):
-    path = job / "checkpoints" / "evaluations.json"
-    path.write_bytes(content)
-    new, other = tmp_path / "new", tmp_path / "other"
-    with CheckpointManager(other / "checkpoints") as manager:
-        manager.save(1, {"w": jnp.ones(2)}, input_states={}, metadata={}, force=True)
-    for words in (
-        ["list", job],
-        ["convert", job, new, "--to=msgpack"],
-        ["convert", other, job, "--to=msgpack"],
-    ):
-        text = run(capsys, *words, code=1)
-        assert text.startswith(f"checkpoints: {path}: ")
-    assert not new.exists()
-    assert folders.committed_steps(epath.Path(path.parent)) == [10, 20]
-
-
 def test_conversion_to_msgpack_and_back_keeps_the_state(written, tmp_path, capsys):
     one_file, again = tmp_path / "one_file", tmp_path / "again"
     run(capsys, "convert", written, one_file, "--to=msgpack", "--step=10")

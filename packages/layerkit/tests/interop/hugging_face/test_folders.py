@@ -80,39 +80,6 @@ def round_matrices(tensors, dtype, stored):
             tensors[name] = tensor.astype(dtype).astype(stored)
 
 
-# A file of each form, and words of the error.
-FORMS = [
-    ("adapter_config.json", "merge_and_unload"),
-    ("model-q4_k_m.gguf", "gguf_file"),
-    ("consolidated.00.pth", "authors"),
-    ("consolidated.safetensors", "authors"),
-    ("pytorch_model-00001-of-00002.bin", "save_pretrained"),
-    ("tf_model.h5", "from_tf"),
-    ("flax_model.msgpack", "from_flax"),
-    ("weights.safetensors", "Rename"),
-]
-
-
-@pytest.mark.parametrize(("name", "words"), FORMS)
-def test_weights_in_another_form_are_named(make_folder, tmp_path, name, words):
-    folder = make_folder("llama")
-    (folder / "model.safetensors").rename(folder / name)
-    with pytest.raises(FileNotFoundError, match=words) as error:
-        import_model(folder)
-    assert name in str(error.value)
-    (folder / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=words):
-        model_config(folder)
-
-
-def test_folder_of_the_hub_cache_and_file_are_named(make_folder, tmp_path):
-    (tmp_path / "snapshots").mkdir()
-    with pytest.raises(FileNotFoundError, match="Use one of the folders in snapshots"):
-        model_config(tmp_path)
-    with pytest.raises(FileNotFoundError, match="Give the folder that contains it"):
-        model_config(make_folder("llama") / "model.safetensors")
-
-
 @pytest.mark.parametrize(
     "content",
     [

@@ -12,7 +12,6 @@ import pytest
 
 from layerkit.config import build
 from layerkit.decoding.logit_processors import RowsSoFar, process_logits
-from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face import decoder_config, generation_notes
 
 VOCAB = 70
@@ -112,23 +111,3 @@ def test_notes_have_what_is_used_and_what_is_not_supported(tmp_path: Path):
     assert generation_notes(folder, decoder_config(folder)) == [
         "generation   greedy, max_decode_steps=64, by default (generation_config.json)"
     ]
-
-
-@pytest.mark.parametrize(
-    ("content", "data"),
-    [
-        ({"do_sample": True, "temperature": "hot"}, {"field": "temperature", "value": "hot"}),
-        ({"top_p": "x"}, {"field": "top_p", "value": "x"}),
-        ({"max_length": -1}, {"field": "max_length", "value": -1}),
-        ({"max_new_tokens": "9"}, {"field": "max_new_tokens", "value": "9"}),
-        ({"do_sample": 1}, {"field": "do_sample", "value": 1}),
-        ({"eos_token_id": "2"}, {"field": "eos_token_id", "value": "2"}),
-        ({"top_k": 0.5}, {"field": "top_k", "value": 0.5}),
-        ({"suppress_tokens": 5}, {}),
-    ],
-)
-def test_invalid_value_is_an_error_about_the_file(
-    raises: Any, content: dict[str, Any], data: dict[str, Any], tmp_path: Path
-):
-    with raises(ConfigError, owner=str(tmp_path / "generation_config.json"), **data):
-        decoder_config(write(tmp_path, content))

@@ -46,27 +46,6 @@ def test_import_of_the_package_imports_no_hugging_face_library():
     assert found.stdout == "[]\n"
 
 
-@pytest.mark.parametrize(
-    ("family", "key", "value", "found"),
-    [
-        ("llama", "hidden_act", "mish", "mish"),
-        ("llama", "rope_parameters", {"rope_theta": 1e4, "partial_rotary_factor": 0.5}, 0.5),
-        ("llama", "rope_interleaved", True, {"rope_interleaved": True}),
-        ("llama", "rope_scaling", {"rope_type": "dynamic", "factor": 2.0}, "dynamic"),
-        ("llama", "rope_scaling", {"factor": 2.0}, {"factor": 2.0}),
-        ("gpt2", "scale_attn_by_inverse_layer_idx", True, True),
-        ("qwen3", "layer_types", ["chunked_attention"] * 3, ["chunked_attention"] * 3),
-        ("t5", "feed_forward_proj", "gated-mish", "gated-mish"),
-        ("t5", "dense_act_fn", "mish", "mish"),
-    ],
-)
-def test_unsupported_option_raises(raises, make_folder, family, key, value, found):
-    folder = make_folder(family, edit={key: value})
-    owner = str(folder / f"config.json of a {family} model")
-    with raises(UnsupportedModelError, owner=owner, value=found):
-        model_config(folder)
-
-
 def test_t5_activation_and_start_token_are_those_of_transformers(configs):
     keys = {"feed_forward_proj": "gated-gelu", "dense_act_fn": "relu", "is_gated_act": False}
     model: Any = T5.read_config({**configs["t5"], **keys, "decoder_start_token_id": 7})

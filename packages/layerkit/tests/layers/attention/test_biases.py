@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from layerkit.base.weights import WeightInit, logical_axes
-from layerkit.errors import ConfigError
 from layerkit.layers.attention.biases import Alibi, RelativeBias, alibi_slopes, relative_buckets
 from layerkit.layers.moe.routing import TopKRouter
 
@@ -111,19 +110,3 @@ def test_alibi_equals_bloom(num_heads):
 def test_alibi_slopes_equal_the_paper():
     np.testing.assert_allclose(alibi_slopes(8), 0.5 ** np.arange(1, 9))
     assert not jax.tree.leaves(Alibi(num_heads=4).init(jax.random.key(0)))
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "bidirectional"),
-    [
-        ("num_heads", 0, False),
-        ("num_buckets", 0, False),
-        ("num_buckets", 1, False),
-        ("num_buckets", 7, True),
-        ("max_distance", 16, False),
-    ],
-)
-def test_init_raises_for_an_invalid_field(raises, field, value, bidirectional):
-    fields = {"num_heads": 2, "bidirectional": bidirectional, field: value}
-    with raises(ConfigError, owner="RelativeBias()", field=field, value=value):
-        RelativeBias(**fields).init(jax.random.key(0))

@@ -281,19 +281,6 @@ def test_fprop_creates_no_cache():
     assert set(weights) == {PARAMS}
 
 
-def test_cache_that_is_missing_empty_of_unknown_format_or_not_mutable_raises(raises):
-    layer = make()
-    weights = drawn_weights(layer)
-    with raises(ConfigError, owner="MultiHeadAttention()"):
-        extend(layer, weights, {}, inputs(), 0)
-    with raises(ConfigError, owner="MultiHeadAttention()"):
-        layer.apply(weights, 2, 8, method="init_cache")
-    with raises(ConfigError, owner="MultiHeadAttention()", field="max_length", value=0):
-        empty_cache(layer, weights, slots=0)
-    with raises(ConfigError, field="cache_format", value="int4"):
-        MultiHeadAttention.HParams.config(cache_format="int4")
-
-
 @pytest.mark.parametrize("sizes", [{"batch": 3}, {"length": 9}])
 def test_tokens_that_do_not_fit_the_cache_raise(raises, sizes):
     layer = make()
@@ -301,20 +288,6 @@ def test_tokens_that_do_not_fit_the_cache_raise(raises, sizes):
     x = inputs(**sizes)
     with raises(ConfigError, field="shape of inputs", value=list(x.shape[:2])):
         extend(layer, weights, empty_cache(layer, weights), x, 0)
-
-
-def test_time_step_per_row_raises(raises):
-    layer = make()
-    weights = drawn_weights(layer)
-    with raises(ConfigError, field="shape of time_step", value=[BATCH]):
-        layer.apply(
-            {**weights, **empty_cache(layer, weights)},
-            inputs(),
-            time_step=jnp.zeros((BATCH,), jnp.int32),
-            positions=positions(BATCH, 0, LENGTH),
-            method="extend_step",
-            mutable=[CACHE],
-        )
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_kv_heads": 2, "combined_qkv": True}])

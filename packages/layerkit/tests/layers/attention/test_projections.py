@@ -12,7 +12,6 @@ from jax.sharding import Mesh
 
 from layerkit.base.sharding import DEFAULT_RULES, BoundSharding
 from layerkit.base.weights import logical_axes, unbox
-from layerkit.errors import ConfigError
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 
 INTO = HeadProjection(input_dims=6, num_heads=4, head_dim=2, use_bias=True)
@@ -53,14 +52,6 @@ def test_weights_have_the_documented_shapes_and_axes_and_biases_start_at_zero(la
     np.testing.assert_array_equal(boxed["params"]["b"].value, 0.0)
 
 
-def test_weight_axes_are_a_field():
-    layer = INTO.clone(weight_axes=("embed", None, None))
-    assert logical_axes(layer.init_boxed(jax.random.key(0)))["params"] == {
-        "w": ("embed", None, None),
-        "b": (None, None),
-    }
-
-
 @pytest.mark.parametrize(
     "layer",
     [
@@ -86,16 +77,3 @@ def test_outputs_on_a_mesh_equal_one_device(axis, sizes):
     shard = {"tensor": (1, 6, 2, 2), "context": (1, 3, 4, 2)}[axis]
     assert heads.sharding.shard_shape(heads.shape) == shard
     np.testing.assert_allclose(heads, INTO.apply(weights, x), atol=1e-5)
-
-
-def test_activation_axes_are_a_field():
-    mesh = Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("data", "fsdp", "tensor"))
-    axes = ("batch", "length", None, None)
-    layer = INTO.clone(sharding=BoundSharding(mesh), activation_axes=axes)
-    heads = jax.jit(layer.apply)(drawn_weights(INTO), jnp.ones((4, 6, 6)))
-    assert heads.sharding.shard_shape(heads.shape) == (1, 6, 4, 2)
-
-
-def test_projection_raises_for_inputs_of_another_size(raises):
-    with raises(ConfigError, field="shape of inputs", value=[2, 3, 5]):
-        INTO.apply(drawn_weights(INTO), jnp.ones((2, 3, 5)))

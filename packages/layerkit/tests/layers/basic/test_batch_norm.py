@@ -8,7 +8,6 @@ import pytest
 
 from layerkit.base.base_layer import NON_TRAINABLE
 from layerkit.base.sharding import BoundSharding
-from layerkit.errors import ConfigError
 from layerkit.layers.basic.batch_norm import BatchNorm, GroupNorm
 
 KEY = jax.random.key(0)
@@ -137,10 +136,3 @@ def test_values_of_padding_have_no_effect(layer):
     clean = jax.value_and_grad(loss)(variables, X)
     dirty = jax.value_and_grad(loss)(variables, poisoned)
     jax.tree.map(np.testing.assert_array_equal, clean, dirty)
-
-
-def test_init_raises_for_an_invalid_field(raises):
-    with raises(ConfigError, owner="GroupNorm()", field="dims", value=DIMS):
-        GroupNorm(dims=DIMS, num_groups=3).init(KEY)
-    with raises(ConfigError, owner="BatchNorm()", field="decay", value=1.0):
-        BatchNorm(dims=DIMS, decay=1.0).init(KEY)

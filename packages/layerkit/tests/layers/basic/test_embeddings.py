@@ -9,8 +9,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from layerkit.base.base_layer import SUMMARIES
 from layerkit.base.sharding import BoundSharding
-from layerkit.base.weights import WeightInit, is_box, logical_axes
-from layerkit.errors import ConfigError
+from layerkit.base.weights import WeightInit, is_box
 from layerkit.layers.basic.embeddings import (
     Embedding,
     FullSoftmax,
@@ -100,19 +99,6 @@ def test_weight_init_of_full_softmax_defaults_to_xavier():
     assert bound * 0.95 < np.abs(w).max() <= bound
     own = FullSoftmax(**sizes, weight_init=WeightInit.Constant(3.0))
     np.testing.assert_array_equal(weight(own.init(KEY)), 3.0)
-
-
-def test_logical_axes_are_fields():
-    def axes(layer):
-        return logical_axes(layer.init_boxed(KEY))["params"]
-
-    sizes = {"num_classes": 4, "input_dims": 2}
-    assert axes(Embedding(**sizes)) == {"w": ("vocab", "embed")}
-    assert axes(Embedding(**sizes, weight_axes=(None, "mlp"))) == {"w": (None, "mlp")}
-    full = FullSoftmax(**sizes, use_bias=True)
-    assert axes(full) == {"w": ("embed", "vocab"), "b": ("vocab",)}
-    tied = SharedEmbeddingSoftmax(**sizes, use_bias=True, bias_axes=(None,))
-    assert axes(tied) == {"w": ("vocab", "embed"), "b": (None,)}
 
 
 # Logits and losses.
@@ -276,19 +262,6 @@ def test_gradients_of_many_low_precision_chunks_are_summed_in_float32():
     _, (expected, _) = value_and_gradient(full, variables, *batch)
     _, (got, _) = value_and_gradient(full.clone(chunk_size=1), variables, *batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.01), got, expected)
-
-
-@pytest.mark.parametrize("cls", SOFTMAXES)
-def test_init_with_inputs_makes_the_same_weights(cls):
-    layer = cls(input_dims=3, num_classes=5, chunk_size=2)
-    batch = (draw(1, 4, 3), draw_ids(1, 4, classes=5), jnp.ones((1, 4)))
-    jax.tree.map(np.testing.assert_array_equal, layer.init(KEY), layer.init(KEY, *batch))
-
-
-def test_logits_raises_for_hidden_states_of_another_size(raises):
-    layer = FullSoftmax(input_dims=3, num_classes=5)
-    with raises(ConfigError, owner="FullSoftmax()", field="shape of inputs", value=[1, 2, 4]):
-        layer.apply(layer.init(KEY), draw(1, 2, 4), method="logits")
 
 
 # On a mesh.

@@ -11,18 +11,11 @@ import pytest
 
 from layerkit.base.sharding import BoundSharding
 from layerkit.base.weights import WeightInit
-from layerkit.errors import ConfigError
 from layerkit.layers.basic.activations import SquaredReLU
 from layerkit.layers.basic.linears import Bias, FeedForward, Linear
 
 KEY = jax.random.key(0)
 X = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)
-
-
-def boxed_axes(layer):
-    """The logical axes of every weight, without drawing any."""
-    boxes = jax.eval_shape(layer.init_boxed, KEY)["params"]
-    return jax.tree.map(lambda box: box.axes, boxes, is_leaf=lambda leaf: hasattr(leaf, "axes"))
 
 
 @pytest.mark.parametrize("shape", [(4,), (3, 4), (2, 3, 4)])
@@ -42,16 +35,6 @@ def test_linear_computes_in_the_compute_dtype_and_keeps_weights_in_theirs():
     assert layer.apply(variables, X).dtype == jnp.bfloat16
 
 
-def test_linear_weight_axes_and_init():
-    layer = Linear(
-        input_dims=2, output_dims=3, weight_axes=("mlp", None), weight_init=WeightInit.Constant(0.5)
-    )
-    assert boxed_axes(layer) == {"w": ("mlp", None)}
-    np.testing.assert_array_equal(layer.init(KEY)["params"]["w"], np.full((2, 3), 0.5))
-    inheriting = Linear(input_dims=2, output_dims=3, params_init=WeightInit.Constant(2.0))
-    np.testing.assert_array_equal(inheriting.init(KEY)["params"]["w"], np.full((2, 3), 2.0))
-
-
 def test_linear_activation_axes_lay_out_the_outputs():
     mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (2, 4)), ("data", "tensor"))
     layer = Linear(
@@ -66,26 +49,12 @@ def test_linear_activation_axes_lay_out_the_outputs():
     np.testing.assert_allclose(outputs, free.apply(free.init(KEY), X), rtol=1e-5, atol=1e-6)
 
 
-def test_linear_activation_axes_name_every_dimension_of_the_outputs(raises):
-    mesh = jax.sharding.Mesh(jax.devices()[:2], ("data",))
-    layer = Linear(
-        input_dims=4, output_dims=8, activation_axes=("act_mlp",), sharding=BoundSharding(mesh)
-    )
-    with raises(ConfigError, owner="Linear()", field="axes", value=("act_mlp",)):
-        layer.apply(layer.init(KEY), X)
-
-
 def test_bias_starts_at_zero_and_is_added():
     layer = Bias(dims=4)
     variables = layer.init(KEY)
     np.testing.assert_array_equal(variables["params"]["b"], np.zeros(4))
     b = np.arange(4.0, dtype=np.float32)
     np.testing.assert_array_equal(layer.apply({"params": {"b": b}}, X), X + b)
-
-
-def test_bias_has_the_axis_of_its_field():
-    assert boxed_axes(Bias(dims=4)) == {"b": ("mlp",)}
-    assert boxed_axes(Bias(dims=4, axes=("embed",))) == {"b": ("embed",)}
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -109,12 +78,3 @@ def test_feed_forward_templates_reach_the_children():
     assert variables["params"]["bias"]["b"].dtype == jnp.bfloat16
     outputs = layer.apply(variables, np.array([[1.0, 2.0]], np.float32))
     np.testing.assert_array_equal(outputs, np.full((1, 3), 9.0))  # (1·1 + 2·1)²
-
-
-def test_feed_forward_bias_follows_the_axes_of_the_weight():
-    config = FeedForward.HParams.config(input_dims=2, output_dims=3)
-    config.linear_tpl.weight_axes = ("mlp", "embed")
-    assert boxed_axes(config.Instantiate()) == {
-        "linear": {"w": ("mlp", "embed")},
-        "bias": {"b": ("embed",)},
-    }

@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit.base.weights import WeightInit, logical_axes
-from layerkit.errors import ConfigError
 from layerkit.layers.basic.positions import (
     PositionalEmbedding,
     PositionalEmbedding2D,
@@ -144,28 +143,6 @@ def test_rotary_keeps_the_dtype_and_computes_in_float32():
     assert turned.dtype == jnp.bfloat16
     exact = layer.apply({}, x.astype(jnp.float32), positions)
     np.testing.assert_array_equal(turned, exact.astype(jnp.bfloat16))
-
-
-REVERSED = {"min_timescale": 10.0, "max_timescale": 1.0}
-
-
-@pytest.mark.parametrize(
-    ("layer", "field", "value"),
-    [
-        (PositionalEmbedding(dims=5), "dims", 5),
-        (PositionalEmbedding(dims=4, **REVERSED), "min_timescale", 10.0),
-        (PositionalEmbedding2D(dims=6), "dims", 6),
-        (TrainablePositionalEmbedding(dims=4), "max_length", 0),
-        (RotaryPositionalEmbedding(dims=5), "dims", 5),
-        (RotaryPositionalEmbedding(dims=4, **REVERSED), "min_timescale", 10.0),
-        (RotaryPositionalEmbedding(dims=4, fraction=0.25), "fraction", 0.25),
-        (RotaryPositionalEmbedding(dims=4, fraction=1.5), "fraction", 1.5),
-        (RotaryPositionalEmbedding(dims=4, pairing="neighbours"), "pairing", "neighbours"),
-    ],
-)
-def test_init_raises_for_an_invalid_field(raises, layer, field, value):
-    with raises(ConfigError, owner=f"{type(layer).__name__}()", field=field, value=value):
-        layer.init(jax.random.key(0))
 
 
 def test_min_timescale_of_praxis_is_its_inverse_here(praxis):

@@ -11,7 +11,6 @@ import pytest
 from flax.errors import InvalidRngError
 
 from layerkit.base.base_layer import NON_TRAINABLE, BaseLayer
-from layerkit.base.weights import logical_axes
 from layerkit.config import sub_config_field
 from layerkit.layers.moe.routing import TopKRouter
 
@@ -194,10 +193,3 @@ def test_gradients_reach_the_router_through_the_weights():
 
     gradients = jax.jit(jax.grad(loss))(variables["params"])
     assert all(np.abs(g).max() > 1e-3 for g in jax.tree.leaves(gradients))
-
-
-def test_weights_have_axes():
-    layer, _ = make(use_noise=True, use_score_bias=True)
-    axes = logical_axes(jax.eval_shape(layer.init_boxed, jax.random.key(0)))
-    assert axes["params"] == {"w": ("embed", None), "noise_w": ("embed", None)}
-    assert axes[NON_TRAINABLE] == {"score_bias": (None,)}

@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 from layerkit.base.base_layer import AUX_LOSS, SUMMARIES
 from layerkit.base.sharding import DEFAULT_RULES, BoundSharding
 from layerkit.base.weights import is_box
-from layerkit.errors import ConfigError
 from layerkit.layers.moe.expert_choice import ExpertChoiceFeedForward
 from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.transformer.pipeline import Pipeline
@@ -246,9 +245,3 @@ def test_pipelined_experts_on_a_mesh_equal_one_device(fields):
     weights = drawn_weights(layer, scale=0.4)
     run, arguments = compiled_on(bind({"data": 2, "stage": 2, "expert": 2}), layer, weights)
     assert_close(run(*arguments), jax.jit(everything(layer))(weights, *inputs()))
-
-
-def test_groups_that_cannot_be_split_raise(raises):
-    layer, weights = make(capacity_factor=1.0, num_groups=2)
-    with raises(ConfigError, value=2):
-        compiled_on(bind({"expert": 4}), layer, weights)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from layerkit.base.base_layer import AUX_LOSS, CACHE, NON_TRAINABLE, SUMMARIES
-from layerkit.base.weights import WeightInit, logical_axes
+from layerkit.base.weights import logical_axes
 from layerkit.errors import ConfigError
 from layerkit.layers.basic.activations import ReLU, SiLU
 from layerkit.layers.basic.dots import Dot
@@ -260,35 +260,7 @@ def test_weights_have_the_fans_of_one_expert_and_axes():
         assert 0.99 * bound < np.abs(boxed["params"][name].value).max() <= bound
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("hidden_dims", 0),
-        ("num_experts", 0),
-        ("capacity_factor", 0.0),
-        ("num_groups", 0),
-        ("num_shared_experts", -1),
-        ("grouped_matmul", "ragged"),
-        ("expert_exchange", "ragged"),
-        ("exchange_buffer_factor", 0.0),
-        ("gate_limit", 0.0),
-    ],
-)
-def test_init_raises_for_an_invalid_field(raises, field, value):
-    with raises(ConfigError, owner="MoeFeedForward()", field=field, value=value):
-        jax.eval_shape(make(**{"capacity_factor": 1.0, field: value}).init, KEY)
-
-
 def test_groups_that_do_not_divide_a_batch_raise(raises):
     layer = make(capacity_factor=1.0, num_groups=4, train=True)
     with raises(ConfigError, owner="MoeFeedForward()", field="tokens_per_batch", value=18):
         jax.eval_shape(lambda: layer.init(KEY, X))
-
-
-def test_down_init_overrides_weight_init():
-    layer = make(weight_init=WeightInit.Constant(1.0), down_init=WeightInit.Constant(2.0))
-    params = jax.jit(layer.init)(KEY)["params"]
-    assert np.all(params["up"] == 1.0) and np.all(params["gate"] == 1.0)
-    assert np.all(params["down"] == 2.0)
-    same = make(weight_init=WeightInit.Constant(1.0))
-    assert np.all(jax.jit(same.init)(KEY)["params"]["down"] == 1.0)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.base.weights import WeightInit, logical_axes
 from layerkit.layers.basic.activations import GELU, Identity, ReLU, Sigmoid, SiLU, SquaredReLU
 from layerkit.layers.transformer.feed_forward import TransformerFeedForward
 
@@ -72,29 +71,6 @@ def test_dropout_acts_on_the_hidden_activation():
     # A thousand ones, each kept with probability 3/4 and then worth 4/3.
     kept = float(output[0, 0, 0]) * 0.75
     assert abs(kept - round(kept)) < 1e-2 and 690 < kept < 810
-
-
-def test_weights_have_axes():
-    layer = TransformerFeedForward(input_dims=8, hidden_dims=12, has_bias=True, use_gate=True)
-    axes = logical_axes(jax.eval_shape(layer.init_boxed, KEY))["params"]
-    assert axes == {
-        "up": {"w": ("embed", "mlp")},
-        "gate": {"w": ("embed", "mlp")},
-        "down": {"w": ("mlp", "embed")},
-        "up_bias": {"b": ("mlp",)},
-        "gate_bias": {"b": ("mlp",)},
-        "down_bias": {"b": ("embed",)},
-    }
-
-
-def test_down_init_overrides_weight_init():
-    config = TransformerFeedForward.HParams.config(input_dims=2, hidden_dims=3)
-    config.linear_tpl.weight_init = WeightInit.Constant(1.0)
-    config.down_init = WeightInit.Constant(2.0)
-    weights = config.Instantiate().init(KEY)["params"]
-    assert np.all(weights["up"]["w"] == 1.0) and np.all(weights["down"]["w"] == 2.0)
-    config.down_init = None
-    assert np.all(config.Instantiate().init(KEY)["params"]["down"]["w"] == 1.0)
 
 
 @pytest.mark.parametrize(("use_gate", "num_kept"), [(False, 2), (True, 3)])

@@ -370,28 +370,6 @@ def test_loop_saves_no_copy_of_the_weights():
 # What is refused.
 
 
-@pytest.mark.parametrize(
-    ("fields", "field", "value"),
-    [
-        ({"num_microbatches": None}, "num_microbatches", None),
-        ({"microbatch_size": 2}, "num_microbatches", 4),
-        ({"num_stages": 8, "circular_repeats": 2}, "num_microbatches", 4),
-        ({"num_stages": 3}, "num_microbatches", 4),
-        ({"num_stages": 0}, "num_stages", 0),
-        (
-            {"stage_tpl": Block.HParams.config(shared_weight_id="one")},
-            "stage_tpl.shared_weight_id",
-            "one",
-        ),
-    ],
-)
-def test_init_raises_for_fields_that_contradict_each_other(raises, fields, field, value):
-    defaults = {"stage_tpl": Block.HParams.config(), "num_stages": 2, "num_microbatches": 4}
-    layer = Pipeline.HParams.config(**{**defaults, **fields}).Instantiate()
-    with raises(ConfigError, owner="Pipeline()", field=field, value=value):
-        jax.eval_shape(layer.init, KEY)
-
-
 def applied(layer, batch):
     """Trace a layer on a batch."""
     x, shift = inputs(batch)
@@ -410,18 +388,6 @@ def applied(layer, batch):
 def test_apply_raises_for_a_batch_that_cannot_be_split(raises, fields, field, value):
     with raises(ConfigError, owner="Pipeline()", field=field, value=value):
         applied(pipeline(2, **{"microbatches": None, **fields}), 6)
-
-
-@pytest.mark.parametrize(
-    ("layer", "batch", "axis"),
-    [
-        (pipeline(2, 2, sharding=bound(data=4)), 4, "batch"),
-        (pipeline(3, 3, sharding=bound(stage=2)), 3, "stage"),
-    ],
-)
-def test_apply_raises_for_a_mesh_that_cannot_split_an_axis(raises, layer, batch, axis):
-    with raises(ConfigError, owner="Pipeline()", field=f"dimension '{axis}'"):
-        applied(layer, batch)
 
 
 class Widening(BaseLayer):

@@ -12,7 +12,6 @@ import pytest
 
 from layerkit.base.base_layer import AUX_LOSS, CACHE, PARAMS, SUMMARIES, BaseLayer
 from layerkit.config import sub_config_field
-from layerkit.errors import ConfigError
 from layerkit.layers.attention.biases import RelativeBias
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
@@ -229,16 +228,3 @@ def test_cached_steps_equal_the_logits_of_whole_rows(repeats):
     for start, end in itertools.pairwise([0, 3, 4, 5]):
         logits, cache = step(cache, ids[:, start:end], start)
         check_close(logits, expected[:, start:end])
-
-
-@pytest.mark.parametrize(
-    ("fields", "field", "value"),
-    [
-        ({"num_layers": 7, "circular_repeats": 2}, "num_layers", 7),
-        ({"num_layers": 6, "block_tpls": (LOCAL, EXPERTS)}, "length of block_tpls", 2),
-    ],
-)
-def test_init_raises_for_layers_that_stages_cannot_share(raises, fields, field, value):
-    stack = make(PipelinedTransformer, num_microbatches=4, num_stages=2, **fields)
-    with raises(ConfigError, owner="PipelinedTransformer()", field=field, value=value):
-        jax.eval_shape(stack.init, KEY)

@@ -345,22 +345,6 @@ def test_weights_are_not_shared_between_loop_and_outside(raises):
         build_both(inside, inside.clone())
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("num_repeats", 0),
-        ("num_repeats", ()),
-        ("num_repeats", (2, 0)),
-        ("unroll", 0),
-        ("remat", "dot"),
-    ],
-)
-def test_init_raises_for_an_invalid_field(raises, field, value):
-    config = Repeat.HParams.config(sub_tpl=Block.HParams.config(), **{field: value})
-    with raises(ConfigError, owner="Repeat()", field=field, value=value):
-        config.Instantiate().init(KEY)
-
-
 def test_init_raises_for_a_copy_that_changes_shape_or_dtype(raises):
     wider = repeated(2, Linear.HParams.config(input_dims=2, output_dims=4))
     with raises(ConfigError, field="result of copy of Linear(sub)", value="float32[3, 4]"):

@@ -12,7 +12,6 @@ import pytest
 from layerkit.base.base_layer import CACHE, BaseLayer
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.cross import CrossAttention
-from layerkit.layers.basic.normalizations import RmsNorm
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
 from layerkit.layers.transformer.transformer import Transformer
 from layerkit.ops.attention.masks import AttentionMask
@@ -99,7 +98,6 @@ def parallel_branch(x, n, a, f):
 
 
 SHARED = {"parallel": True, "parallel_shares_norm": True}
-NORM = RmsNorm.HParams.config()
 EQUATIONS = {
     "pre": ({}, pre),
     "post": ({"norm_policy": "post"}, post),
@@ -322,27 +320,6 @@ def test_droppath_drops_whole_branches_of_examples(handed_in):
     np.testing.assert_allclose(values[3], whole / 0.75, rtol=1e-5)
     # Both are kept in 9/16, one of them in 3/16 each; the deviations are below 1/40.
     np.testing.assert_allclose(counts / 400, np.array([1, 3, 3, 9]) / 16, atol=0.09)
-
-
-def test_fprop_raises_for_two_droppath_rates(raises):
-    layer, add = constant_branches(droppath_rate=0.5)
-    with raises(ConfigError, field="droppath_rate", value=0.5):
-        add(layer, (BATCH, LENGTH), droppath_rate=jnp.float32(0.1))
-
-
-@pytest.mark.parametrize(
-    ("fields", "field", "value"),
-    [
-        ({"parallel_shares_norm": True}, "parallel_shares_norm", True),
-        ({"parallel": True, "norm_policy": "post"}, "norm_policy", "post"),
-        ({"parallel": True, **CROSS}, "parallel", True),
-        ({**SHARED, "norm_policy": "branch"}, "norm_policy", "branch"),
-        ({**SHARED, "feed_forward_norm_tpl": NORM}, "feed_forward_norm_tpl", NORM),
-    ],
-)
-def test_init_raises_for_unsupported_combinations(raises, fields, field, value):
-    with raises(ConfigError, owner="Transformer()", field=field, value=value):
-        jax.eval_shape(make(**fields).init, KEY)
 
 
 def test_layer_raises_for_a_missing_or_unused_memory(raises):

@@ -72,16 +72,6 @@ def test_differences_name_weights_and_shapes_of_both_sides(pax: Any):
         assert line in text
 
 
-def test_other_number_of_layers_is_a_difference_of_shapes(pax: Any):
-    name = "lm/stack/repeat/sub/feed_forward/up/w"
-    expected = f"{name}: float32[3, 8, 16] here, but float32[2, 8, 16] in"
-    with pytest.raises(UsageError, match=re.escape(expected)):
-        pax.plan("unstacked_flax", num_layers=3)
-    name = "lm/stack/layers_2/feed_forward/up/w"
-    with pytest.raises(UsageError, match=re.escape(f"{name} float32[8, 16]: not in")):
-        pax.plan("unstacked_flax", "unstacked", num_layers=3)
-
-
 @pytest.mark.parametrize("kept", [0, 100, 5_000, 20_000])
 def test_truncated_msgpack_file_is_an_error(pax: Any, tmp_path: Path, kept: int):
     folder = copied(pax, "unstacked_flax", tmp_path)

@@ -214,12 +214,6 @@ ENTRY %main (x: f32[32]) -> f32[8] {
     ]
 
 
-def test_collective_with_unknown_groups_raises():
-    text = program("ROOT %sum = f32[4]{0} all-reduce(%x), replica_groups=everyone, to_apply=%add")
-    with pytest.raises(ValueError, match="unknown form of device groups"):
-        collective_traffic(text, {"data": 2})
-
-
 @pytest.mark.parametrize(
     ("hlo_type", "size"),
     [

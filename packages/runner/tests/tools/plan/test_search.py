@@ -17,11 +17,9 @@ from layerkit_runner.tools.plan.search import (
     BY_TIME,
     Candidate,
     Point,
-    Search,
     neighbors,
     order,
     search,
-    search_page,
 )
 
 AXES = ("data", "fsdp", "tensor")
@@ -212,70 +210,6 @@ def bounds(*, step, no_overlap, mfu=0.5, moved=3e10, fast=1e7, slow=0.0, limited
     )
 
 
-FOUND = Search(
-    experiment="lm.Small",
-    target="h100x8",
-    num_devices=8,
-    usable_bytes=78_147_540_748,
-    rows=32,
-    ranked=[
-        Candidate(
-            ["--fdl.partitioner.ici_mesh_shape=[1,8,1]", "--fdl.task.model.remat=dots"],
-            {"data": 1, "fsdp": 8, "tensor": 1},
-            "dots",
-            peak=61_200_000_000,
-            fits=True,
-            bounds=bounds(step=1.21, no_overlap=1.5, mfu=0.56),
-        ),
-        Candidate(
-            [],
-            {"data": 8, "fsdp": 1, "tensor": 1},
-            "full",
-            peak=90_000_000_000,
-            fits=False,
-            bounds=bounds(step=1.31, no_overlap=1.4, mfu=0.51, limited_by="fast network"),
-        ),
-        Candidate(
-            ["--fdl.partitioner.ici_mesh_shape=[2,2,2]"],
-            {"data": 2, "fsdp": 2, "tensor": 2},
-            "full",
-            accumulation=2,
-            reason="the compiler: something unknown",
-        ),
-    ],
-    ranked_by=BY_TIME,
-    command=["--fdl.NUM_LAYERS=2", "--fdl.partitioner.ici_mesh_shape=[1,8,1]"],
-    compilations=3,
-    left_out={"the mesh or the experiment does not allow it": 12},
-    limit="3 compilations (--max_compilations)",
-    seconds=61.4,
-)
-
-PAGE = """\
-search for lm.Small
-on h100x8, 8 devices, 78.1 GB on each; 32 rows in a batch
-3 candidates compiled in 61 s
-  12 left out: the mesh or the experiment does not allow it
-stopped at the limit of 3 compilations (--max_compilations); other candidates were not compiled
-ranked by: step time: the mean of the bounds with full overlap and with no overlap of communication
-
-      data × fsdp × tensor       remat              peak  fits      sent  between slices  \
-full overlap  no overlap  MFU
-  1   1 × 8 × 1                  dots            61.2 GB  yes      10 MB             0 B  \
-1.21 s        1.5 s       56 %  compute
-  2 * 8 × 1 × 1                  full              90 GB  no       10 MB             0 B  \
-1.31 s        1.4 s       51 %  fast network
-  3   2 × 2 × 2, 2 microbatches  full          the compiler: something unknown
-* the experiment as it is
-
-the best
-  --exp=lm.Small --fdl.NUM_LAYERS=2 '--fdl.partitioner.ici_mesh_shape=[1,8,1]'"""
-
-
-def test_page_of_a_search_equals_the_expected_text():
-    assert search_page(FOUND) == PAGE
-
-
 SLICED = Candidate(
     [],
     {"data": 2, "fsdp": 64, "tensor": 1},
@@ -308,18 +242,3 @@ def test_candidates_of_unknown_speed_are_ordered_by_slow_bytes_then_all_bytes():
     )
     found = sorted([ACROSS, more, SLICED], key=lambda each: order(each, BY_BYTES))
     assert found == [SLICED, more, ACROSS]
-
-
-def test_page_of_a_search_names_axes_across_slices_and_leaves_unknown_times_out():
-    unknown = dataclasses.replace(
-        ACROSS, bounds=bounds(step=None, no_overlap=None, fast=1.1e11, slow=1.37e10)
-    )
-    found = dataclasses.replace(FOUND, ranked=[SLICED, unknown], ranked_by=BY_BYTES)
-    lines = search_page(found).splitlines()
-    assert lines[5] == f"ranked by: {BY_BYTES}"
-    assert lines[8:10] == [
-        "  1 * 2 × 64 × 1, 2 slices along data  full            27.7 GB  yes     131 GB"
-        "         1.37 GB  4.5 s         4.75 s      50 %  compute",
-        "  2 * 2 × 64 × 1, 2 slices along fsdp  full            27.7 GB  yes     124 GB"
-        "         13.7 GB",
-    ]
