@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from layerkit.config.nested_map import NestedMap
-from layerkit.errors import ConfigError
 from layerkit_inputs import LocalText, Prefetch
 from layerkit_inputs.base.base_input import BaseInput
 
@@ -120,15 +119,6 @@ def test_forgetting_the_input_ends_the_thread():
     del ahead
     gc.collect()
     assert prefetch_threads() == before
-
-
-def test_fields_are_those_of_the_source(raises):
-    source = Gated(batch_size=3, name="dev", infeed_host_index=1, num_infeed_hosts=2)
-    ahead = Prefetch(source=source)
-    assert (ahead.batch_size, ahead.name, ahead.reset_for_eval) == (3, "dev", True)
-    assert ahead.global_batch_size == 6
-    with raises(ConfigError, field="depth", value=0):
-        Prefetch(source=source, depth=0)
 
 
 @pytest.mark.parametrize("how", ["endless", "hanging"])

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import shutil
@@ -61,12 +60,6 @@ def fields(folder, tmp_path_factory):
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
 def test_reader_obeys_the_laws_of_inputs(law, mode, fields):
     law(lambda **more: HuggingFaceStream(**{**fields, **mode, **more}))
-
-
-def test_stream_of_parquet_resumes_under_prefetch(fields, folder, check_law):
-    fields = {**fields, "path": "parquet", "data_files": str(folder / "*.parquet")}
-    make = functools.partial(HuggingFaceStream, **fields, is_training=True)
-    check_law(laws.every_state_resumes, make, reads_ahead=True)
 
 
 @pytest.mark.parametrize("packing", ["stream", "none"])

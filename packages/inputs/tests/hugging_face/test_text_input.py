@@ -354,10 +354,3 @@ def test_trim_keeps_the_beginning_of_examples(fields):
     for batch in source.eval_batches():
         texts += source.ids_to_strings(batch.labels, [4] * 4)
     assert texts[: len(ROWS)] == [row["text"][:4] for row in ROWS]
-
-
-def test_arrays_are_int32_and_float32(fields):
-    batch = HuggingFaceInput(**fields, inputs_field="question").get_next()
-    for name, array in batch.items():
-        is_float = name in ("weights", "paddings", "eval_sample_weights")
-        assert array.dtype == (np.float32 if is_float else np.int32), name

@@ -98,46 +98,6 @@ def test_hosts_without_examples_make_batches_of_padding(make_task):
         assert batch.provenance.tolist() == numbers and batch.ids.shape == (1, 6)
 
 
-def test_language_model_rows_are_inputs_then_targets(make_task):
-    task = make_task([{"inputs": [7, 8, 5, 6, 9, 4, 3], "targets": [13, 19]}], add_eos=True)
-    batch = reader(task, {"inputs": 7, "targets": 5}).get_next()
-    assert batch.ids.tolist() == [[0, 7, 8, 5, 6, 9, 4, 1, 13, 19, 1, 0]]
-    assert batch.labels.tolist() == [[7, 8, 5, 6, 9, 4, 1, 13, 19, 1, 0, 0]]
-    assert batch.weights.tolist() == [[1] * 10 + [0] * 2] and "inputs_indicator" not in batch
-
-
-def test_packed_segments_each_begin_with_bos(make_task):
-    task = make_task(
-        [{"targets": [7, 6, 9]}, {"targets": [18, 14]}, {"targets": [23, 25]}], add_eos=True
-    )
-    batch = reader(task, {"targets": 12}, use_packing=True).get_next()
-    assert batch.ids.tolist() == [[0, 7, 6, 9, 0, 18, 14, 0, 23, 25, 0, 0]]
-    assert batch.segment_ids.tolist() == [[1] * 4 + [2] * 3 + [3] * 3 + [0, 0]]
-
-
-def test_packed_pairs_share_a_row_if_both_sides_have_room(make_task):
-    task = make_task(
-        [{"inputs": [7, 8, 5, 9, 4], "targets": [13, 19]}, {"inputs": [28, 24], "targets": [34]}],
-        add_eos=True,
-    )
-    batch = reader(
-        task, {"inputs": 10, "targets": 5}, feature_converter="encoder_decoder", use_packing=True
-    ).get_next()
-    assert batch.src.ids.tolist() == [[7, 8, 5, 9, 4, 1, 28, 24, 1, 0]]
-    assert batch.tgt.labels.tolist() == [[13, 19, 1, 34, 1]]
-    assert batch.src.segment_ids.tolist() == [[1] * 6 + [2] * 3 + [0]]
-
-
-def test_prefix_lm_has_weights_only_on_targets(make_task):
-    task = make_task([{"inputs": [7, 8], "targets": [5, 1]}])
-    lengths = {"inputs": 3, "targets": 3}
-    prefix = reader(task, lengths, feature_converter="prefix_lm").get_next()
-    assert prefix.weights.tolist() == [[0, 0, 1, 1, 0, 0]]
-    assert prefix.inputs_indicator.tolist() == [[1, 1, 1, 0, 0, 0]]
-    lambada = reader(task, lengths, weights_on_targets_only=True).get_next()
-    np.testing.assert_array_equal(lambada.weights, prefix.weights)
-
-
 # What LanguageModelFeatures of paxml 1.4.0 makes of the two examples. With None for
 # weights_on_targets_only, the data decide: negative ids have no weight.
 @pytest.mark.parametrize(
@@ -200,12 +160,6 @@ def test_feature_named_like_an_array_of_the_batch_raises(raises, make_task):
     task = seqio.Task("with_labels", source=task.source, output_features=features)
     with raises(ConfigError, field="task_feature_lengths", value=["labels"]):
         reader(task, {"targets": 2, "labels": 2})
-
-
-def test_evaluation_reads_the_same_first_batches_each_time(thirteen):
-    source = reader(thirteen, batch_size=2, reset_for_eval=True, eval_loop_num_batches=3)
-    for _ in range(2):
-        assert real(source.eval_batches()) == list(range(6))
 
 
 def test_prompts_are_the_inputs_after_bos(make_task):

@@ -132,18 +132,6 @@ def test_cached_steps_equal_the_full_pass(made):
     np.testing.assert_allclose(np.concatenate(steps, axis=1), full, rtol=2e-4, atol=2e-5)
 
 
-def test_locate_layer_returns_the_layers_variables():
-    for make in (sinusoidal, repeated_with_relative_bias):
-        model = make().Instantiate()
-        params = weights_of(model)["params"]
-        for side, depth in (("encoder", 1), ("decoder", 2)):
-            path, indices = model.locate_layer(depth - 1, side=side)
-            tree = params
-            for name in path:
-                tree = tree[name]
-            assert tree["attention"]["query"]["w"].shape[len(indices) :] == (8, 2, 4)
-
-
 def sequence_model(make, decoder):
     return SequenceModel.HParams.config(model_tpl=make(), decoder=decoder, start_id=2).Instantiate()
 

@@ -222,22 +222,6 @@ def test_row_continues_as_in_a_batch_of_one():
     np.testing.assert_allclose(alone.log_probs[0], together.log_probs[2, : 2 + 5], atol=1e-5)
 
 
-def test_rows_may_have_separate_step_limits():
-    model = language_model(StackedTransformer)
-    outputs = decode(model, random_weights(model), BATCH | {"max_steps": np.array([3, 0, 9, 9])})
-    np.testing.assert_array_equal(outputs.lengths, [7, 1, 7, 0])
-
-
-def test_rows_of_temperature_zero_are_decoded_greedily():
-    greedy, sampled = language_model(), language_model(temperature=1.0)
-    variables = random_weights(greedy)
-    expected = decode(greedy, variables, BATCH)
-    batch = BATCH | {"temperature": np.array([0, 2, 0, 0], np.float32)}
-    found = decode(sampled, variables, batch, jax.random.key(1))
-    np.testing.assert_array_equal(found.ids[::2], expected.ids[::2])
-    assert np.any(found.ids[1] != expected.ids[1])
-
-
 def test_prompts_without_lengths_fill_their_rows():
     model = language_model()
     variables = random_weights(model)

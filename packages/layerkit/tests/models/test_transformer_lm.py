@@ -271,14 +271,6 @@ def test_final_norm_may_be_left_out():
     np.testing.assert_allclose(np.mean(hidden**2, axis=-1), np.ones((2, LENGTH)), rtol=1e-3)
 
 
-def test_locate_layer_returns_the_layers_variables():
-    for stack, place in (
-        (StackedTransformer, (("stack", "layers_1"), ())),
-        (StackedTransformerRepeated, (("stack", "repeat", "sub"), (1,))),
-    ):
-        assert llama_like(stack).Instantiate().locate_layer(1) == place
-
-
 def test_bfloat16_is_close_to_float32():
     ids = random_ids(4)
 

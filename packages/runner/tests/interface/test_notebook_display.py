@@ -13,11 +13,9 @@ from types import ModuleType
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
 
-from layerkit.base.sharding import ShardingRules
-from layerkit_runner import LoadedModel, MetricsTable, TrainResult
+from layerkit_runner import LoadedModel, TrainResult
 from layerkit_runner.observers import Progress, RunInfo
 
 
@@ -61,26 +59,6 @@ def test_texts_are_escaped_and_configs_fold(lines: ModuleType):
     assert "<script>" not in html and "&lt;script&gt;" in html
     tree = lines.LinesLm().model()._repr_html_()
     assert rows(tree) is not None and "TransformerLm" in tree and "num_layers" in tree
-
-
-def test_mesh_and_rules_are_tables(model: LoadedModel):
-    mesh = rows(model.job.partitioner._repr_html_())
-    assert [row[:2] for row in mesh] == [["data", "8"], ["fsdp", "1"], ["tensor", "1"]]
-    assert repr(model.job.partitioner).startswith("<SPMD over 8 device(s)")
-    table = ShardingRules.of(embed="fsdp", mlp=["tensor", "expert"], norm=None)
-    assert rows(table._repr_html_()) == [
-        ["embed", "fsdp"],
-        ["mlp", "tensor, expert"],
-        ["norm", "–"],
-    ]
-
-
-def test_table_of_metrics_shows_its_last_rows():
-    table = MetricsTable.of({"step": step, "loss": step / 2} for step in range(1, 31))
-    shown = rows(table._repr_html_())
-    assert len(shown) == 20 and shown[-1] == ["30", "15"]
-    assert repr(table) == "MetricsTable(30 rows: step, loss)"
-    assert np.isnan(MetricsTable.of([{"step": 1}, {"step": 2, "x": 3.0}])["x"][0])
 
 
 def test_bar_is_drawn_in_a_notebook(

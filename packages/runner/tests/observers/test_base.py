@@ -151,20 +151,6 @@ def test_failure_of_a_required_observer_is_raised_once_after_all_reports():
     assert last.seen == [*(("train", step, {"loss": 2.0}) for step in (1, 2)), ("close",)]
 
 
-def test_close_closes_all_and_reports_optional_failures():
-    watcher, last = Recorder(), Recorder()
-    Observers([watcher, BrokenAtTheEnd(), last]).close()
-    assert last.seen == [("close",)]
-    assert watcher.seen == [
-        (
-            "message",
-            "BrokenAtTheEnd failed and was removed; the run continues. "
-            f"OSError: disk full (test_base.py:{line_of('disk full')})",
-        ),
-        ("close",),
-    ]
-
-
 def test_close_raises_a_required_failure_after_closing_all():
     watcher, broken = Recorder(), BrokenAtTheEnd()
     broken.optional = False
@@ -275,11 +261,6 @@ class EveryK(Observer):
 class NeedsPath(Observer):
     def __init__(self):
         raise ValueError("path is empty")
-
-
-def test_build_observers_instantiates_configs():
-    (observer,) = build_observers([Config(EveryK, every=3)])
-    assert observer == EveryK(every=3)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pytest
 from etils import epath
 
 from layerkit_runner.observers import Goodput, GoodputLog
-from layerkit_runner.observers.goodput import PHASES
 
 
 def counted(goodput):
@@ -46,26 +45,6 @@ def test_phase_ends_if_its_block_raises(clock):
         save()
     clock.now += 1
     assert counted(goodput) == {"save": 2, "start": 1}
-
-
-def test_shares_omit_empty_phases(clock):
-    goodput = Goodput(clock=clock)
-    clock.now += 1
-    with goodput.phase("steps"):
-        clock.now += 3
-    assert goodput.shares() == {"goodput/steps": 0.75, "goodput/start": 0.25}
-
-
-def test_summary_lists_the_largest_phases_first(clock):
-    goodput = Goodput(clock=clock)
-    clock.now += 100
-    with goodput.phase("steps"):
-        clock.now += 3500
-        with goodput.phase("save"):
-            clock.now += 400
-            with goodput.phase("decode"):
-                clock.now += 0.1  # too short to be printed
-    assert goodput.summary() == "goodput: 87.5% of 1:06:40 in steps; save 10.0%, start 2.5%"
 
 
 def train(clock, folder, run_info, *, start_step, until, seconds_per_step=2.0, dies=False):
@@ -122,13 +101,6 @@ def test_run_that_restarts_from_step_0_loses_the_steps_of_the_first(
     goodput = train(clock, tmp_path, run_info, start_step=0, until=1)
     assert counted(goodput) == expected
     assert goodput.num_lost_steps == until
-
-
-def test_record_contains_every_phase(clock, run_info, tmp_path):
-    train(clock, tmp_path, run_info, start_step=0, until=3)
-    record = json.loads((tmp_path / "goodput.json").read_text())
-    assert tuple(record["seconds"]) == PHASES
-    assert record["time"] == clock.now
 
 
 def test_unreadable_record_is_an_error_and_is_not_replaced(clock, run_info, tmp_path):

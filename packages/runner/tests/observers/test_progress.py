@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import re
 
 import pytest
 
@@ -64,38 +63,6 @@ def test_a_run_prints_dozens_of_lines_not_thousands(
     assert f"step {steps} | eval held_out | loss 2" in lines
 
 
-def test_second_evaluation_of_a_step_is_printed(run_info, clock):
-    stream = io.StringIO()
-    progress = Progress(stream=stream, clock=clock)
-    progress.start(run_info(num_train_steps=1000))
-    for step, loss in [(1, 3.0), (2, 2.0), (2, 1.0), (30, 4.0), (30, 5.0)]:
-        progress.eval_metrics(step, "held_out", {"loss": loss})
-    assert stream.getvalue().splitlines() == [
-        "step 1 | eval held_out | loss 3",  # step 2 comes too soon for a line
-        "step 30 | eval held_out | loss 4",
-        "step 30 | eval held_out | loss 5",
-    ]
-
-
-def test_no_step_is_printed_twice(simulate):
-    lines = simulate(steps=300, seconds_per_step=40, summary_interval=7)
-    steps = [re.match(r"step (\d+)/", line).group(1) for line in lines]
-    assert len(set(steps)) == len(steps)
-
-
-def test_slow_steps_print_lines_with_the_step_of_their_metrics(simulate):
-    lines = simulate(steps=400, seconds_per_step=60, summary_interval=400)
-    assert lines[1].startswith("step 2/400 | loss 1000.0000 | 1,234 tokens/s | (as of step 1)")
-    assert len(lines) < 100
-    assert "as of" not in lines[-1]
-
-
-def test_run_that_ends_off_the_interval_prints_its_last_step(simulate):
-    lines = simulate(steps=105, seconds_per_step=0.01, summary_interval=100)
-    assert lines[-1].startswith("step 105/105 | loss 10.0000")
-    assert lines[-1].endswith("(as of step 100)")
-
-
 def test_resumed_run_paces_and_estimates_the_remaining_steps(simulate):
     lines = simulate(steps=1000, seconds_per_step=1, summary_interval=10, start_step=900)
     assert lines[0].startswith("step 901/1000 | ")
@@ -135,20 +102,6 @@ def test_pacer_bounds_gaps_and_number_of_lines(hours, most):
     assert max(gaps) <= min(3600, max(30, seconds / 10)) + 10
 
 
-def test_evaluation_job_prints_plain_lines(run_info):
-    stream = io.StringIO()
-    progress = Progress(stream=stream)
-    progress.start(run_info(mode="eval"))
-    for step in range(3):
-        progress.eval_metrics(step, "held_out", {"loss": 1.5, "accuracy": 0.25})
-    progress.message("done")
-    progress.close()
-    assert stream.getvalue().splitlines() == [
-        *(f"step {step} | eval held_out | loss 1.5 | accuracy 0.25" for step in range(3)),
-        "done",
-    ]
-
-
 def test_terminal_shows_a_bar_with_messages_above_it(run_info):
     stream = Terminal()
     progress = Progress(stream=stream)
@@ -166,21 +119,3 @@ def test_terminal_shows_a_bar_with_messages_above_it(run_info):
     # On a line of its own: the bar is cleared before it and drawn anew after it.
     assert "\rcheckpoint 7 saved\n" in shown
     assert shown.endswith("\n")
-
-
-@pytest.mark.parametrize("num_metrics", [1, 4, 30])
-def test_evaluation_wraps_between_metrics_on_a_terminal_alone(run_info, num_metrics):
-    scalars = {f"metric_{i:02d}": 1234.5678 / (i + 1) for i in range(num_metrics)}
-    terminal, file = Terminal(), io.StringIO()
-    for stream in (terminal, file):
-        progress = Progress(stream=stream)
-        progress.start(run_info(mode="eval"))
-        progress.eval_metrics(400, "held_out", {**scalars, "total_weight": 347_412.0})
-        progress.close()
-    lines = terminal.getvalue().splitlines()
-    assert max(map(len, lines)) <= 80
-    assert all(line.startswith("  | ") for line in lines[1:])
-    parts = [part.strip() for line in lines for part in line.split(" | ") if part.strip()]
-    expected = [f"{name} {value:.4g}" for name, value in scalars.items()]
-    assert parts == ["step 400", "eval held_out", *expected]
-    assert file.getvalue() == " | ".join(parts) + "\n"

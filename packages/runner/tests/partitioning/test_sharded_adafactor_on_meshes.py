@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 
 from layerkit.config import Partial
-from layerkit_runner.checkpointing.formats import StateFormat
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
-from layerkit_runner.tools.plan.memory import tensor_memory
 
 STEPS = 4
 
@@ -104,31 +102,3 @@ def test_resumed_run_equals_an_uninterrupted_one(
     state, after = trained(arrangements, partitioner, step_fn, state, STEPS - half)
     assert before + after == losses
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), jax.device_get(expected))
-
-
-def test_msgpack_checkpoint_restores_bit_for_bit(
-    arrangements: Any, on_one_device: Any, tmp_path: Any
-):
-    state, _ = on_one_device
-    task, partitioner = started(arrangements, arrangements.one_device)
-    restored = arrangements.through_checkpoint(
-        tmp_path, state, partitioner.abstract_state(task), state_format=StateFormat.MSGPACK
-    )
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(restored), jax.device_get(state))
-
-
-def test_plan_counts_one_byte_per_weight_and_the_factors(arrangements: Any):
-    task, partitioner = started(arrangements, [2, 2, 2])
-    path = "lm/stack/repeat/sub/attention/query/w"
-    found = {
-        tensor.path: (tensor.dtype, tensor.bytes_per_device)
-        for tensor in tensor_memory(partitioner.abstract_state(task), {})
-        if tensor.path.endswith(path) and tensor.kind == "optimizer"
-    }
-    prefix = "opt_state/main-layers-2"
-    assert found == {
-        f"{prefix}/m/{path}": ("int8", 2 * 16 * 4 * 4),
-        f"{prefix}/m_scale/{path}": ("float32", 4 * 2 * 4 * 4),
-        f"{prefix}/vr/{path}": ("float32", 4 * 2 * 16 * 4),
-        f"{prefix}/vc/{path}": ("float32", 4 * 2 * 16 * 4),
-    }

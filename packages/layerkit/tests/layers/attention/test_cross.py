@@ -9,10 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from layerkit.base.base_layer import CACHE
-from layerkit.base.sharding import BoundSharding
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.basic.normalizations import RmsNorm
 from layerkit.ops.attention.masks import AttentionMask
@@ -142,20 +140,6 @@ def test_padding_of_the_memory_has_no_effect_and_memory_of_padding_reads_zero():
     zeroing, nothing = make(zero_fully_masked_rows=True), np.zeros((BATCH, MEMORY), np.int32)
     read = at_once(zeroing, weights, x, memory, mask_of(nothing))
     np.testing.assert_array_equal(read, 0.0)
-
-
-@pytest.mark.parametrize("axis", [pytest.param("fsdp", marks=pytest.mark.slow), "context"])
-def test_on_a_mesh_equals_one_device(axis):
-    mesh = Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("data", axis, "tensor"))
-    layer = make(num_kv_heads=2, use_bias=True)
-    weights, (x, memory) = drawn_weights(layer), arrays(4)
-    mask = mask_of(np.tile(PADDED, (2, 1)))
-    expected = at_once(layer, weights, x, memory, mask)
-    bound = layer.clone(sharding=BoundSharding(mesh))
-    np.testing.assert_allclose(at_once(bound, weights, x, memory, mask), expected, atol=1e-5)
-    mask = mask_of(np.tile(PADDED, (2, 1)), queries=1)
-    first = extend(bound, weights, cache_of(bound, weights, memory), x[:, :1], mask)
-    np.testing.assert_allclose(first, expected[:, :1], atol=1e-5)
 
 
 def test_cached_steps_never_run_kernels(caplog):

@@ -249,14 +249,6 @@ def test_fans_of_grouped_keys_are_those_of_their_weight():
         assert 0.98 * bound < np.abs(params[name]["w"]).max() <= bound
 
 
-def test_per_dim_scale_starts_at_one():
-    x = inputs()
-    plain, learned = make(), make(per_dim_scale=True)
-    weights = jax.jit(learned.init)(jax.random.key(0))
-    without = {"params": {k: v for k, v in weights["params"].items() if k != "scale"}}
-    np.testing.assert_allclose(run(learned, weights, x), run(plain, without, x), atol=1e-6)
-
-
 def test_grouped_keys_equal_repeated_keys():
     grouped = make(num_kv_heads=2, rotary_tpl=ROTARY)
     weights = drawn_weights(grouped)
@@ -308,33 +300,6 @@ def test_dropout_applies_in_training_only():
     for b in range(BATCH):
         reads = np.einsum("cn,nh,nhd->cd", choices, once[b], out)
         assert np.abs(reads - first[b, 0]).max(axis=-1).min() < 1e-5
-
-
-@pytest.mark.parametrize("axis", [pytest.param("fsdp", marks=pytest.mark.slow), "context"])
-def test_on_a_mesh_equals_one_device(axis):
-    mesh = Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("data", axis, "tensor"))
-    layer = make(num_kv_heads=2, rotary_tpl=ROTARY, use_bias=True, per_dim_scale=True)
-    weights, x = drawn_weights(layer), inputs(batch=4)
-
-    def loss(layer, weights, x):
-        out = run(layer, weights, x, segments=jnp.asarray(np.tile(SEGMENTS, (2, 1))))
-        return jnp.sum(out**2), out
-
-    def step(layer):
-        return jax.jit(jax.value_and_grad(lambda *a: loss(layer, *a), argnums=(0, 1), has_aux=True))
-
-    (expected_loss, expected), expected_gradients = step(layer)(weights, x)
-    bound = layer.clone(sharding=BoundSharding(mesh))
-    (actual_loss, actual), gradients = step(bound)(weights, x)
-    shard = (1, LENGTH, DIMS) if axis == "fsdp" else (2, LENGTH // 2, DIMS)
-    assert actual.sharding.shard_shape(actual.shape) == shard
-    np.testing.assert_allclose(actual_loss, expected_loss, rtol=1e-5)
-
-    def check(a, b):
-        assert np.abs(b).max() > 1e-3  # a gradient reaches every weight
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(1.0, np.abs(b).max()))
-
-    jax.tree.map(check, (actual, gradients), (expected, expected_gradients))
 
 
 def test_single_key_head_is_replicated_and_other_numbers_need_a_rule(raises):

@@ -8,9 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
-from layerkit.base.sharding import DEFAULT_RULES, BoundSharding
 from layerkit.base.weights import logical_axes, unbox
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 
@@ -64,16 +62,3 @@ def test_fans_are_those_of_all_heads_together(layer):
     w = np.abs(layer.init(jax.random.key(0))["params"]["w"])
     bound = math.sqrt(6 / 100)
     assert 0.99 * bound < w.max() <= bound
-
-
-@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 4, 2)])
-@pytest.mark.parametrize("axis", ["tensor", "context"])
-def test_outputs_on_a_mesh_equal_one_device(axis, sizes):
-    mesh = Mesh(np.reshape(jax.devices(), sizes), ("data", "fsdp", axis))
-    layer = INTO.clone(sharding=BoundSharding(mesh, DEFAULT_RULES))
-    x = jax.random.normal(jax.random.key(3), (4, 6, 6))
-    weights = drawn_weights(INTO)
-    heads = jax.jit(layer.apply)(weights, x)
-    shard = {"tensor": (1, 6, 2, 2), "context": (1, 3, 4, 2)}[axis]
-    assert heads.sharding.shard_shape(heads.shape) == shard
-    np.testing.assert_allclose(heads, INTO.apply(weights, x), atol=1e-5)

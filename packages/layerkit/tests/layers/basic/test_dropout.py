@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.config import sub_config_field
@@ -82,21 +81,6 @@ def test_layers_and_calls_have_different_masks():
     assert not np.array_equal(masks[0], masks[1])
     assert not np.array_equal(masks[0], masks[2])
     assert not np.array_equal(masks[1], masks[2])
-
-
-@pytest.mark.parametrize("shape", [(8, 1, 1), (1, 8, 1), (2, 2, 2)])
-def test_mask_does_not_depend_on_the_mesh(shape):
-    mesh = jax.sharding.Mesh(np.reshape(jax.devices(), shape), ("data", "fsdp", "tensor"))
-    layer = Dropout(rate=0.5, train=True)
-    sharding = NamedSharding(mesh, PartitionSpec(("data", "fsdp"), None, "tensor"))
-
-    @jax.jit
-    def run(x, key):
-        return layer.apply({}, x, rngs={"random": key})
-
-    sharded = run(jax.device_put(ONES, sharding), jax.random.key(0))
-    assert sharded.sharding.shard_shape(ONES.shape) != ONES.shape
-    np.testing.assert_array_equal(sharded, dropped(layer))
 
 
 # StochasticResidual.

@@ -10,11 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import Mesh
 
 from layerkit.base.base_layer import OVERWRITE_WITH_GRADIENT, PARAMS, BaseLayer
-from layerkit.base.sharding import BoundSharding
-from layerkit.base.weights import is_box, logical_axes
+from layerkit.base.weights import logical_axes
 from layerkit.config import sub_config_field
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.combined import CombinedProjection
@@ -225,20 +223,6 @@ def test_dropout_acts_on_the_adapter_in_training_only():
     )
     without = add_lora(Linear.HParams.config(input_dims=8, output_dims=6), dropout_rate=0.0)
     np.testing.assert_array_equal(evaluated, without.Instantiate().apply(variables, X))
-
-
-def test_outputs_on_a_mesh_equal_one_device():
-    bound = BoundSharding(Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("data", "fsdp", "tensor")))
-    layer = add_lora(REPEATED, rank=RANK).Instantiate()
-    variables = drawn(jax.eval_shape(layer.init, KEY))
-    boxed = jax.eval_shape(layer.init_boxed, KEY)
-    places = jax.tree.map(
-        lambda box: bound.sharding(box.axes, shape=box.value.shape), boxed, is_leaf=is_box
-    )
-    x = jnp.tile(X, (2, 1, 1))
-    placed = jax.device_put(variables, places)
-    found = jax.jit(layer.clone(sharding=bound).apply)(placed, x)
-    np.testing.assert_allclose(found, jax.jit(layer.apply)(variables, x), rtol=1e-5, atol=1e-5)
 
 
 def test_merge_lora_raises_unless_all_adapters_have_one_alpha(raises):

@@ -13,7 +13,7 @@ import pytest
 
 from layerkit.base.base_layer import AUX_LOSS, CACHE, NON_TRAINABLE, SUMMARIES, BaseLayer
 from layerkit.base.sharding import DEFAULT_RULES, BoundSharding
-from layerkit.base.weights import WeightHParams, WeightInit, is_box, logical_axes
+from layerkit.base.weights import WeightHParams, WeightInit, logical_axes
 from layerkit.config import sub_config_field
 from layerkit.errors import ConfigError
 from layerkit.layers.basic.dropout import Dropout
@@ -138,11 +138,6 @@ def test_training_raises_if_an_auxiliary_loss_in_the_loop_is_not_collected(raise
         layer.clone(train=True).apply(variables, X)
 
 
-def test_init_with_and_without_inputs_draw_the_same_weights(five):
-    layer, variables = five
-    jax.tree.map(np.testing.assert_array_equal, layer.init(KEY, X), variables)
-
-
 def test_copies_have_different_weights_with_the_fans_of_one_layer():
     linear = Linear.HParams.config(input_dims=32, output_dims=32)
     w = np.asarray(repeated(5, linear).init(KEY)["params"]["sub"]["w"])
@@ -254,11 +249,6 @@ def test_stacked_shape_equals_a_longer_repeat(remat):
     assert updates[AUX_LOSS]["sub"]["half"][0].shape == (2, 3)
 
 
-def test_stacked_shape_draws_weights_per_copy():
-    w = np.asarray(repeated((2, 3)).init(KEY)["params"]["sub"]["linear"]["w"]).reshape(6, 4)
-    assert np.unique(w, axis=0).shape == (6, 4)
-
-
 @pytest.mark.parametrize("shape", [(6, 1), (2, 3)])
 def test_scanned_arguments_differ_between_copies(shape):
     layer = repeated(shape)
@@ -272,43 +262,12 @@ def test_scanned_arguments_differ_between_copies(shape):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("tokens", [(8,), (8, 4)])
-def test_gradients_on_a_mesh_equal_one_device(tokens):
-    # Nothing in a linear layer says how its outputs lie. Were it left to the compiler, they would
-    # be split like the weights, and XLA would get the gradient wrong.
-    linear = Linear.HParams.config(input_dims=16, output_dims=16)
-    layer, bound = repeated(2, linear), BoundSharding(MESH)
-    variables, x = layer.init(KEY), jax.random.normal(jax.random.key(1), (*tokens, 16))
-    boxed = jax.eval_shape(layer.init_boxed, KEY)
-    layouts = jax.tree.map(
-        lambda box: bound.sharding(box.axes, shape=box.value.shape), boxed, is_leaf=is_box
-    )
-    rows = bound.sharding(("batch", *(None for _ in tokens)))
-
-    def gradient(layer):
-        return jax.grad(lambda v, x: jnp.mean((layer.apply(v, x) - 2.0 * x) ** 2))
-
-    run = jax.jit(
-        gradient(layer.clone(sharding=bound)), in_shardings=(layouts, rows), out_shardings=layouts
-    )
-    expected = jax.jit(gradient(layer))(variables, x)
-    close = partial(np.testing.assert_allclose, rtol=0.0, atol=1e-6)
-    jax.tree.map(close, run(variables, x), expected)
-
-
 def test_carry_has_the_sharding_of_the_rules(raises):
     rules = DEFAULT_RULES.replace(act_embed="tensor")
     linear = Linear.HParams.config(input_dims=3, output_dims=3, weight_axes=(None, None))
     layer = repeated(2, linear, sharding=BoundSharding(MESH, rules))
     with raises(ConfigError, owner="Repeat()", field="dimension 'act_embed'", value=3):
         layer.init(KEY, jnp.ones((2, 3)))
-
-
-def test_inherited_fields_reach_the_copies():
-    layer = repeated(3, dtype="bfloat16", fprop_dtype="bfloat16")
-    variables = layer.init(KEY)
-    assert variables["params"]["sub"]["linear"]["w"].dtype == jnp.bfloat16
-    assert layer.apply(variables, jnp.asarray(X, jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 def test_program_size_does_not_depend_on_depth():

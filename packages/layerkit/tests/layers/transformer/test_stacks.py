@@ -310,22 +310,6 @@ def test_unroll_puts_several_layers_into_an_iteration():
     assert_close(jax.jit(run, static_argnums=0)(two), jax.jit(run, static_argnums=0)(one))
 
 
-@pytest.mark.parametrize(
-    ("kind", "period"), [pytest.param("alike", 1, marks=pytest.mark.slow), ("remainder", 2)]
-)
-def test_program_size_of_a_scan_does_not_depend_on_depth(kind, period):
-    fields = KINDS[kind][0]
-
-    def num_lines(more_periods):
-        num_layers = fields["num_layers"] + more_periods * period
-        layer = make(StackedTransformerRepeated, **{**fields, "num_layers": num_layers})
-        run = lambda v, x: jnp.sum(layer.apply(v, x, mask=CAUSAL, positions=ROW))  # noqa: E731
-        lowered = jax.jit(jax.grad(run)).lower(jax.eval_shape(layer.init, KEY), X)
-        return len(lowered.as_text().splitlines())
-
-    assert num_lines(40) == num_lines(0)
-
-
 def test_shared_bias_is_one_table_of_all_layers():
     table = RelativeBias.HParams.config(num_buckets=4, max_distance=5)
     fields = {"layer_tpl": UNROTATED, "num_layers": 2}
@@ -344,20 +328,6 @@ def test_shared_bias_is_one_table_of_all_layers():
     assert_close(found, expected)
     tables = [apart_gradients[0][name]["attention"]["relative_bias"]["w"] for name in copies]
     assert_close(gradients[0]["relative_bias"]["w"], tables[0] + tables[1])
-
-
-def test_num_kv_heads_and_dim_per_head_reach_the_layers():
-    for stack in STACKS:
-        layer = make(stack, num_kv_heads=2, dim_per_head=6, num_layers=1)
-        shapes = [leaf.shape[-3:] for leaf in jax.tree.leaves(jax.eval_shape(layer.init, KEY))]
-        assert shapes.count((DIMS, 4, 6)) == 1 and shapes.count((DIMS, 2, 6)) == 2
-
-
-def test_sizes_of_the_layer_template_are_kept():
-    config = StackedTransformer.HParams.config(**SIZES)
-    config.layer_tpl.num_kv_heads = 1
-    shapes = jax.eval_shape(config.Instantiate().init, KEY)["params"]["layers_0"]
-    assert shapes["attention"]["key"]["w"].shape == (DIMS, 1, 2)
 
 
 def test_pattern_has_parameter_paths_per_block():

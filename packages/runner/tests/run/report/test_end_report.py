@@ -180,26 +180,6 @@ def test_failed_part_is_reported_and_the_others_are_made(
     assert run_train(resolved, options(folder)) == 0
 
 
-def test_steps_that_were_not_valid_are_counted(
-    experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    # The first update makes the weights so large that all later losses are infinite.
-    resolved = resolve(experiment(LEARNING_RATE=1e38))
-    resolved.task.train.max_skipped_steps_fraction = None
-    assert run_train(resolved, options(tmp_path / "job")) == 0
-    assert "not valid: 2 of 3 steps, the last 2 in a row" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("rate", "rises"), [(0.01, False), (100.0, True)])
-def test_longer_run_is_not_proposed_where_the_loss_rose(
-    experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], *, rate: float, rises: bool
-):
-    assert run_train(resolve(experiment(LEARNING_RATE=rate)), options(tmp_path / "job")) == 0
-    printed = capsys.readouterr().out
-    assert ("loss rose: " in printed) is rises
-    assert ("train twice as many steps" in printed) is not rises
-
-
 @pytest.mark.parametrize("pmap", [False, True])
 def test_decode_that_fails_is_found_before_a_file_is_written(
     experiment: Any, tmp_path: Path, pmap: bool

@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 
-from layerkit.base.base_model import NATS_PER_TOKEN, BaseModel
-from layerkit.models.bert import BertModel
-from layerkit.models.classification_model import ClassificationModel
-from layerkit.models.language_model import LanguageModel
-from layerkit.models.preference_model import DpoModel
-from layerkit.models.sequence_model import SequenceModel
+from layerkit.base.base_model import NATS_PER_TOKEN
 from layerkit_runner.run.report.end_report import ReportedMetric
 
 
@@ -47,18 +42,3 @@ def test_metric_of_the_model_is_reported_in_its_unit_and_cross_entropy_also_in_b
     assert metric.line("heldout", 2.0) == line
     assert metric.axis_label == axis_label
     assert metric.is_cross_entropy == (metric.name == "xent")
-
-
-@pytest.mark.parametrize(
-    ("model", "unit"),
-    [
-        (BaseModel, None),
-        (BertModel, NATS_PER_TOKEN),
-        (ClassificationModel, "nats per example"),
-        (DpoModel, None),
-        (LanguageModel, NATS_PER_TOKEN),
-        (SequenceModel, NATS_PER_TOKEN),
-    ],
-)
-def test_models_declare_the_unit_of_what_they_report(model: type[BaseModel], unit: str | None):
-    assert model.metric_units.get(model.reported_metric or "loss") == unit

@@ -30,17 +30,6 @@ def test_notes_of_layers_are_collected_once_and_not_propagated(caplog: pytest.Lo
     assert caplog.messages == ["afterwards"]
 
 
-def test_notes_are_logged_if_tracing_fails(caplog: pytest.LogCaptureFixture):
-    def fail() -> None:
-        with LayerNotes():
-            logging.getLogger("layerkit.attention").warning("slow")
-            raise ValueError("shapes do not fit")
-
-    with pytest.raises(ValueError, match="shapes"):
-        fail()
-    assert caplog.messages == ["slow"]
-
-
 def test_temporary_memory_of_the_largest_step_is_reported():
     def compiled(size: int):
         # The product is sorted before the sum, so all of it is stored: 4 bytes for each number.

@@ -63,56 +63,12 @@ def test_segments_are_separate_and_labels_of_weight_0_are_marked(packed: NestedM
     assert list(row_lines(LETTERS, packed, 1)) == ["row 1: padding"]
 
 
-def test_both_sides_of_an_encoder_decoder_with_their_vocabularies():
-    batch = NestedMap(
-        src=NestedMap(ids=np.array([[1, 2, 0]]), paddings=np.array([[0, 0, 1]])),
-        tgt=NestedMap(
-            ids=np.array([[0, 3]]), labels=np.array([[3, 4]]), weights=np.array([[1.0, 1.0]])
-        ),
-    )
-    assert summary(batch) == "1 of 1 rows hold data | src: 33.3% padding | tgt: weights 2"
-    assert list(row_lines(LETTERS, batch, 0)) == [
-        "row 0",
-        "  src.ids: “AB”",
-        r"  tgt.ids: “\nc”",
-        "  tgt.labels: “cd”",
-    ]
-
-
-def test_prompts_end_at_their_lengths():
-    batch = NestedMap(ids=np.array([[1, 2, 0, 0]]), prompt_lengths=np.array([3]))
-    assert summary(batch) == "1 of 1 rows hold data | 25.0% padding"
-    assert list(row_lines(LETTERS, batch, 0))[1] == r"  ids: “ab\n”"
-
-
-def test_ids_without_a_vocabulary_are_numbers_and_long_rows_are_cut():
-    batch = NestedMap(ids=np.arange(100)[None])
-    (_, line) = row_lines(BaseInput(batch_size=1), batch, 0)
-    assert line.startswith("  ids: “0 1 2 ")
-    assert line.endswith("98 99”")
-    assert " … " in line
-    assert len(line) < 180
-
-
 def test_ids_without_a_vocabulary_are_decoded_by_a_given_tokenizer():
     batch = NestedMap(ids=np.array([[1, 100, 101, 2]]))
     (_, line) = row_lines(BaseInput(batch_size=1), batch, 0, ByteTokenizer())
     assert line == "  ids: “⟪BOS⟫ab⟪EOS⟫”"
     (_, line) = row_lines(LETTERS, NestedMap(ids=np.array([[1, 2]])), 0, ByteTokenizer())
     assert line == "  ids: “ab”"
-
-
-def test_rows_of_a_batch_without_ids_are_numbers():
-    images = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
-    batch = NestedMap(inputs=images, labels=np.array([5, 6]), boxes=np.ones((2, 4)))
-    batch.eval_sample_weights = np.array([0.0, 1.0])
-    assert summary(batch) == "1 of 2 rows hold data"
-    assert list(row_lines(LETTERS, batch, 1)) == [
-        "row 1",
-        "  boxes: 1 1 1 1",
-        f"  inputs: [3, 4], mean 17.5, standard deviation {np.arange(12).std():.6g}",
-        "  labels: 6",
-    ]
 
 
 def test_special_ids_are_marked(tmp_path: Path):

@@ -43,18 +43,6 @@ def test_lines_of_each_host_until_the_data_end(tiny):
     assert not any("WARNING" in line for line in lines)
 
 
-@pytest.mark.parametrize(
-    ("fields", "size"),
-    [
-        ({"reset_for_eval": True}, "the first 2 batches each time"),
-        ({}, "the next 2 batches each time"),
-    ],
-)
-def test_limited_evaluation_is_described(tiny, fields, size):
-    config = tiny.Points.HParams.config(percore_batch_size=1.0, eval_loop_num_batches=2, **fields)
-    assert lines_of(config, num_hosts=1, num_batches=1)[1] == f"  8 rows a batch; {size}"
-
-
 def test_hosts_that_read_the_same_rows_are_reported(tiny):
     class Unsplit(tiny.Points):
         """An input that gives all hosts the same rows."""
@@ -67,16 +55,6 @@ def test_hosts_that_read_the_same_rows_are_reported(tiny):
     lines = lines_of(config, num_hosts=4, kind="train", num_batches=1)
     for host in (1, 2, 3):
         assert f"    WARNING: hosts 0 and {host} read the same rows" in lines
-
-
-def test_skipped_records_are_reported(tiny):
-    class Holed(tiny.Points):
-        """An input with two skipped records."""
-
-        num_skipped = 2
-
-    lines = lines_of(Holed.HParams.config(percore_batch_size=1.0), num_hosts=1)
-    assert lines[-1] == "  Holed: skipped 2 unreadable records so far"
 
 
 def test_devices_that_cannot_be_split_over_hosts_raise(raises):

@@ -158,11 +158,6 @@ def test_inspection_of_layers_prints_the_page(experiment: Any, capsys: pytest.Ca
     assert capsys.readouterr().out == f"{page}\n"
 
 
-def test_wrong_field_of_a_layer_raises(raises: Any, experiment: Any):
-    with raises(UsageError):
-        described(experiment, DIMS=0)
-
-
 def table_of(config: Any, partitioner: Any = None) -> ParameterTable:
     partitioner = partitioner or SpmdPartitioner(ici_mesh_shape=[2, 2, 2])
     partitioner.start()
@@ -231,21 +226,6 @@ def test_axes_sharding_and_first_values(lm_table: ParameterTable):
     assert (row.axes, row.sharding) == (["embed", "mlp"], [["fsdp"], ["tensor"]])
     assert row.starts_as == "xavier 1"
     assert "embed 16/fsdp × mlp 64/tensor" in table_text(lm_table)
-
-
-def test_equal_layers_share_a_line(lm_table: ParameterTable):
-    lines = table_text(lm_table).splitlines()
-    [line] = [line for line in lines if "feed_forward/up/w" in line]
-    assert line.split()[:4] == ["lm/stack/layers_0…2/feed_forward/up/w", "3", "×", "1,024"]
-    other = dataclasses.replace(
-        lm_table,
-        parameters=[
-            dataclasses.replace(row, dtype="bfloat16") if "layers_1/" in row.path else row
-            for row in lm_table.parameters
-        ],
-    )
-    paths = [line.split()[0] for line in table_text(other).splitlines() if "/up/w" in line]
-    assert paths == ["lm/stack/layers_0,2/feed_forward/up/w", "lm/stack/layers_1/feed_forward/up/w"]
 
 
 def test_weights_are_not_split_under_pmap(lm_config: Any):
