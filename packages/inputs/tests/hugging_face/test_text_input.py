@@ -73,24 +73,6 @@ def tokens_of(rows, tokenizer, field="text"):
     return sorted(pairs)
 
 
-@pytest.mark.parametrize(
-    ("reader", "documents"),
-    [(HuggingFaceInput, "27 documents"), (HuggingFaceStream, "documents not counted")],
-)
-def test_report_counts_what_is_known_and_what_the_tokenizer_loses(
-    reader, documents, fields, folder, sentencepiece_file
-):
-    size = sum(file.stat().st_size for file in folder.glob("*.jsonl"))
-    for tokenizer in (None, SentencePieceTokenizer(path=sentencepiece_file)):
-        source = reader(**fields, tokenizer=tokenizer)
-        source.get_next()
-        line, *warnings = source.describe_data()
-        assert line == (
-            f"{reader.__name__}, split 'train' of json: 3 files, {documents}, {size:,} bytes"
-        )
-        assert len(warnings) == (tokenizer is not None)  # The last space of a text is lost.
-
-
 TRAINING, EPOCH, ROLLING = {"is_training": True}, {}, {"eval_loop_num_batches": 2}
 
 

@@ -247,25 +247,13 @@ class OtherRows(Numbers):
     ("fields", "field", "value"),
     [
         ({"is_training": False}, "eval_loop_num_batches", None),
-        (
-            {"is_training": False, "reset_for_eval": True, "eval_loop_num_batches": 2},
-            "eval_loop_num_batches",
-            2,
-        ),
         ({"shuffle": True}, "shuffle", True),
-        ({"components": {}}, "components", {}),
         ({"weights": {"a": 1, "b": 1, "d": 1}}, "weights", "d"),
-        ({"components": {"a": Changed.HParams.config()}}, "components['a']", "Changed"),
         ({"components": {"a": Endless.HParams.config()}}, "components['a']", "Endless"),
         (
             {"components": {"a": config(0, 5, num_infeed_hosts=2)}},
             "components['a'].num_infeed_hosts",
             2,
-        ),
-        (
-            {"components": {"a": config(0, 5, percore_batch_size=2.0)}},
-            "components['a'].percore_batch_size",
-            2.0,
         ),
         (
             {

@@ -146,14 +146,6 @@ def test_stretches_are_read_in_the_order_asked_for_and_empty_ones_are_nothing():
     assert not len(documents.read(begins[:0], sizes[:0]))
 
 
-def test_predictions_of_some_documents_are_counted():
-    documents = documents_of(EXAMPLES)
-    numbers = np.array([3, 0, 0, 2])
-    np.testing.assert_array_equal(
-        documents.num_predictions_of(numbers), documents.num_predictions[numbers]
-    )
-
-
 def test_builder_frames_documents_and_drops_one_whose_parts_fail():
     def failing():
         yield np.array([5])

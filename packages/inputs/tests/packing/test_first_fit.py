@@ -70,12 +70,6 @@ def test_cut_documents_are_whole_again_end_to_end(lengths, row_length):
     assert found == {number: list(range(length)) for number, length in enumerate(lengths)}
 
 
-def test_a_row_by_its_number():
-    plan = plan_packing([3, 4, 1], 4)
-    assert plan.num_rows == 2 and plan.documents_of(0).tolist() == [0, 2]
-    assert plan_packing([], 4).num_rows == 0
-
-
 def test_three_documents_in_one_row():
     packed = pack_documents([[0, 7, 6, 9], [0, 18, 14], [0, 23, 25]], length=12)
     assert packed.ids.tolist() == [[0, 7, 6, 9, 0, 18, 14, 0, 23, 25, 0, 0]]

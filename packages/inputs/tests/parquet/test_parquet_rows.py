@@ -60,12 +60,6 @@ def test_reader_obeys_the_laws_of_inputs(law, fields, folder):
     law(lambda **more: reader(folder, **{**fields, **more}))
 
 
-def test_report_counts_files_and_rows(folder):
-    size = sum((folder / f"{name}.parquet").stat().st_size for name in "ac")  # b has no rows
-    (line,) = reader(folder).describe_data()
-    assert line == f"ParquetRows, {folder}: 2 files, 27 rows, {size:,} bytes"
-
-
 def test_columns_become_arrays_of_their_types(folder):
     batch = reader(folder, cycle_length=1).get_next()
     assert batch.number.tolist() == [0, 1, 2, 3] and batch.number.dtype == np.int32

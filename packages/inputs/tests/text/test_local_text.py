@@ -10,8 +10,6 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from layerkit.errors import ConfigError
 from layerkit_inputs import LocalText, LocalTextPrompts
@@ -102,57 +100,6 @@ def test_batch_has_the_documented_fields_shapes_and_dtypes(paths):
     assert batch.provenance.tolist() == [0, 1] and batch.eval_sample_weights.tolist() == [1, 1]
     training = LocalText(batch_size=2, paths=paths, seq_length=16, is_training=True).get_next()
     assert set(batch) - set(training) == {"provenance", "eval_sample_weights"}
-
-
-def test_segments_begin_with_bos_or_at_the_left_edge_and_context_is_true_text(paths):
-    for batch in epoch(LocalText(batch_size=4, paths=paths, seq_length=7)):
-        for ids, labels, segments, positions, paddings in zip(
-            batch.ids,
-            batch.labels,
-            batch.segment_ids,
-            batch.segment_pos,
-            batch.paddings,
-            strict=True,
-        ):
-            np.testing.assert_array_equal(paddings, segments == 0)
-            for column in np.flatnonzero(segments):
-                begins = column == 0 or segments[column] != segments[column - 1]
-                assert (positions[column] == 0) == begins
-                if begins:
-                    assert column == 0 or ids[column] == BOS_ID
-                else:
-                    assert ids[column] == labels[column - 1]
-            assert not ids[segments == 0].any() and not labels[segments == 0].any()
-
-
-def test_row_cut_inside_a_document_begins_with_the_preceding_byte(tmp_path):
-    paths = write(tmp_path / "text", {"a.txt": b"abcdefg", "val.txt": b"abcdefg"})
-    batch = LocalText(batch_size=2, paths=paths, seq_length=5).get_next()
-    first, second = batch.transform(lambda x: x[0]), batch.transform(lambda x: x[1])
-    a = FIRST_BYTE_ID + ord("a")
-    assert first.ids.tolist() == [BOS_ID, a, a + 1, a + 2, a + 3]
-    assert first.labels.tolist() == [a, a + 1, a + 2, a + 3, a + 4]
-    assert second.ids.tolist() == [a + 4, a + 5, a + 6, 0, 0]
-    assert second.labels.tolist() == [a + 5, a + 6, EOS_ID, 0, 0]
-    assert second.segment_pos.tolist() == [0, 1, 2, 0, 0]
-    assert second.weights.tolist() == [1, 1, 1, 0, 0]
-
-
-@settings(max_examples=15, deadline=None)
-@given(
-    contents=st.lists(st.binary(min_size=1, max_size=40), min_size=2, max_size=6),
-    seq_length=st.integers(1, 20),
-    num_hosts=st.sampled_from([1, 2, 3, 4, 8]),
-)
-def test_any_text_on_any_hosts_is_read_once(tmp_path_factory, contents, seq_length, num_hosts):
-    documents = {f"{number}.bin": data for number, data in enumerate(contents)}
-    documents["val.bin"] = documents.pop("0.bin")
-    paths = write(tmp_path_factory.mktemp("any"), documents)
-    fields = {"batch_size": 24 // num_hosts, "paths": paths, "seq_length": seq_length}
-    batches = []
-    for host in range(num_hosts):
-        batches += epoch(LocalText(infeed_host_index=host, num_infeed_hosts=num_hosts, **fields))
-    assert predictions(batches) == events(split_of(paths)["train"])
 
 
 def test_state_of_another_text_or_length_raises(raises, tmp_path):

@@ -160,17 +160,6 @@ def test_states_differ_if_documents_begin_elsewhere(tmp_path):
     assert [*caught.value.value] == ["documents_crc32"]
 
 
-def test_the_report_counts_the_documents_and_bytes_of_a_split(tmp_path):
-    paths = write(tmp_path / "text", {"train.txt": b"abc", "a.txt": b"de", "val.txt": b"f"})
-    for split, counts in (
-        ("train", "2 files, 2 documents, 5"),
-        ("heldout", "1 file, 1 document, 1"),
-    ):
-        (line,) = LocalText(batch_size=1, paths=paths, split=split).describe_data()
-        assert line.startswith(f"LocalText, {paths[0]}: {counts} byte")
-        assert f"split by the names of files: {'a.txt' if split == 'train' else 'val.txt'}" in line
-
-
 def test_end_of_a_single_text_is_held_out(raises, tmp_path):
     text = b"".join(b"line %d of a play\n" % number for number in range(100))
     paths = write(tmp_path / "text", {"play.txt": text})

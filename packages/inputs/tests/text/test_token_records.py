@@ -80,14 +80,6 @@ def test_rows_are_those_of_local_text(folder, texts, seq_length):
     laws.assert_same_batches(list(source.eval_batches()), list(expected.eval_batches()))
 
 
-def test_report_counts_the_documents_and_tokens_of_a_split(folder, train_files):
-    num_tokens = sum(len(ids) - 1 for ids in documents_of(train_files))
-    size = sum(file.stat().st_size for file in (folder / "train").glob("*.array_record"))
-    (line,) = reader(folder).describe_data()
-    counts = f"3 files, {len(train_files)} documents, {num_tokens:,} tokens, {size:,} bytes"
-    assert line == f"TokenRecords, split 'train' of {folder}: {counts}"
-
-
 def test_first_fit_keeps_documents_whole_and_loses_nothing(folder, train_files):
     source = reader(folder, batch_size=4, seq_length=200, packing="first_fit")
     found = []

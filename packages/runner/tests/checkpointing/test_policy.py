@@ -108,28 +108,6 @@ def test_policy_keeps_the_best(mode, count, losses, best):
     assert policy.steps_to_keep(evaluated(losses)) == best | {100}
 
 
-def test_reasons_to_keep_name_all_rules():
-    policy = CheckpointPolicy(
-        max_to_keep=2,
-        keep_interval=datetime.timedelta(hours=4),
-        keep_interval_steps=30,
-        keep_steps=(20, 90),
-        best_metric="heldout/loss",
-    )
-    assert policy.reasons_to_keep(evaluated({20: 0.5, 30: 0.6})) == {
-        10: ("one per 4:00:00",),
-        20: ("best heldout/loss", "named step"),
-        30: ("every 30 steps",),
-        40: (),
-        50: ("one per 4:00:00",),
-        60: ("every 30 steps",),
-        70: (),
-        80: (),
-        90: ("newest", "one per 4:00:00", "every 30 steps", "named step"),
-        100: ("newest",),
-    }
-
-
 def test_policy_applied_after_each_save_keeps_the_same_as_at_the_end():
     policy = CheckpointPolicy(max_to_keep=2, keep_interval=datetime.timedelta(hours=4))
     there: list[SavedStep] = []

@@ -290,41 +290,6 @@ def test_method_that_returns_no_config_raises(raises, root: str, result: Any, ex
 # The resolved configuration as text.
 
 
-def test_config_text_has_a_line_for_each_field():
-    result = resolved(Smaller(), datasets__1__batch_size="16")
-    assert config_text(result).splitlines() == [
-        f"experiment = {__name__}.Smaller",
-        "experiment.LEARNING_RATE = 0.001",
-        "experiment.NUM_LAYERS = 1",
-        "experiment.MODEL_DIMS = 8",
-        "experiment.HIDDEN_DIMS = None",
-        "experiment.MESH = (1, 1, 1)",
-        "task = Task",
-        "task.model = Lm",
-        "task.model.num_layers = 1",
-        "task.model.hidden_dims = 32",
-        "task.model.dtype = 'float32'",
-        "task.learning_rate = 0.001",
-        "task.schedules.warmup = Lm",
-        "task.schedules.warmup.num_layers = 2",
-        "task.schedules.warmup.hidden_dims = None",
-        "task.schedules.warmup.dtype = 'float32'",
-        "task.schedules.steps = [1, 2]",
-        "datasets.0 = Input",
-        "datasets.0.batch_size = 4",
-        "datasets.0.vocabulary = Vocabulary",
-        "datasets.0.vocabulary.size = 256",
-        "datasets.0.is_training = True",
-        "datasets.1 = Input",
-        "datasets.1.batch_size = 16",
-        "datasets.1.vocabulary = the same as datasets.0.vocabulary",
-        "datasets.1.is_training = False",
-        "decode_datasets = []",
-        "partitioner = Mesh",
-        "partitioner.shape = (1, 1, 1)",
-    ]
-
-
 def test_config_text_names_functions_without_addresses():
     class Odd(Small):
         def task(self) -> Config:

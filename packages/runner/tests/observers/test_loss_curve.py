@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import math
 import struct
 
 import pytest
@@ -86,10 +85,3 @@ def test_smooth_returns_windowed_means():
     values = [9.0, 3.0, 6.0, 0.0, 3.0, 9.0]
     assert smooth(values, half_width=1) == pytest.approx([9, 6, 3, 3, 4, 6])
     assert smooth(values, half_width=2) == pytest.approx([9, 6, 21 / 5, 21 / 5, 18 / 4, 4])
-
-
-def test_smooth_keeps_a_line_and_reduces_noise():
-    line = [5 - 0.01 * i for i in range(400)]
-    assert smooth(line, half_width=10)[:-10] == pytest.approx(line[:-10])
-    noisy = [2 + math.sin(37 * i) for i in range(400)]
-    assert max(abs(value - 2) for value in smooth(noisy, half_width=20)[20:]) < 0.15

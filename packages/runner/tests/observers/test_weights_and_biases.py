@@ -119,31 +119,3 @@ def test_resumed_job_continues_the_same_run(run_info: Any, tmp_path: Path):
         (html,) = folder.glob("files/media/html/decode/prompts/*.html")
         assert "<pre>&lt;a&gt;</pre>" in html.read_text()
     assert starts == [(run_id, "toy", tmp_path.name)] * 2
-
-
-@pytest.mark.usefixtures("offline")
-def test_offline_run_prints_its_folder_and_the_sync_command(run_info: Any, tmp_path: Path):
-    job, said = tmp_path / "a job", []
-    job.mkdir()
-    board = WeightsAndBiases("toy", config={}, report=said.append)
-    board.start(run_info(job_log_dir=epath.Path(job)))
-    board.close()
-    (folder,) = (job / "wandb").glob("offline-run-*")
-    start, end = said
-    assert start.endswith(f"offline run in {folder}")
-    assert end.endswith(f"wandb sync '{folder}'")
-
-
-@pytest.mark.usefixtures("offline")
-def test_disabled_run_prints_nothing(
-    run_info: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    import wandb
-
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    said: list[str] = []
-    board = WeightsAndBiases("toy", config={}, report=said.append)
-    board.start(run_info(job_log_dir=epath.Path(tmp_path)))
-    board.close()
-    wandb.teardown()
-    assert said == []

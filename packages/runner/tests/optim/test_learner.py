@@ -82,14 +82,10 @@ def test_complete_optimizer_keeps_its_rate():
 @pytest.mark.parametrize(
     ("field", "fields"),
     [
-        ("optimizer", {"optimizer": None}),
         ("learning_rate", {"learning_rate": None}),
-        ("learning_rate", {"learning_rate": np.nan}),
         ("learning_rate", {"learning_rate": "0.1"}),
         ("learning_rate", {"optimizer": Config(optax.sgd, 0.5)}),
         ("clip_per_tensor_norm", {"clip_global_norm": 1.0, "clip_per_tensor_norm": 2.0}),
-        ("clip_global_norm", {"clip_global_norm": 0.0}),
-        ("skip_step_gradient_norm_value", {"skip_step_gradient_norm_value": 0.0}),
         ("ema_decay", {"ema_decay": 1.0}),
     ],
 )

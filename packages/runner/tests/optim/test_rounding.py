@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from layerkit.config import Partial
 from layerkit_runner.optim.learner import Learner, Update
-from layerkit_runner.run.report.start_report import rounding_lines
 
 SIZE = 64 * 64
 ONES = {"w": jnp.ones((64, 64), jnp.bfloat16), "b": jnp.ones(4)}
@@ -79,19 +78,3 @@ def test_optimizers_compute_in_float32_and_weights_do_not_depend_on_restart_or_m
     jax.tree.map(np.testing.assert_array_equal, params, whole[-1].params)
     again = updates(ONES, steps=1, first=1, **fields)[0].params
     assert np.any(np.asarray(again["w"] != whole[0].params["w"]))
-
-
-def test_report_says_which_weights_lose_updates():
-    def lines(params: Any, **fields: Any) -> list[str]:
-        learner = Learner.HParams.config(optimizer=Partial(optax.sgd), learning_rate=1e-3, **fields)
-        return list(rounding_lines(learner.Instantiate(), params))
-
-    (line,) = lines(ONES)
-    assert line.startswith(
-        "rounding     1 of 2 trained weights are in bfloat16: updates below 1/256"
-    )
-    # The number next to 1 is 1 + 1/128.
-    assert jnp.bfloat16(1 + 0.99 / 256) == 1 and jnp.bfloat16(1 + 1.01 / 256) > 1
-    (line,) = lines(ONES, stochastic_rounding=True)
-    assert line == "rounding     1 of 2 trained weights are in bfloat16, rounded stochastically"
-    assert not lines(ONES, frozen=("w",))

@@ -27,8 +27,7 @@ from layerkit.layers import (
 )
 from layerkit.layers.attention.projections import HeadProjection
 from layerkit.layers.moe.token_choice import MoeFeedForward
-from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
-from layerkit_runner.optim.learner import AuxiliaryOptimizer
+from layerkit.layers.quantization.lora import add_lora
 from layerkit_runner.optim.optimizers import (
     adam_with_update_cap,
     decays,
@@ -37,7 +36,6 @@ from layerkit_runner.optim.optimizers import (
     spares_norms,
 )
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
-from layerkit_runner.run.report.start_report import weight_decay_lines
 
 ZEROS = WeightInit.Constant(0.0)
 
@@ -129,13 +127,6 @@ def test_update_without_gradient_shrinks_the_weights_that_declare_it(task_of: An
     assert unchanged_by_decay(task) == SPARED
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_report_lists_the_weights_that_decay(task_of: Any, name: str):
-    task = task_of(optimizer=OPTIMIZERS[name].clone().set(mask=decays), learning_rate=0.1)
-    (report,) = task.decayed_weights(shapes_of(task))
-    assert {"/".join(path) for path in report.spared} == SPARED
-
-
 @pytest.mark.parametrize(
     ("optimizer", "decays_all"),
     [
@@ -165,30 +156,6 @@ def test_mask_without_norms_spares_their_scales_and_biases_alone(task_of: Any):
     task = task_of(optimizer=optimizer, learning_rate=0.1)
     (report,) = task.decayed_weights(shapes_of(task))
     assert {"/".join(path) for path in report.spared} == {path for path in SPARED if "norm" in path}
-
-
-def test_report_names_each_optimizer_and_a_decay_without_effect(tiny: Any, task_of: Any):
-    fields = {"weight_decay": 0.5, "mask": decays}
-    norms = AuxiliaryOptimizer.HParams.config(
-        name="norms",
-        weights=(".*/norm/.*",),
-        optimizer=Partial(optax.lion, **fields),
-        learning_rate=0.1,
-    )
-    learner = {
-        "optimizer": Partial(optax.adamw, **fields),
-        # The report does not depend on a rate that starts at 0.
-        "learning_rate": Config(optax.linear_schedule, 0.0, 0.1, 10),
-        "trainable": (LORA_WEIGHTS, ".*/norm/.*"),
-        "auxiliary_optimizers": [norms],
-    }
-    task, config = task_of(**learner), tiny.task_config(learner=learner).train.learner
-    assert list(weight_decay_lines(task, config, shapes_of(task))) == [
-        # 4 × 2 for the inputs and 2 × 2 × 2 for the heads.
-        "decayed      main: 2 weights with 16 entries: dot/lora_a, dot/lora_b",
-        "decayed      norms: no weight: weight_decay=0.5 has no effect, because its mask spares all"
-        " weights",
-    ]
 
 
 def test_mask_reads_boxes_and_needs_declarations_for_norms(raises):

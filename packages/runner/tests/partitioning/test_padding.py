@@ -29,7 +29,7 @@ from layerkit_runner.checkpointing.structure import join, named_leaves
 from layerkit_runner.init_from import InitFrom, Source, plan_first_state
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.partitioning.padding import UnevenArray, padding_text
+from layerkit_runner.partitioning.padding import UnevenArray
 from layerkit_runner.run.output_provenance import weights_digest_fn
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.tools.inspect.model import parameter_table, table_text
@@ -224,17 +224,6 @@ def test_padding_is_described_and_counted(spread: Run):
     assert f"padded on the devices: {text}" in table_text(table).splitlines()
     row = next(row for row in table.parameters if row.path == "lm/softmax/w")
     assert (row.shape, row.count, row.bytes_per_device) == ([13, 20], 13 * 20, 7 * 10 * 4)
-
-
-def test_padding_text_counts_bytes_of_padding(cube: Any):
-    paths = (".params['lm']['w']", ".opt_state[0].mu['lm']['w']", ".params['rows']['w']")
-    sharding = NamedSharding(cube, P("tensor", "fsdp"))
-    array = UnevenArray((13, 16), np.dtype(np.float32), ("vocab", "embed"), sharding)
-    # One row more than 13, of 16 numbers, shared by 4 devices, in 3 arrays.
-    assert padding_text(dict.fromkeys(paths, array)) == (
-        "vocab 13 → 14 over tensor (lm/w, rows/w); 48 B per device"
-    )
-    assert padding_text({}) == ""
 
 
 def test_step_donates_the_memory_of_the_state(spread: Run):

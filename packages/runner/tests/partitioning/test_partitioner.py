@@ -7,11 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit_runner.partitioning import SpmdPartitioner
 
 
 def bytes_on(device: jax.Device, tree: Any) -> int:
@@ -125,12 +123,3 @@ def test_axis_without_a_rule_is_an_error(raises, arrangements: Any, tiny: Any):
         partitioner = arrangements.start(shape, task)
         with raises(ConfigError, field="logical axis", value="mlpp"):
             partitioner.abstract_state(task)
-
-
-def test_partitioners_describe_their_meshes(arrangements: Any):
-    with pytest.raises(RuntimeError):
-        _ = SpmdPartitioner().mesh  # before the start
-    spmd, pmap = arrangements.start([2, 2, 2]), arrangements.start(None)
-    assert spmd.describe() == "SPMD over 8 device(s): data 2 × fsdp 2 × tensor 2"
-    assert spmd.batch_sharding().spec == PartitionSpec(("data", "fsdp"))
-    assert pmap.describe() == "pmap over 8 device(s), state replicated"

@@ -15,7 +15,6 @@ from etils import epath
 from layerkit_inputs.base.prefetch import Prefetch
 from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy
 from layerkit_runner.checkpointing.folders import committed_steps
-from layerkit_runner.checkpointing.policy import read_evaluations
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.data.train_inputs import TrainInput, TrainInputs
 from layerkit_runner.distributed.stop_signals import StopSignals
@@ -23,7 +22,7 @@ from layerkit_runner.errors import NonFiniteError, UsageError
 from layerkit_runner.observers import Goodput, Observer, Throughput
 from layerkit_runner.optim.early_stopping import EarlyStop, StoppingRule
 from layerkit_runner.partitioning import SpmdPartitioner
-from layerkit_runner.run.executor import Executor, due_programs
+from layerkit_runner.run.executor import Executor
 from layerkit_runner.run.programs.decode_program import DecodeProgram
 from layerkit_runner.run.programs.eval_program import EvalProgram
 from layerkit_runner.run.programs.skipped_steps import SKIPPED_STEPS, SkippedSteps
@@ -347,17 +346,6 @@ def test_save_request_without_checkpoints_saves_nothing_and_is_reported(make: An
     assert job.recorder.messages == ["not saved: the run has --noenable_checkpoint_saving"]
 
 
-def test_best_checkpoint_is_kept(make: Any, tmp_path: Any):
-    """Every step of rate 1 makes this model worse, so the first checkpoint is the best."""
-    intervals = {"save_interval_steps": 1, "save_max_to_keep": 1, "eval_interval_steps": 1}
-    job = make(num_train_steps=4, save_best_metric="points/loss", **intervals)
-    job.executor.run(job.state, 0)
-    job.executor.checkpoints.close()
-    found = read_evaluations(epath.Path(tmp_path) / "checkpoints")
-    best = min((1, 2, 3), key=lambda step: found.get(step, {}).get("points/loss", float("inf")))
-    assert saved_steps(tmp_path) == sorted({best, 4})
-
-
 @pytest.mark.parametrize(("eval_batches", "rows"), [(1, {"eval/points": 8}), (None, {})])
 def test_evaluation_of_some_batches_saves_its_position_and_that_of_all_does_not(
     make: Any, eval_batches: int | None, rows: dict[str, int]
@@ -369,16 +357,6 @@ def test_evaluation_of_some_batches_saves_its_position_and_that_of_all_does_not(
     found = {name: state["position"]["rows_done"] for name, state in states.items()}
     # One batch of 8 rows was evaluated, after step 2.
     assert found == {"train/Points": 16, **rows}
-
-
-def test_finished_run_trains_no_step(make: Any):
-    job = make(num_train_steps=3, save_interval_steps=20)
-    state, _ = job.executor.run(job.state, 0)
-    del job.recorder.events[:]
-    _, step = job.executor.run(state, 3)
-    assert step == 3
-    assert not any(event.startswith("step") for event in job.recorder.events)
-    job.executor.checkpoints.close()
 
 
 def test_decoding_starts_after_n_steps(make: Any):
@@ -446,13 +424,3 @@ def test_early_stopping_ends_a_run_with_a_save(make: Any, tmp_path: Any):
     again = make(num_train_steps=50, saves=False, rule=StopsAt(step=4))
     again.executor.early_stop.restore(metadata["early_stopping"], report=print)
     assert again.executor.run(again.state, 4)[1] == 4
-
-
-def test_due_programs_run_at_their_own_or_the_default_interval():
-    both = [
-        SimpleNamespace(name="a", interval_steps=2),
-        SimpleNamespace(name="b", interval_steps=None),
-    ]
-    due = {step: [p.name for p in due_programs(both, step, 3)] for step in (0, 1, 2, 3, 6)}
-    assert due == {0: ["a", "b"], 1: [], 2: ["a"], 3: ["b"], 6: ["a", "b"]}
-    assert due_programs(both[1:], 4, None) == []

@@ -24,7 +24,6 @@ from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.run.job_folder import (
     FILE_NAME,
-    changes_since_recorded,
     check_same_experiment,
     check_writable,
     command_line,
@@ -122,19 +121,6 @@ def test_check_writable_raises_for_a_link_of_another_user(raises: Any, folder: e
     os.chown(own / "checkpoints", 65534, 65534, follow_symlinks=False)
     with raises(UsageError, field="--job_log_dir", value=str(own)):
         check_writable(own)
-
-
-def test_changes_are_reported(folder: epath.Path):
-    write(folder)
-    lines: list[str] = []
-    write(folder, resolved(SHAPE=[1, 2, 3]), report=lines.append)
-    assert lines == [
-        "changed since this folder was last written: partitioner.ici_mesh_shape: None → [1, 2, 3]"
-    ]
-    assert json.loads((folder / "config.json").read_text())["overrides"]["SHAPE"] == "[1, 2, 3]"
-    assert "partitioner.ici_mesh_shape = [1, 2, 3]\n" in (folder / "config.txt").read_text()
-    assert changes_since_recorded(folder, resolved(SHAPE=[1, 2, 3])) == []
-    assert changes_since_recorded(folder, resolved())[1:] == ["  SHAPE: [1, 2, 3] → None"]
 
 
 def arguments_of(folder: epath.Path) -> RunOptions:

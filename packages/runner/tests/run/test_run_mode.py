@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import os
 from collections.abc import Callable
@@ -23,43 +22,11 @@ from layerkit.errors import UnknownNameError, UserError
 from layerkit_runner import BaseExperiment
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.run import export, inference
 from layerkit_runner.run import training_run as train
 from layerkit_runner.run.resolve import resolve
-from layerkit_runner.run.run_mode import OutOfMemoryError, memory_remedies, out_of_memory_text, run
+from layerkit_runner.run.run_mode import OutOfMemoryError, out_of_memory_text, run
 from layerkit_runner.run_options import RunOptions
-
-
-@dataclasses.dataclass
-class Input:
-    """An input with a batch size for each core."""
-
-    percore_batch_size: float
-    is_training: bool = True
-
-
-@dataclasses.dataclass
-class Stack:
-    """A stack of layers."""
-
-    remat: str
-
-
-class Large(BaseExperiment):
-    """A model, a partitioner and an input, with fields for what takes memory."""
-
-    PERCORE: float = 8.0
-    ICI_MESH_SHAPE: list[int] | None = None
-
-    def task(self) -> Config:
-        return Config(Stack, remat="save_all")
-
-    def datasets(self) -> list[Config]:
-        return [Config(Input, percore_batch_size=self.PERCORE)]
-
-    def partitioner(self) -> Config:
-        return SpmdPartitioner.HParams.config(ici_mesh_shape=self.ICI_MESH_SHAPE)
 
 
 class Bare(BaseExperiment):
@@ -123,18 +90,6 @@ def no_device_memory() -> None:
 )
 def test_out_of_memory_errors_are_recognized(text: str, words: str | None):
     assert out_of_memory_text(text) == words
-
-
-def test_remedies_name_fields_and_paths():
-    large, name = resolve(Large()), f"{__name__}.Large"
-    remedies = " ".join(memory_remedies("train", large))
-    for path in ("datasets.0.percore_batch_size", "task.remat", "partitioner.ici_mesh_shape"):
-        assert f"--fdl.{path} " in remedies.replace(",", " ").replace("=", " ")
-    assert f"runner --exp={name} --mode=plan --search" in remedies
-    remedies = " ".join(memory_remedies("eval", large))
-    assert "percore_batch_size" in remedies and "ici_mesh_shape" in remedies
-    assert "remat" not in remedies and "plan" not in remedies
-    assert memory_remedies("eval", BARE) == []
 
 
 def test_run_without_device_memory_ends_with_remedies(raises: Any, run_failing: Any, log: Path):

@@ -8,18 +8,14 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import json
-import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import optax
 import pytest
 from etils import epath
 
-from layerkit.base.base_model import WeightedScalar
 from layerkit.config import Config
 from layerkit.errors import UserError
 from layerkit_runner import BaseExperiment, UsageError
@@ -27,7 +23,6 @@ from layerkit_runner.checkpointing import structure
 from layerkit_runner.errors import NonFiniteError
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.optim.learner import Learner
-from layerkit_runner.run.inference import run_inference
 from layerkit_runner.run.job_folder import only_trainer
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
@@ -183,27 +178,6 @@ def test_checkpoint_that_is_not_finite_is_not_resumed(
     ]
 
 
-def test_evaluation_beside_training_reads_schedule_free_averages(
-    train: Any, experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    resolved, with_plain_sgd = resolve(experiment()), resolve(experiment())
-    resolved.task.train.learner.set(
-        optimizer=optax.contrib.schedule_free_sgd(0.05), learning_rate=None
-    )
-    at_the_end = held_out(train("job", resolved=resolved))
-    assert run_inference("eval_once", resolved, options(tmp_path / "job")) == 0
-    assert held_out(capsys.readouterr().out) == at_the_end
-    with_plain_sgd.task.train.learner.learning_rate = 0.05
-    assert held_out(train("plain", resolved=with_plain_sgd)) != at_the_end
-
-
-def test_fewer_steps_than_completed_are_reported(train: Any, job: Path):
-    output = train("job", max_steps=3)
-    assert "not training: step 4 is beyond task.train.num_train_steps=3." in output
-    assert " --fdl.MAX_STEPS=8\n" in output
-    assert "not training" not in train("job")
-
-
 def test_second_run_in_a_folder_is_an_error_and_changes_nothing(train: Any, job: Path):
     saving = job / "checkpoints" / "checkpoint_00000006.orbax-checkpoint-tmp-0"
     saving.mkdir()
@@ -271,48 +245,6 @@ def test_first_weights_that_are_not_finite_end_the_run_and_are_not_saved(
     assert not [*(tmp_path / "job").glob("checkpoints/checkpoint_*")]
 
 
-def test_save_keep_interval_hours_keeps_checkpoints(train: Any, experiment: Any, tmp_path: Path):
-    resolved = resolve(experiment(MAX_STEPS=6, MAX_TO_KEEP=1))
-    resolved.task.train.save_keep_interval_hours = 12.0
-    train("job", resolved=resolved)
-    folders = (tmp_path / "job" / "checkpoints").glob("checkpoint_*")
-    # The run takes less than 12 hours, so the first is the only one that is kept for its age.
-    kept = ["checkpoint_00000002", "checkpoint_00000006"]
-    assert sorted(path.name for path in folders) == kept
-
-
-@pytest.mark.usefixtures("matplotlib")
-def test_home_folder_in_job_log_dir_is_expanded(
-    train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    output = train("there", job_log_dir="~/job")
-    assert "writing to   ~/job; checkpoint every 2 steps" in output
-    assert "loss curve: ~/job/loss_curve.png" in output
-    assert not (tmp_path / "~").exists()
-    assert {"checkpoints", "config.json", "metrics.jsonl"} <= {
-        path.name for path in (tmp_path / "job").iterdir()
-    }
-    output = train("new", max_steps=5, restore_checkpoint_dir="~/job")
-    assert f"resuming from step 4 of {tmp_path}/job/checkpoints" in output
-
-
-def test_goodput_covers_all_runs_of_a_job(train: Any, tmp_path: Path):
-    assert "goodput: " in train("job", max_steps=5)
-    shutil.rmtree(tmp_path / "job" / "checkpoints" / "checkpoint_00000005")
-    output = train("job", max_steps=6)
-    (line,) = [line for line in output.splitlines() if line.startswith("goodput: ")]
-    assert re.search(r"lost .*; 2 runs, 0:00:\d\d between them, 1 step repeated$", line)
-    record = json.loads((tmp_path / "job" / "goodput.json").read_text())
-    assert (record["step"], record["num_steps"], record["num_lost_steps"]) == (6, 6, 1)
-    spent = {name for name, seconds in record["seconds"].items() if seconds > 0}
-    assert {"steps", "compile", "save", "eval", "start", "lost", "other"} <= spent
-    for logged in read_metrics(tmp_path / "job").train:
-        shares = [value for name, value in logged.items() if name.startswith("goodput/")]
-        assert sum(shares) == pytest.approx(1)
-
-
 def test_mfu_is_reported_if_the_peak_is_known(train: Any, job: Path, tmp_path: Path):
     assert not any("mfu" in logged for logged in read_metrics(job).train)
     train("known", peak_tflops_per_device=2.5e-6)
@@ -339,37 +271,6 @@ def test_wrong_flag_is_an_error_before_a_file_is_written(
     with pytest.raises(UserError):
         train("job", **option)
     assert not (tmp_path / "job").exists()
-
-
-def test_reported_loss_is_that_of_loss_name(
-    tiny: SimpleNamespace,
-    train: Any,
-    experiment: Any,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-):
-    class Smoothed(tiny.Regression):
-        """Trains more than the errors that it is compared by."""
-
-        reported_metric = "error"
-
-        def compute_loss(self, predictions: Any, batch: Any) -> Any:
-            metrics, outputs = super().compute_loss(predictions, batch)
-            error = metrics["loss"]
-            return {"error": error, "total": WeightedScalar(error.value + 1, error.weight)}, outputs
-
-    class Compared(experiment):
-        LOSS_NAME = "total"
-
-        def task(self) -> Config:
-            return super().task().set(model=Smoothed.HParams.config())
-
-    trained = held_out(train("job", resolved=resolve(Compared())))
-    (record,) = read_metrics(tmp_path / "job").evals["held out"]
-    assert trained == f"held out: error {record['error']:.4f}"
-    assert record["total"] == pytest.approx(record["error"] + 1)
-    assert run_inference("eval_once", resolve(Compared()), options(tmp_path / "job")) == 0
-    assert held_out(capsys.readouterr().out) == trained
 
 
 def test_summary_writer_can_be_turned_off(train: Any, tmp_path: Path):

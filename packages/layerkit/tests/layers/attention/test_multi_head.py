@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from layerkit.base.base_layer import RANDOM
 from layerkit.base.sharding import DEFAULT_RULES, BoundSharding
-from layerkit.base.weights import logical_axes
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.biases import Alibi, RelativeBias
 from layerkit.layers.attention.multi_head import MultiHeadAttention
@@ -207,33 +206,6 @@ def test_window_without_causal_mask_is_two_sided():
 
     changed = np.abs(read(x.at[:, 3].add(1.0)) - read(x)).max(axis=(0, 2)) > 1e-6
     np.testing.assert_array_equal(changed, [False, False, True, True, True, False])
-
-
-def test_weights_have_the_documented_shapes_and_axes():
-    layer = make(
-        num_kv_heads=2, use_bias=True, per_dim_scale=True, use_sinks=True, rotary_tpl=ROTARY
-    )
-    boxed = layer.init_boxed(jax.random.key(0))
-    shapes = jax.eval_shape(layer.init, jax.random.key(0))
-    assert jax.tree.map(jnp.shape, shapes) == {
-        "params": {
-            "query": {"w": (8, 4, 2), "b": (4, 2)},
-            "key": {"w": (8, 2, 2), "b": (2, 2)},
-            "value": {"w": (8, 2, 2), "b": (2, 2)},
-            "output": {"w": (4, 2, 8), "b": (8,)},
-            "scale": (2,),
-            "sinks": (4,),
-        }
-    }
-    of_keys = {"w": ("embed", "kv_heads", "head_dim"), "b": ("kv_heads", "head_dim")}
-    assert logical_axes(boxed)["params"] == {
-        "query": {"w": ("embed", "heads", "head_dim"), "b": ("heads", "head_dim")},
-        "key": of_keys,
-        "value": of_keys,
-        "output": {"w": ("heads", "head_dim", "embed"), "b": ("embed",)},
-        "scale": ("head_dim",),
-        "sinks": ("heads",),
-    }
 
 
 def test_fans_of_grouped_keys_are_those_of_their_weight():

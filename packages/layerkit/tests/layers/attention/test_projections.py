@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.base.weights import logical_axes, unbox
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 
 INTO = HeadProjection(input_dims=6, num_heads=4, head_dim=2, use_bias=True)
@@ -33,21 +31,6 @@ def test_projection_equals_einsum(layer, shape, equation):
     x, weights = jax.random.normal(jax.random.key(2), shape), drawn_weights(layer)
     expected = np.einsum(equation, x, weights["params"]["w"]) + weights["params"]["b"]
     np.testing.assert_allclose(layer.apply(weights, x), expected, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("layer", "shapes", "axes"),
-    [
-        (INTO, {"w": (6, 4, 2), "b": (4, 2)}, ("embed", "heads", "head_dim")),
-        (OUT_OF, {"w": (4, 2, 6), "b": (6,)}, ("heads", "head_dim", "embed")),
-    ],
-)
-def test_weights_have_the_documented_shapes_and_axes_and_biases_start_at_zero(layer, shapes, axes):
-    boxed = layer.init_boxed(jax.random.key(0))
-    assert jax.tree.map(jnp.shape, unbox(boxed)) == {"params": shapes}
-    bias_axes = axes[-len(shapes["b"]) :]
-    assert logical_axes(boxed)["params"] == {"w": axes, "b": bias_axes}
-    np.testing.assert_array_equal(boxed["params"]["b"].value, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -351,29 +351,3 @@ def test_rows_split_by_shard_map_equal_one_device(dtype, chunk_size):
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-5)
     tolerance = (1e-5 if dtype == jnp.float32 else 1e-2) * np.abs(weight(expected[1])).max()
     np.testing.assert_allclose(weight(got[1]), weight(expected[1]), rtol=0, atol=tolerance)
-
-
-def test_activation_axes_lay_out_the_outputs():
-    sharding = bound()
-    layer = Embedding(num_classes=4, input_dims=6, sharding=sharding)
-    ids = draw_ids(4, 2, classes=4)
-    variables = layer.init(KEY)
-
-    def spec(layer, *args, method="fprop"):
-        return jax.jit(lambda *a: layer.apply(*a, method=method))(*args).sharding.spec
-
-    assert spec(layer, variables, ids) == PartitionSpec(("data", "fsdp"))
-    other = layer.clone(activation_axes=("batch", None, "act_mlp"))
-    assert spec(other, variables, ids) == PartitionSpec(("data", "fsdp"), None, "tensor")
-    # Without names any rank will do.
-    assert layer.clone(activation_axes=None).apply(variables, ids[0]).shape == (2, 6)
-
-    tied = SharedEmbeddingSoftmax(
-        num_classes=4, input_dims=6, sharding=sharding, embedding_axes=("batch", None, "act_mlp")
-    )
-    split = PartitionSpec(("data", "fsdp"), None, "tensor")
-    assert spec(tied, variables, ids, method="embed") == split
-    hidden = draw(4, 2, 6)
-    assert spec(tied, variables, hidden, method="logits") == split
-    free = tied.clone(activation_axes=None)
-    assert free.apply(variables, hidden[0], method="logits").shape == (2, 4)

@@ -9,9 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.base.sharding import BoundSharding
-from layerkit.base.weights import WeightInit
-from layerkit.layers.basic.activations import SquaredReLU
 from layerkit.layers.basic.linears import Bias, FeedForward, Linear
 
 KEY = jax.random.key(0)
@@ -35,20 +32,6 @@ def test_linear_computes_in_the_compute_dtype_and_keeps_weights_in_theirs():
     assert layer.apply(variables, X).dtype == jnp.bfloat16
 
 
-def test_linear_activation_axes_lay_out_the_outputs():
-    mesh = jax.sharding.Mesh(np.reshape(jax.devices(), (2, 4)), ("data", "tensor"))
-    layer = Linear(
-        input_dims=4,
-        output_dims=8,
-        activation_axes=("batch", "length", "act_mlp"),
-        sharding=BoundSharding(mesh),
-    )
-    outputs = jax.jit(layer.apply)(layer.init(KEY), X)
-    assert outputs.sharding.shard_shape(outputs.shape) == (1, 3, 2)
-    free = layer.clone(activation_axes=None)
-    np.testing.assert_allclose(outputs, free.apply(free.init(KEY), X), rtol=1e-5, atol=1e-6)
-
-
 def test_bias_starts_at_zero_and_is_added():
     layer = Bias(dims=4)
     variables = layer.init(KEY)
@@ -66,15 +49,3 @@ def test_feed_forward_is_linear_then_bias_then_activation(has_bias):
     assert jax.tree.map(jnp.shape, layer.init(KEY)) == jax.tree.map(jnp.shape, variables)
     outputs = layer.apply(variables, X)
     np.testing.assert_allclose(outputs, np.maximum(X @ w + b, 0.0), rtol=1e-5, atol=1e-6)
-
-
-def test_feed_forward_templates_reach_the_children():
-    config = FeedForward.HParams.config(input_dims=2, output_dims=3)
-    config.linear_tpl.weight_init = WeightInit.Constant(1.0)
-    config.bias_tpl.dtype = jnp.bfloat16
-    config.activation_tpl = SquaredReLU.HParams.config()
-    layer = config.Instantiate()
-    variables = layer.init(KEY)
-    assert variables["params"]["bias"]["b"].dtype == jnp.bfloat16
-    outputs = layer.apply(variables, np.array([[1.0, 2.0]], np.float32))
-    np.testing.assert_array_equal(outputs, np.full((1, 3), 9.0))  # (1·1 + 2·1)²

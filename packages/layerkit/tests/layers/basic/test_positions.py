@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerkit.base.weights import WeightInit, logical_axes
 from layerkit.layers.basic.positions import (
     PositionalEmbedding,
     PositionalEmbedding2D,
@@ -37,11 +36,6 @@ def test_sinusoids_follow_the_timescale_fields():
     np.testing.assert_allclose(layer.apply({}, jnp.array([[3]]))[0, 0], expected, rtol=1e-5)
 
 
-def test_sinusoids_of_two_dims_are_sine_and_cosine():
-    vectors = PositionalEmbedding(dims=2).apply({}, jnp.array([[3]]))
-    np.testing.assert_allclose(vectors, [[[np.sin(3.0), np.cos(3.0)]]], rtol=1e-5)
-
-
 def test_sinusoids_are_computed_in_float32_and_cast():
     positions = jnp.array([[1001]])
     exact = PositionalEmbedding(dims=8).apply({}, positions)
@@ -59,23 +53,6 @@ def test_trainable_positions_are_rows_of_the_weight():
     np.testing.assert_array_equal(layer.apply(variables, positions), table[positions])
     inside_and_beyond = layer.apply(variables, jnp.array([[4, 5]]))[0]
     assert np.isfinite(inside_and_beyond[0]).all() and np.isnan(inside_and_beyond[1]).all()
-
-
-def test_trainable_positions_init_axes_and_dtype():
-    sizes = {"dims": 64, "max_length": 200}
-    boxed = TrainablePositionalEmbedding(**sizes).init_boxed(jax.random.key(0))
-    assert logical_axes(boxed)["params"]["w"] == ("positions", "embed")
-    np.testing.assert_allclose(boxed["params"]["w"].value.std(), 1 / 8, rtol=0.03)
-    other = TrainablePositionalEmbedding(
-        **sizes, weight_axes=(None, None), weight_init=WeightInit.Constant(2.0)
-    ).init_boxed(jax.random.key(0))
-    assert logical_axes(other)["params"]["w"] == (None, None)
-    np.testing.assert_array_equal(other["params"]["w"].value, 2.0)
-    inherited = TrainablePositionalEmbedding(**sizes, params_init=WeightInit.Constant(3.0))
-    np.testing.assert_array_equal(inherited.init(jax.random.key(0))["params"]["w"], 3.0)
-    half = TrainablePositionalEmbedding(**sizes, fprop_dtype=jnp.bfloat16)
-    vectors = half.apply(half.init(jax.random.key(0)), jnp.array([[1]]))
-    assert vectors.dtype == jnp.bfloat16
 
 
 def rotate_by_complex_numbers(x, positions, smallest, largest):

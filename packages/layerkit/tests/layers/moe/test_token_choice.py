@@ -238,15 +238,6 @@ def test_shared_gate_multiplies_the_shared_experts():
     np.testing.assert_allclose(whole, routed + gate * output, atol=1e-5)
 
 
-def test_outputs_have_the_compute_dtype():
-    layer = make(fprop_dtype=jnp.bfloat16)
-    variables = drawn_weights(layer)
-    output = jax.jit(layer.apply)(variables, X)
-    assert output.dtype == jnp.bfloat16
-    full = jax.jit(make().apply)(variables, X.astype(jnp.bfloat16).astype(np.float32))
-    np.testing.assert_allclose(output.astype(jnp.float32), full, rtol=0.02, atol=0.06)
-
-
 def test_weights_have_the_fans_of_one_expert_and_axes():
     layer = make(input_dims=300, hidden_dims=200, num_shared_experts=1, use_shared_gate=True)
     boxed = jax.jit(layer.init_boxed)(KEY)

@@ -153,32 +153,6 @@ def test_ring_raises_for_an_unsupported_call(raises, change):
         select_backend("auto", dataclasses.replace(call, **change))
 
 
-@pytest.mark.parametrize(
-    ("change", "line"),
-    [
-        ({"platform": "cpu"}, "xla (auto: cpu has no fused kernel)"),
-        ({}, "cudnn (auto: cudnn supports this call on gpu)"),
-        ({"platform": "cuda"}, "cudnn (auto: cudnn supports this call on cuda)"),
-        ({"has_segments": True}, "pallas (auto: cudnn requires no segments or padding)"),
-        ({"has_cudnn": False}, "pallas (auto: cudnn requires an installed cuDNN)"),
-        (
-            {"has_dropout": True},
-            "xla (auto: cudnn requires no dropout; pallas requires no dropout)",
-        ),
-        (
-            {"dtype": "float32"},
-            "xla (auto: cudnn requires bfloat16 or float16 instead of float32; "
-            "pallas requires bfloat16 or float16 instead of float32)",
-        ),
-        (ON_TPU, "pallas (auto: pallas supports this call on tpu)"),
-        ({**ON_TPU, "has_dropout": True}, "xla (auto: pallas requires no dropout)"),
-    ],
-)
-def test_auto_describes_its_choice(change, line):
-    chosen = select_backend("auto", dataclasses.replace(FUSABLE, **change))
-    assert chosen.describe() == f"attention backend: {line}"
-
-
 def test_unknown_backend_raises(raises):
     with raises(ConfigError, field="backend", value="cudn", choices=BACKEND_NAMES):
         select_backend("cudn", FUSABLE)

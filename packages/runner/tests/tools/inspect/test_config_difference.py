@@ -15,7 +15,6 @@ from layerkit_runner.run.job_folder import write_config
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run_options import RunOptions
 from layerkit_runner.tools.inspect.config_difference import (
-    difference_text,
     differences,
     recorded_side,
     resolved_side,
@@ -48,25 +47,6 @@ def test_differences_of_a_recorded_run_and_the_experiment(resolved: Any, tmp_pat
     found = differences(resolved_side(resolved())[1], there)
     assert list(found) == ["experiment.DIMS", "task.model.dims"]
     assert all(values == {"here": 2, "there": 4} for values in found.values())
-
-
-def test_differences_are_printed_as_a_table():
-    here = ("lm.A", {"a": 1, "only": None, "same": "x"})
-    there = ("lm.B", {"a": None, "same": "x", "more": [1]})
-    found = differences(here[1], there[1])
-    assert difference_text(here, there, found).splitlines() == [
-        "here   lm.A",
-        "there  lm.B",
-        "",
-        "field  here  there",
-        "a      1     None",
-        "only   None  –",
-        "more   –     [1]",
-        "",
-        "3 of 4 fields differ",
-    ]
-    assert difference_text(here, here, {}).splitlines()[2:] == ["nothing differs"]
-    assert (found["only"], found["a"]) == ({"here": None}, {"here": 1, "there": None})
 
 
 def test_values_of_different_types_differ():

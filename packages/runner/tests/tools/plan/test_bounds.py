@@ -81,13 +81,6 @@ def test_unknown_device_figures_leave_times_none():
     }
 
 
-def test_unknown_network_bandwidth_keeps_the_bound_of_other_resources():
-    device = dataclasses.replace(H100, slow_bandwidth=None)
-    found = bounds(compute=0.5, fast=0.25, slow=100, device=device)
-    assert (found.limited_by, found.step_seconds) == ("compute", pytest.approx(0.5))
-    assert found.unknown == ["bandwidth between slices"]
-
-
 def test_memory_bytes_of_a_step():
     # Arguments read, outputs written, weights read twice more; temporaries written and read.
     assert device_work(MEMORY, [], flops=1.0).memory_bytes == 310 + 305 + 200 + 2000

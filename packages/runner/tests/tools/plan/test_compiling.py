@@ -98,17 +98,6 @@ def test_other_errors_of_a_compiler_are_not_taken_for_a_lack_of_memory():
         compile_step(broken, platform="cpu", is_here=True)
 
 
-def test_notes_of_a_step_compiled_without_a_gpu():
-    def notes(hlo_text, *, is_here):
-        step = CompiledStep(hlo_text)
-        return list(compiler_notes(None, step, platform="gpu", is_here=is_here))
-
-    assert notes("", is_here=True) == []
-    timed, workspace = notes('custom_call_target="__cudnn$fmhaSoftmax"', is_here=False)
-    assert "no kernels were timed" in timed
-    assert "it is not counted" in workspace
-
-
 def test_a_program_that_jax_cannot_read_leaves_its_sizes():
     compiled = jax.jit(jnp.sin).lower(np.ones(256, np.float32)).compile()
 

@@ -152,29 +152,11 @@ def test_candidate_whose_state_exceeds_the_memory_is_not_compiled(tunable_lm):
     assert all(each.mesh["data"] == 1 for each in found.ranked)
 
 
-@pytest.mark.slow
-def test_search_reports_the_first_reason_for_which_meshes_were_rejected(tunable_lm):
-    # Neither 4 rows can be split in 8, nor 2 heads in 4.
-    experiment = tunable_lm(NUM_LAYERS=1, PERCORE_BATCH_SIZE=0.5, MESH=[2, 2, 2])
-    found = searched(experiment, compilations=7)
-    ((why, count),) = found.left_out.items()
-    assert count >= 1
-    prefix = "the mesh or the experiment does not allow it, such as: "
-    assert why.startswith(prefix) and "Expected a" in why.removeprefix(prefix)
-
-
 def test_state_that_exceeds_the_memory_is_an_error_before_compilation(tunable_lm):
     target = Target(dataclasses.replace(CPU, memory_bytes=1000), 8)
     resolved = resolve(tunable_lm())
     with pytest.raises(StateTooLargeError):
         make_plan(resolved, jax.devices("cpu")[:8], target=target, check_state=True)
-
-
-@pytest.mark.slow
-def test_search_stops_after_its_time(tunable_lm):
-    ticks = iter(range(0, 1000, 10))
-    found = searched(tunable_lm(), seconds=5.0, clock=lambda: float(next(ticks)))
-    assert (found.compilations, found.limit) == (1, "5 s (--max_seconds)")
 
 
 @pytest.mark.slow

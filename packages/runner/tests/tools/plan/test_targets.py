@@ -13,27 +13,18 @@ from layerkit_runner.tools.plan.hardware import device_kind, parse_target, sized
 @pytest.mark.parametrize(
     ("text", "kind", "num_devices", "num_slices", "topology"),
     [
-        ("cpu", "cpu", None, 1, ()),
         ("cpux256", "cpu", 256, 1, ()),
-        ("h100", "h100", None, 1, ()),
         ("h100x256", "h100", 256, 32, ()),
-        ("H100x8", "h100", 8, 1, ()),
         ("a100x4", "a100", 4, 1, ()),
-        ("a100-40gbx16", "a100-40gb", 16, 2, ()),
         ("v5p:8x8x4", "v5p", 256, 1, (8, 8, 4)),
         ("v5e:4x4*2", "v5e", 32, 2, (4, 4)),
         # A chip of these is two devices, and two TensorCores.
         ("v7x:2x2x1", "v7x", 8, 1, (2, 2, 1)),
         ("tpu7x-128", "v7x", 128, 1, (4, 4, 4)),
         # Google Cloud counts TensorCores of v4 and v5p, and chips of the others.
-        ("v4-8", "v4", 4, 1, (2, 2, 1)),
         ("v4-128", "v4", 64, 1, (4, 4, 4)),
         ("2xv4-128", "v4", 128, 2, (4, 4, 4)),
-        ("v4-384", "v4", 192, 1, (4, 4, 12)),
-        ("v5p-256", "v5p", 128, 1, (4, 4, 8)),
-        ("v5p-768", "v5p", 384, 1, (4, 8, 12)),
         ("v5litepod-16", "v5e", 16, 1, (4, 4)),
-        ("v6e-8", "v6e", 8, 1, (2, 4)),
         ("v6e-256", "v6e", 256, 1, (16, 16)),
     ],
 )
@@ -49,17 +40,11 @@ def test_target_is_parsed(text, kind, num_devices, num_slices, topology):
     ("text", "field", "value"),
     [
         ("h100x12", "--target", "h100x12"),
-        ("v5px8", "--target", "v5px8"),
         ("v5p:8x8", "--target", "v5p:8x8"),
-        ("v5e:4x0", "--target", "v5e:4x0"),
         ("v5e:4x4*0", "--target", "v5e:4x4*0"),
-        ("h100:8", "--target", "h100:8"),
         ("v4-7", "--target", "v4-7"),
-        ("v5e-12", "--target", "v5e-12"),
-        ("cpux0", "--target", "cpux0"),
         ("8", "--target", "8"),
         ("h10x8", "kind of device", "h10"),
-        ("cpu8", "kind of device", "cpu8"),
     ],
 )
 def test_invalid_target_raises(raises, text, field, value):
