@@ -209,14 +209,6 @@ def test_help_matches_the_golden(place: Path):
     assert golden.read_text() == "\n".join(pages)
 
 
-def test_flags_are_checked_against_the_launcher(place: Path, monkeypatch: pytest.MonkeyPatch):
-    launched = {"JOB_ID": "4711", "STEP_NODELIST": "node1", "NTASKS": "8", "PROCID": "3"}
-    for name, value in launched.items():
-        monkeypatch.setenv(f"SLURM_{name}", value)
-    text = usage_error(place, "--exp=lm.Large", "--num_processes=4")
-    assert "--num_processes=4" in text and "SLURM_NTASKS" in text
-
-
 def test_list_prints_the_catalogue_and_filters_by_all_tags(place: Path):
     def listed(*words: str) -> str:
         done = runner(place, "--list", *words, before_import=True)

@@ -176,24 +176,6 @@ def test_patterns_without_a_match_are_reported():
     assert told.startswith("a: opt_state_rules[0]: 'nu/.*' matches no name")
 
 
-def test_missing_weight_is_drawn_and_ignored_weight_is_left_out():
-    stored = {**without("params/head/w"), ("params", "old", "w"): spec(1)}
-    found = matched(stored, ignore=("old/.*",), begin={"missing": "draw"})
-    assert found.drawn == (("params", "head", "w"),)
-
-
-def test_averages_are_read_in_place_of_weights_and_moving_statistics():
-    averages = {
-        ("ema", "head", "w"): spec(2, 9),
-        ("ema_statistics", "encoder", "mean"): spec(2),
-        ("ema_count",): spec(dtype=np.int32),
-    }
-    found = origins(matched({**SAME, **averages}, use_ema=True))
-    assert found["params/head/w"] == "a:ema/head/w"
-    assert found["params/encoder/w"] == "a:params/encoder/w"
-    assert found["non_trainable/encoder/mean"] == "a:ema_statistics/encoder/mean"
-
-
 def test_use_ema_of_a_source_without_averages_is_an_error(raises):
     with raises(UsageError, owner="begin", field="use_ema"):
         matched(SAME, use_ema=True)
@@ -236,11 +218,6 @@ def test_invalid_setting_is_an_error(raises, field: str, value: Any):
     settings = {"sources": [Source(folder="x")], "label": "begin", field: value}
     with raises(UserError, owner="begin", field=field, value=value):
         InitFrom(**settings)
-
-
-def test_negative_step_is_an_error(raises):
-    with raises(UserError, field="step", value=-1):
-        Source(folder="x", step=-1)
 
 
 def test_step_of_two_sources_is_an_error(raises):

@@ -270,11 +270,7 @@ def test_unknown_form_of_groups_raises(text):
 @pytest.mark.parametrize(
     ("groups", "axes"),
     [
-        ([[0, 1], [2, 3], [4, 5], [6, 7]], "tensor"),
-        ([[0, 2], [1, 3], [4, 6], [5, 7]], "fsdp"),
-        ([[4, 0], [1, 5], [6, 2], [3, 7]], "data"),
         ([[0, 2, 4, 6], [1, 3, 5, 7]], "data+fsdp"),
-        ([[0, 1, 4, 5], [2, 3, 6, 7]], "data+tensor"),
         ([[0, 1, 2, 3, 4, 5, 6, 7]], "data+fsdp+tensor"),
         ([[0, 3], [1, 2], [4, 7], [5, 6]], "mixed"),  # two coordinates differ, two of four members
         ([[0, 1], [2, 6], [4, 5], [3, 7]], "mixed"),  # tensor in some groups, data in others
@@ -283,10 +279,6 @@ def test_unknown_form_of_groups_raises(text):
 )
 def test_groups_are_named_by_the_axes_they_span(groups, axes):
     assert axes_of_groups(groups, MESH) == axes
-
-
-def test_part_of_an_axis_is_no_axis():
-    assert axes_of_groups([[0, 1], [2, 3]], {"fsdp": 4}) == "mixed"
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data())
