@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from layerkit.config import Config, build
 from layerkit_runner import BaseExperiment, Observer, Override, UsageError
-from layerkit_runner.config.config_text import config_json, config_text
+from layerkit_runner.config.config_tree import config_json, config_text
 from layerkit_runner.config.experiment import experiment_fields, reduced_values
 from layerkit_runner.config.flags import parse_flags
-from layerkit_runner.config.overrides import parse_fields
+from layerkit_runner.config.requests import parse_fields
 from layerkit_runner.errors import FieldError
 from layerkit_runner.run.resolve import resolve
 

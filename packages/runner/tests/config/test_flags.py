@@ -11,7 +11,7 @@ import pytest
 
 from layerkit_runner.config.flags import parse_flags, read_flags
 from layerkit_runner.config.help import GROUPS, help_text
-from layerkit_runner.config.overrides import Override
+from layerkit_runner.config.requests import Override
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run.resolve import check_folder
 from layerkit_runner.run_options import FLAGS, MODES, Flag, RunOptions, positive

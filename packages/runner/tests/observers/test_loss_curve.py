@@ -6,7 +6,7 @@ import struct
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_runner.observers.loss_curve import draw_loss_curve, smooth
+from layerkit_runner.observers.metrics_log import draw_loss_curve, smooth
 
 pytestmark = pytest.mark.usefixtures("matplotlib")
 

@@ -25,8 +25,9 @@ from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.run.executor import Executor
 from layerkit_runner.run.programs.decode_program import DecodeProgram
 from layerkit_runner.run.programs.eval_program import EvalProgram
-from layerkit_runner.run.programs.skipped_steps import SKIPPED_STEPS, SkippedSteps
 from layerkit_runner.run.programs.train_program import (
+    SKIPPED_STEPS,
+    SkippedSteps,
     StepReports,
     TrainProgram,
     TrainPrograms,

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from layerkit_runner import cli
-from layerkit_runner.config import pax
+from layerkit_runner.config import flags as pax
 from layerkit_runner.run_options import FLAGS
 from layerkit_runner.tools.launch.command import KINDS
 

@@ -8,7 +8,7 @@ import pytest
 from layerkit.config import Config, assigned_fields
 from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
 from layerkit.ops.pipeline_schedule import PipelineSchedule
-from layerkit_runner.config.overrides import Override
+from layerkit_runner.config.requests import Override
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run.resolve import resolve

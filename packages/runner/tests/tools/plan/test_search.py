@@ -99,7 +99,7 @@ def test_search_ranks_candidates_that_fit_first(tunable_lm):
 def test_flags_of_the_best_candidate_make_its_plan(tunable_lm):
     from layerkit_runner.config.experiment import experiment_fields
     from layerkit_runner.config.flags import parse_flags
-    from layerkit_runner.config.overrides import parse_fields
+    from layerkit_runner.config.requests import parse_fields
 
     found = searched(tunable_lm(NUM_LAYERS=2), memory=300_000)
     assert found.command[0] == "--fdl.NUM_LAYERS=2"
