@@ -13,7 +13,6 @@ import pytest
 
 from layerkit.config import Partial
 from layerkit.errors import ConfigError
-from layerkit_inputs import Prefetch
 from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.grain.iter_input import GrainIterInput
 from layerkit_inputs.testing import laws
@@ -146,20 +145,6 @@ def test_training_epochs_have_different_orders_and_batches_span_epochs():
     assert first.tolist() != second.tolist()
     other = reader(is_training=True, batch_size=32, input_random_seed=1).get_next().x[:, 0]
     assert other.tolist() != first.tolist()
-
-
-@pytest.mark.parametrize("dataset", [filtered, packed], ids=lambda d: d.__name__)
-def test_states_are_small_json_and_resume_under_prefetch(dataset):
-    source = reader(dataset=dataset, is_training=True)
-    expected = laws.take(reader(dataset=dataset, is_training=True), 30)
-    ahead = Prefetch(source=source, depth=3)
-    laws.assert_same_batches(laws.take(ahead, 17), expected[:17])
-    text = json.dumps(ahead.get_state())
-    ahead.close()
-    assert len(text) < 4096
-    fresh = reader(dataset=dataset, is_training=True)
-    fresh.set_state(json.loads(text))
-    laws.assert_same_batches(laws.take(fresh, 13), expected[17:])
 
 
 def test_states_fit_only_the_same_host_and_fields(raises):

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import json
 import shutil
 
@@ -98,24 +97,6 @@ def test_every_epoch_has_every_example_once_in_another_order(path, fields, folde
     assert first != sorted(first)
 
 
-@pytest.mark.parametrize("num_hosts", [2, 3])
-def test_hosts_train_on_shares_that_do_not_overlap(num_hosts, fields):
-    # Two hosts do not divide three files, so each reads every second example; three read a file.
-    shares = []
-    for host in range(num_hosts):
-        source = HuggingFaceStream(
-            **{**fields, **SINGLE, "batch_size": 1},
-            infeed_host_index=host,
-            num_infeed_hosts=num_hosts,
-        )
-        share = []
-        while source._position.epoch == 0:
-            share += examples_of(source, 1)
-        shares.append(share[:-1])  # the last one is of the next epoch
-    texts = list(itertools.chain(*shares))
-    assert len(texts) == len(set(texts)) == NUM_ALL
-
-
 def test_a_state_is_small_with_long_rows_too(tmp_path, fields):
     lines = [json.dumps({"text": f"{number} words of an example " * 40}) for number in range(60)]
     (tmp_path / "long.jsonl").write_text("\n".join(lines))
@@ -129,10 +110,8 @@ def test_a_state_is_small_with_long_rows_too(tmp_path, fields):
 @pytest.mark.parametrize(
     "more",
     [
-        {"shuffle_window": 6},
         {"input_random_seed": 3},
         {"seq_length": 8},
-        {"packing": "none", "trim": True},
         {"data_files": "one file"},
         {"data_files": "other documents of equal size"},
         {"tokenizer": "t5"},

@@ -194,16 +194,3 @@ def test_loss_is_weighted():
     np.testing.assert_allclose(metrics["xent"].value, np.average(xent, weights=weights), rtol=1e-4)
     accuracy = np.average(np.argmax(logits, -1) == labels, weights=weights)
     np.testing.assert_allclose(metrics["accuracy"].value, accuracy, rtol=1e-6)
-
-
-def test_source_may_have_a_separate_embedding():
-    config = network()
-    config.set(source_vocab_size=40, source_embedding_tpl=Embedding.HParams.config())
-    model = config.Instantiate()
-    params = weights_of(model)["params"]
-    assert params["source_embedding"]["w"].shape == (40, 8)
-    assert params["softmax"]["w"].shape == (VOCAB, 8)
-    logits = jax.jit(partial(model.apply, method="logits"))(
-        {"params": params}, SOURCE_IDS + 20, TARGET_IDS
-    )
-    assert jnp.isfinite(logits).all()

@@ -11,10 +11,9 @@ from layerkit.base.sharding import BoundSharding
 from layerkit.base.weights import is_box
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.embeddings import Embedding, FullSoftmax
-from layerkit.layers.basic.positions import RotaryPositionalEmbedding, TrainablePositionalEmbedding
+from layerkit.layers.basic.positions import TrainablePositionalEmbedding
 from layerkit.layers.transformer.stacks import (
     StackedTransformer,
-    StackedTransformerRepeated,
 )
 from layerkit.models.language_model import LanguageModel
 
@@ -27,15 +26,6 @@ def make_model(stack, **fields):
     config.lm_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=12, num_layers=2, num_heads=4)
     config.lm_tpl.stack_tpl = stack.HParams.config(**fields)
     return config
-
-
-def rotary_in_a_loop():
-    config = make_model(StackedTransformerRepeated, remat="dots_no_batch")
-    config.lm_tpl.num_kv_heads = 2
-    layer = config.lm_tpl.stack_tpl.layer_tpl
-    layer.attention_tpl.rotary_tpl = RotaryPositionalEmbedding.HParams.config()
-    layer.feed_forward_tpl.use_gate = True
-    return config.Instantiate()
 
 
 def biased_in_a_row():
@@ -124,19 +114,3 @@ def test_losses_and_gradients_equal_those_of_one_device(bound):
     assert sum(part for _, part in sizes) < 0.4 * sum(whole for whole, _ in sizes)
     text = compiled.as_text()
     assert "all-reduce" in text and "all-gather" in text
-
-
-def test_logits_are_sharded_by_their_axes(bound):
-    model = rotary_in_a_loop()
-    variables = random_weights(model)
-    read = lambda model, ids: model.lm.logits(ids)  # noqa: E731
-    ids = packed_batch().ids
-    expected = jax.jit(lambda v: model.apply(v, ids, method=read))(variables)
-    places = layouts(model, bound)
-    sharded = model.clone(sharding=bound)
-    run = jax.jit(
-        lambda v, ids: sharded.apply(v, ids, method=read), in_shardings=(places, rows(bound))
-    )
-    logits = run(variables, ids)
-    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
-    assert logits.addressable_shards[0].data.shape == (BATCH // 4, LENGTH, VOCAB // 2)

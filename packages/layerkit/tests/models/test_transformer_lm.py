@@ -259,18 +259,6 @@ def test_embedding_norm_removes_the_scale_of_embeddings():
     assert np.any(np.abs(run(variables) - expected) > 1e-2)
 
 
-def test_final_norm_may_be_left_out():
-    config = llama_like(StackedTransformer, final_norm_tpl=None)
-    config.stack_tpl.layer_tpl.norm_policy = "post"
-    model, ids = config.Instantiate(), random_ids(2)
-    variables = random_weights(model)
-    assert "final_norm" not in variables["params"]
-    last = variables["params"]["stack"]["layers_1"]["feed_forward_norm"]
-    last["scale"][:] = 1.0
-    hidden = jax.jit(lambda v: model.apply(v, ids, method="hidden"))(variables)
-    np.testing.assert_allclose(np.mean(hidden**2, axis=-1), np.ones((2, LENGTH)), rtol=1e-3)
-
-
 def test_bfloat16_is_close_to_float32():
     ids = random_ids(4)
 

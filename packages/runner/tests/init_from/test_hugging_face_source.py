@@ -79,19 +79,6 @@ def test_weights_of_a_pipelined_model(folder: tuple[Path, dict[str, Any]], begin
     assert drawn
 
 
-def test_rules_select_from_a_hugging_face_folder(folder: tuple[Path, dict[str, Any]], begin: Any):
-    path, values = folder
-    # A row of layer 1 in place of a bias.
-    name = "lm/stack/repeat/sub/attention/output/w"
-    source = {"folder": str(path), "rules": [("layers_0/bias/b", f"{name}[1][0][2]")]}
-    settings = begin.init_from(source, missing="draw")
-    first = plan_first_state(*begin.bound(begin.model(repeated=False), begin=settings))()
-    expected = np.asarray(values[f"params/{name}"][1, 0, 2], np.float32)
-    np.testing.assert_array_equal(first.state.params["layers_0"]["bias"]["b"], expected)
-    others = set(first.provenance.weights.values()) - {"random_init"}
-    assert others == {f"{path}:params/{name}[1][0][2]"}
-
-
 def test_unsupported_model_type_is_an_error(raises, tmp_path: Path, begin: Any):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt3"}))
     (tmp_path / "model.safetensors").touch()

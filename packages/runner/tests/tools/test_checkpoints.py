@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import re
-import runpy
 import shutil
 from pathlib import Path
 
@@ -261,10 +260,3 @@ def test_missing_step_is_an_error(written, capsys):
 )
 def test_wrong_command_line_exits_with_2(capsys, words, fact):
     assert fact in run(capsys, *words, code=2)
-
-
-def test_help_prints_the_commands(capsys, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["checkpoints", "--help"])
-    with pytest.raises(SystemExit, match="^0$"):
-        runpy.run_path(checkpoints.__file__, run_name="__main__")  # what `python -m` runs
-    assert "python -m layerkit_runner.tools.checkpoints verify DIR" in capsys.readouterr().out

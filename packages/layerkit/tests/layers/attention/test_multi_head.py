@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
-from layerkit.base.base_layer import RANDOM
 from layerkit.base.sharding import DEFAULT_RULES, BoundSharding
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.biases import Alibi, RelativeBias
@@ -229,49 +228,6 @@ def test_grouped_keys_equal_repeated_keys():
         params[name] = {"w": jnp.repeat(params[name]["w"], HEADS // 2, axis=1)}
     repeated = run(make(rotary_tpl=ROTARY), {"params": params}, inputs())
     np.testing.assert_allclose(run(grouped, weights, inputs()), repeated, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"num_kv_heads": 2, "rotary_tpl": ROTARY, "use_bias": True},
-        {"relative_bias_tpl": RelativeBias.HParams.config(num_buckets=6, max_distance=5)},
-    ],
-    ids=["rotary", "relative bias"],
-)
-def test_packed_documents_equal_separate_documents(fields):
-    layer = make(**fields)
-    weights = drawn_weights(layer)
-    lengths = (3, 1, 2)
-    documents = [inputs(1, n, seed=10 + n) for n in lengths]
-    segments = jnp.asarray(np.repeat([1, 2, 3], lengths)[None], jnp.int32)
-    positions = jnp.concatenate([rows(1, n) for n in lengths], axis=1)
-    packed = run(
-        layer, weights, jnp.concatenate(documents, axis=1), segments=segments, positions=positions
-    )
-    alone = jnp.concatenate([run(layer, weights, x) for x in documents], axis=1)
-    np.testing.assert_allclose(packed, alone, atol=1e-5)
-
-
-def test_dropout_applies_in_training_only():
-    layer = make(dropout_rate=0.5)
-    weights = drawn_weights(layer)
-    x = inputs()
-    plain = run(make(), weights, x)
-    np.testing.assert_array_equal(run(layer, weights, x), plain)
-    training = layer.clone(train=True)
-    first, again, other = (
-        run(training, weights, x, rngs={RANDOM: jax.random.key(seed)}) for seed in (0, 0, 1)
-    )
-    np.testing.assert_array_equal(first, again)
-    assert (first != plain).any() and (first != other).any()
-    # Only probabilities are dropped: the first token sees one key, so it reads twice that or none.
-    once = np.einsum("bd,dnh->bnh", x[:, 0], weights["params"]["value"]["w"])
-    out = np.asarray(weights["params"]["output"]["w"])
-    choices = np.stack(np.meshgrid(*[[0.0, 2.0]] * HEADS, indexing="ij"), -1).reshape(-1, HEADS)
-    for b in range(BATCH):
-        reads = np.einsum("cn,nh,nhd->cd", choices, once[b], out)
-        assert np.abs(reads - first[b, 0]).max(axis=-1).min() < 1e-5
 
 
 def test_single_key_head_is_replicated_and_other_numbers_need_a_rule(raises):

@@ -170,13 +170,6 @@ def test_steps_equal_fprop_with_a_bias_argument():
     np.testing.assert_allclose(jnp.concatenate(outs, axis=1), expected, atol=1e-5)
 
 
-def test_cache_can_be_filled_completely():
-    layer = make(rotary_tpl=ROTARY)
-    weights, x = drawn_weights(layer), inputs(length=SLOTS)
-    expected = whole(layer, weights, x)
-    np.testing.assert_allclose(in_chunks(layer, weights, x, [7, 1]), expected, atol=1e-5)
-
-
 def test_cache_holds_values_of_children_with_another_compute_dtype():
     norm = RMS_NORM.clone().set(fprop_dtype="float32")
     layer = make(num_kv_heads=2, rotary_tpl=ROTARY, qk_norm_tpl=norm, fprop_dtype="bfloat16")

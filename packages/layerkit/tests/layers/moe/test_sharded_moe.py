@@ -135,22 +135,6 @@ def test_cube_mesh_equals_one_device_and_splits_experts(expected, axes, fields):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fields", [CAPACITY, DROPLESS, RAGGED])
-@pytest.mark.parametrize(
-    "axes",
-    [
-        {"expert": 2},
-        {"expert": 8},
-        {"data": 2, "fsdp": 2, "tensor": 2},
-        {"data": 2, "context": 2, "expert": 2},
-        {"fsdp": 4, "stage": 2},
-    ],
-)
-def test_every_mesh_equals_one_device(expected, axes, fields):
-    check(expected, axes, fields)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "rules",
     [

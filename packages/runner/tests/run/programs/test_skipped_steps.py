@@ -104,15 +104,6 @@ def test_limit_after_completed_steps_is_not_lowered():
     assert skipped.problem is None
 
 
-def test_line_names_step_values_and_outcome():
-    line = add(SkippedSteps(), 57, norm=0.5) or ""
-    assert all(word in line for word in ("step 57", "xent=nan", "norm=0.5", "skipped"))
-    too_long = add(SkippedSteps(), 58, loss=2.0, norm=99.0) or ""
-    assert "skip_step_gradient_norm_value" in too_long and "vocabulary" not in too_long
-    applied = add(SkippedSteps(are_applied=True), 59) or ""
-    assert "was applied" in applied and "skip_nonfinite_gradients=False" in applied
-
-
 def test_long_row_is_reported_every_tenth_step_after_the_first_ten():
     skipped = SkippedSteps()
     reported = [step for step in range(1, 41) if add(skipped, step) is not None]

@@ -5,7 +5,6 @@ import math
 import jax
 import pytest
 
-from layerkit.layers import StackedTransformer
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run.job import build_parts
@@ -114,19 +113,6 @@ def test_traffic_of_repeated_layers_grows_with_their_number(small_lm):
     few, many = gathers(3), gathers(5)
     assert many.bytes_sent - few.bytes_sent == 2 * 2 * (4 * 16 * 16 + 2 * 16 * 32) * 4 * 3 // 4
     assert many.executions - few.executions == 2 * 2 * 6
-
-
-def test_rematerialization_that_only_an_accelerator_does_is_noted(small_lm):
-    def plan(remat):
-        resolved = resolve(small_lm(MESH=[1, 1, 1], NUM_LAYERS=1))
-        stack = StackedTransformer.HParams.config(remat=remat)
-        stack.layer_tpl = resolved.task.model.lm_tpl.stack_tpl.layer_tpl
-        resolved.task.model.lm_tpl.stack_tpl = stack
-        return make_plan(resolved, jax.devices("cpu")[:1])
-
-    kept, recomputed = plan("none"), plan("full")
-    assert not [note for note in kept.notes if "undoes rematerialization" in note]
-    assert [note for note in recomputed.notes if "undoes rematerialization" in note]
 
 
 def test_under_pmap_each_gradient_is_added_over_all_devices(plan_of):

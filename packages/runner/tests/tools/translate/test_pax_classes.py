@@ -295,28 +295,12 @@ def test_data_set_of_a_base_in_the_same_file_is_inherited():
         ("OURS = 3", "OURS = 3: unknown key."),
         ("NUM_LAYERS = f()", "NUM_LAYERS = f(): its value is known only when the source is run"),
         ("NUM_LAYERS = 1 / 0", "NUM_LAYERS = 1 / 0: division by zero"),
-        ("NUM_LAYERS = [1] - 2", "NUM_LAYERS = [1] - 2: its value is known only"),
         ("NUM_LAYERS = 2.5", "NUM_LAYERS = 2.5: expected an integer"),
-        ("MODEL_DIMS = [8]\n  DIMS_PER_HEAD = 2", "MODEL_DIMS = [8]: expected an integer"),
-        ("NUM_LAYERS = OTHERS", "NUM_LAYERS = OTHERS: expected an integer"),
-        ("NUM_LAYERS = 2\n  NUM_LAYERS, x = f()", "NUM_LAYERS, x = f(): its value is kno"),
         ("NUM_LAYERS = 2\n  if A:\n    NUM_LAYERS = 3", "file.py:3: if A:: its value is known"),
-        ("PERCORE_BATCH_SIZE = 'a'", "PERCORE_BATCH_SIZE = 'a': expected a number"),
-        ("ATTEN_LOGIT_CAP = 'a'", "ATTEN_LOGIT_CAP = 'a': expected a number"),
         ("USE_BIAS = 'no'", "USE_BIAS = 'no': expected True or False"),
         ("ICI_MESH_SHAPE = 8", "ICI_MESH_SHAPE = 8: expected a list of integers"),
         ("TRAINABLE_POSITION_EMB = 2", "TRAINABLE_POSITION_EMB = 2: expected one of True, F"),
-        ("ACTIVATION_CLS = [1]", "ACTIVATION_CLS = [1]: expected one of ReLU, GELU, "),
-        ("LR_SCHEDULE = [1]", "LR_SCHEDULE = [1]: expected one of linear_rampup_expon"),
-        ("LR_LRED_WARMUP = STEPS", "LR_LRED_WARMUP = STEPS: expected an integer"),
-        ("FPROP_DTYPE = jnp.int8", "FPROP_DTYPE = jnp.int8: expected one of float32, bfloat16,"),
         ("NORM_POLICY = 'post'", "NORM_POLICY = 'post': recipes normalize before each branch"),
-        ("ACTIVATION_CLS = layers.Swish", "ACTIVATION_CLS = layers.Swish: expected one of ReLU, "),
-        ("LR_SCHEDULE = 'constant'", "LR_SCHEDULE = 'constant': expected one of linear_rampup"),
-        (
-            "USE_REPEATED_LAYER = True\n  CHECKPOINT_POLICY = A.SAVE_QKV",
-            "CHECKPOINT_POLICY = A.SAVE_QKV: expected one of SAVE_EVERYTHING, SAVE_NOTHING, SAVE",
-        ),
         (
             "LR_SCHEDULE = 'linear_rampup_cosine_decay'",
             "UPDATE_RMS_CAP = 1.0: the recipes of this class have no such field; adam_exponential",
@@ -385,10 +369,3 @@ def test_code_that_is_nested_too_deeply_or_too_long_is_an_error(text):
     with pytest.raises(UsageError) as error:
         translate_pax({"file.py": text})
     assert error.value.owner in ("file.py", "A3000")
-
-
-def test_quoted_source_is_shortened():
-    text = f"class A(TransformerLmSpmdAdam):\n  NUM_LAYERS = f('{'a' * 100_000}')\n"
-    assert max(map(len, told(text))) < 300
-    lines = "\n".join(["'a'"] * 10_000)
-    assert max(map(len, told(f"class A(TransformerLmSpmdAdam):\n  X = f({lines})\n"))) < 300
