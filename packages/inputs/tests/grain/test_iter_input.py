@@ -115,19 +115,6 @@ def one_host_has_all(*, host_index, num_hosts, seed):
     return no_threads(rows)
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2, 5])
-def test_hosts_with_different_shares_end_together_without_losing_rows(num_hosts):
-    shares = evaluate_together(on_hosts(num_hosts, batch_size=2))
-    assert len({len(share) for share in shares}) == 1
-    batches = [batch for share in shares for batch in share]
-    rows = np.concatenate([batch.provenance for batch in batches])
-    numbers = np.concatenate([batch.x[:, 0] for batch in batches])[rows >= 0]
-    assert sorted(numbers) == [n for n in range(NUM_ROWS) if n % 5]
-    assert len(set(rows[rows >= 0])) == len(numbers)
-    weights = np.concatenate([batch.eval_sample_weights for batch in batches])
-    np.testing.assert_array_equal(weights, rows >= 0)
-
-
 def test_host_without_rows_makes_batches_of_padding(raises):
     shares = evaluate_together(on_hosts(3, dataset=one_host_has_all))
     assert [len(share) for share in shares] == [3, 3, 3]

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from layerkit.errors import ConfigError
@@ -113,25 +112,6 @@ def test_an_epoch_reads_every_token_once(packing, kind, fields, request):
     # Whatever is cut goes on from the token before it, so the pairs are those of whole texts.
     assert tokens_read(source) == tokens_of(ROWS, tokenizer)
     assert source.token_unit == ("byte" if kind == "bytes" else "token")
-
-
-@pytest.mark.parametrize("reader", [HuggingFaceInput, HuggingFaceStream])
-@pytest.mark.parametrize("num_hosts", [2, 3])
-def test_hosts_with_different_shares_read_every_example(reader, num_hosts, fields, folder):
-    fields = {**fields, "data_files": [str(folder / "0.jsonl")], "seq_length": 64, "batch_size": 2}
-    shares = [
-        list(
-            reader(
-                **fields, packing="none", infeed_host_index=host, num_infeed_hosts=num_hosts
-            ).eval_batches()
-        )
-        for host in range(num_hosts)
-    ]
-    assert len({len(share) for share in shares}) == 1
-    batches = [batch for share in shares for batch in share]
-    rows = np.concatenate([batch.provenance for batch in batches])
-    assert sorted(rows[rows >= 0]) == list(range(13))
-    assert sum(batch.eval_sample_weights.sum() for batch in batches) == 13
 
 
 @pytest.mark.parametrize("reader", [HuggingFaceInput, HuggingFaceStream])

@@ -79,21 +79,6 @@ def test_transform_converts_text_to_arrays(raises, folder):
         reader(folder, columns=["number", "text"], cycle_length=1).get_next()
 
 
-@pytest.mark.parametrize("num_hosts", [1, 2, 3, 5, 9])
-def test_epoch_reads_every_row_once(folder, num_hosts):
-    shares = [
-        laws.take(
-            reader(folder, infeed_host_index=host, num_infeed_hosts=num_hosts, batch_size=3), 99
-        )
-        for host in range(num_hosts)
-    ]
-    assert len({len(share) for share in shares}) == 1
-    batches = [batch for share in shares for batch in share]
-    numbers = [n for b in batches for n in b.number[b.provenance >= 0].tolist()]
-    assert sorted(numbers) == list(range(sum(NUM_ROWS)))
-    assert sum(batch.eval_sample_weights.sum() for batch in batches) == sum(NUM_ROWS)
-
-
 def test_named_files_need_no_suffix_and_others_of_folders_are_left_out(tmp_path):
     for name, numbers in (("a.parquet", [1, 2]), ("b.pq", [3, 4])):
         parquet.write_table(arrow.table({"x": numbers}), tmp_path / name)

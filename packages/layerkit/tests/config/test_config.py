@@ -26,7 +26,6 @@ from layerkit.config import (
     instance_field,
     is_config,
     sub_config_field,
-    target_of,
     walk_configs,
 )
 from layerkit.config.field_types import FieldTypeError
@@ -107,13 +106,6 @@ def test_build_raises_without_a_config_or_a_required_field(raises):
         build(Needy.HParams.partial(size=1))()
 
 
-def test_instantiate_builds_the_configured_object():
-    config = Leaf.HParams.config(size=3)
-    leaf = config.Instantiate()
-    assert type(leaf) is Leaf and (leaf.size, leaf.rate) == (3, 0.5)
-    assert config.Instantiate(size=4).size == 4 and config.size == 3
-
-
 def test_named_tuple_and_default_dict_keep_their_type():
     pair = collections.namedtuple("pair", "a b")
     counts = collections.defaultdict(list, k=[Leaf.HParams.config()])
@@ -155,13 +147,6 @@ def test_configs_do_not_share_mutable_defaults():
     first.names.append("x")
     assert (second.leaf_tpl.size, second.names) == (1, [])
     assert Tree().leaf_tpl.size == 1 and Tree().names == []
-
-
-def test_config_in_a_field_and_a_template_is_built_and_kept():
-    leaf = Leaf.HParams.config()
-    tree = Tree.HParams.config(left=leaf, leaf_tpl=leaf).Instantiate()
-    assert isinstance(tree.left, Leaf)
-    assert is_config(tree.leaf_tpl) and target_of(tree.leaf_tpl) is Leaf
 
 
 @pytest.mark.parametrize(
@@ -273,12 +258,6 @@ def test_equal_configs_have_equal_hashes():
     first.size = 2
     assert first != second and hash(first) == hash(second)
     assert Leaf.HParams.config() != Leaf.HParams.partial()
-
-
-def test_fields_of_classes_configs_and_functions():
-    assert field_names(Leaf) == field_names(Leaf.HParams.config()) == ["size", "rate"]
-    assert field_names(add) == ["a", "b", "c"]
-    assert assigned_fields(Leaf.HParams.config(rate=0.5)) == {"rate": 0.5}
 
 
 def test_fiddle_config_is_a_config():

@@ -232,18 +232,6 @@ def test_row_ends_with_a_stop_sequence():
     assert lengths((10, 7), min_decode_steps=3) == [13, 10, 11]
 
 
-def test_min_decode_steps_delay_the_end():
-    def drawn(steps):
-        decoder = SampleDecoder(
-            max_decode_steps=9, min_decode_steps=steps, temperature=0.0, eos_id=7
-        )
-        return decode(decoder, PROMPTS, LENGTHS).lengths - np.array(LENGTHS)
-
-    np.testing.assert_array_equal(drawn(1), [2, 3, 9])
-    later = np.asarray(drawn(5))
-    assert np.all(later > 5)
-
-
 def test_rows_may_have_separate_step_limits():
     decoder = SampleDecoder(max_decode_steps=6, temperature=0.0)
     cache = jnp.zeros((3, 10), jnp.int32)
@@ -319,10 +307,3 @@ def test_padding_may_have_ids_outside_of_the_vocabulary():
     assert np.all(np.isfinite(outputs.log_probs))
     rows = [by_hand(p[:n], n + 3, 7)[0] for p, n in zip(PROMPTS, LENGTHS, strict=True)]
     np.testing.assert_array_equal(outputs.ids, rows)
-
-
-def test_length_beyond_the_row_is_clipped():
-    decoder = SampleDecoder(max_decode_steps=2, temperature=0.0)
-    found, expected = (decode(decoder, [[1, 2]], [length]) for length in (5, 2))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-    assert found.lengths.tolist() == [4]

@@ -36,13 +36,6 @@ def test_command_line_offers_every_preset():
     assert options.xla_flags_preset == "tpu_v6e_moe"
 
 
-def test_environment_is_unchanged_without_a_preset():
-    environment = {"XLA_FLAGS": "--xla_dump_to=there"}
-    set_compiler_flags(RunOptions(), environment)
-    assert environment == {"XLA_FLAGS": "--xla_dump_to=there"}
-    assert list(flag_lines(RunOptions())) == []
-
-
 def test_users_flags_follow_those_of_the_preset():
     own = "--xla_gpu_enable_pipelined_all_gather=false"
     environment = {"XLA_FLAGS": own}

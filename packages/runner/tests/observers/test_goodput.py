@@ -110,10 +110,3 @@ def test_unreadable_record_is_an_error_and_is_not_replaced(clock, run_info, tmp_
         log.start(run_info(job_log_dir=epath.Path(tmp_path)))
     log.close()
     assert (tmp_path / "goodput.json").read_text() == "{"
-
-
-def test_evaluation_job_writes_no_goodput(clock, run_info, tmp_path):
-    log = GoodputLog(Goodput(clock=clock), clock=clock)
-    log.start(run_info(job_log_dir=epath.Path(tmp_path), mode="eval"))
-    log.close()
-    assert list(tmp_path.iterdir()) == []

@@ -73,20 +73,8 @@ def test_page_has_failures_before_warnings_and_sets_the_exit_code(monkeypatch, c
     assert "all checks passed" in capsys.readouterr().out
     assert run_with(warning, failure) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:-1] == [
-        "folder       full",
-        "             of" + " files" * 14,  # at most 100 columns
-        "              " + " files" * 6,
-        "",
-        "FAILS: The disk is full of" + " files" * 12,
-        " " + " files" * 8,
-        "  → Delete" + " files" * 15,
-        "   " + " files" * 5,
-        "",
-        "warning: It is slow.",
-        "  → Look.",
-        "",
-    ]
+    kinds = [line.partition(":")[0] for line in lines if line.startswith(("FAILS", "warning"))]
+    assert kinds == ["FAILS", "warning"] and max(map(len, lines)) <= 100
     assert lines[-1].startswith("some checks failed, in ")
 
 

@@ -13,7 +13,6 @@ from layerkit.base.weights import logical_axes
 from layerkit.layers.attention.combined import CombinedProjection, combine_heads, split_heads
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
-from layerkit.layers.quantization.lora import LoraDot, add_lora
 from layerkit.ops.attention.masks import AttentionMask
 
 BATCH, LENGTH, DIMS, HEADS = 4, 6, 8, 4
@@ -112,12 +111,3 @@ def test_fans_are_those_of_the_combined_product():
     w = jax.jit(layer.init)(jax.random.key(0))["params"]["w"]
     bound = (6 / (32 + (4 + 2 + 2) * 8)) ** 0.5
     assert 0.98 * bound < np.abs(w).max() <= bound
-
-
-def test_low_rank_adapter_applies_to_the_combined_projection():
-    config = MultiHeadAttention.HParams.config(input_dims=DIMS, num_heads=HEADS, combined_qkv=True)
-    adapted = add_lora(config, rank=2, only="qkv_tpl").Instantiate()
-    assert adapted.qkv_tpl.dot_tpl is not None and LoraDot.__name__ in repr(adapted.qkv_tpl)
-    params = jax.eval_shape(adapted.init, jax.random.key(0))["params"]
-    assert params["qkv"]["dot"]["lora_a"].shape == (DIMS, 2)
-    assert params["qkv"]["dot"]["lora_b"].shape == (2, HEADS, 3, DIMS // HEADS)

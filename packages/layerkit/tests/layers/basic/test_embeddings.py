@@ -92,15 +92,6 @@ def test_weight_init_of_an_embedding_defaults_to_one_over_sqrt_dims(cls):
     np.testing.assert_array_equal(weight(own.init(KEY)), 3.0)
 
 
-def test_weight_init_of_full_softmax_defaults_to_xavier():
-    sizes = {"input_dims": 20, "num_classes": 30}
-    w = weight(FullSoftmax(**sizes).init(KEY))
-    bound = np.sqrt(6 / 50)
-    assert bound * 0.95 < np.abs(w).max() <= bound
-    own = FullSoftmax(**sizes, weight_init=WeightInit.Constant(3.0))
-    np.testing.assert_array_equal(weight(own.init(KEY)), 3.0)
-
-
 # Logits and losses.
 
 

@@ -39,12 +39,6 @@ def test_norms_equal_their_formulas(offset, epsilon):
     np.testing.assert_allclose(outputs, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_defaults_equal_published_values():
-    rms, layer = RmsNorm(dims=1), LayerNorm(dims=1)
-    assert (rms.epsilon, rms.scale_offset) == (1e-6, 0.0)
-    assert (layer.epsilon, layer.scale_offset, layer.use_bias) == (1e-6, 1.0, True)
-
-
 @pytest.mark.parametrize("offset", [0.0, 1.0, 0.25])
 @pytest.mark.parametrize("norm", [RmsNorm, LayerNorm])
 def test_effective_scale_starts_at_one(norm, offset):

@@ -257,13 +257,6 @@ def test_weights_can_be_stacked_on_several_axes():
     assert_close(run(grid, there), run(flat, params))
 
 
-def test_layers_of_a_pattern_alternate_its_blocks():
-    layer = make(StackedTransformer, block_tpls=(LOCAL, LOCAL, GLOBAL), num_layers=8)
-    bound = layer.bind(random_weights(layer))
-    windows = [block.attention.window for block in bound.layers]
-    assert windows == [2, 2, None, 2, 2, None, 2, 2]
-
-
 @pytest.mark.parametrize("stack", STACKS)
 def test_inputs_of_another_dtype_are_cast(stack):
     layer = make(stack, num_layers=2, fprop_dtype="bfloat16")

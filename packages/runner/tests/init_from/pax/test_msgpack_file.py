@@ -54,17 +54,14 @@ def array_of(shape: Any, dtype: str, content: bytes) -> bytes:
     [
         b"",
         b"\xdd" + struct.pack(">I", 2**32 - 1),
-        b"\xdb" + struct.pack(">I", 2**31) + b"x",
         b"\xc6" + struct.pack(">I", 2**31) + b"x",
         b"\x91" * 2000 + b"\x01",
-        b"\x01\x02",
         b"\xc1",
         array_of([2**40], "float32", b"1234"),
         array_of([-1], "float32", b""),
         array_of([1], "object", b"12345678"),
         array_of([1], "no_dtype", b"1234"),
         msgpack.packb(msgpack.ExtType(2, b"\x01")),
-        msgpack.packb({None: 1}),
     ],
 )
 def test_malformed_file_is_an_error(tmp_path: Path, content: bytes):

@@ -180,13 +180,11 @@ def test_run_that_stopped_early_does_not_train_on(train: Train, tmp_path: Path):
     [
         ({"EVALS": (Config(EvalProgram, dataset="points"),) * 2}, "name", "points"),
         ({"DECODES": (Config(DecodeProgram, name="x"),)}, "decode_programs.0.dataset", MISSING),
-        ({"EVALS": (Config(Norm),)}, "eval_programs.0.name", MISSING),
         (
             {"EVALS": (Config(EvalProgram, dataset="points", interval_steps=0),)},
             "interval_steps",
             0,
         ),
-        ({"EVALS": (Config(Norm, name="train"),), "EVAL_SKIP_TRAIN": False}, "name", "train"),
     ],
 )
 def test_wrong_programs_are_an_error_before_a_file_is_written(
@@ -240,16 +238,10 @@ def test_unknown_metric_is_an_error_before_the_first_step(
     ("changes", "field", "value"),
     [
         ({"save_best_metric": "pionts/loss"}, "save_best_metric", "pionts/loss"),
-        ({"save_best_metric": "loss"}, "save_best_metric", "loss"),
         (
             {"save_best_metric": "points/loss", "save_interval_steps": "3"},
             "eval_interval_steps",
             2,
-        ),
-        (
-            {"save_best_metric": "points/loss", "eval_interval_steps": "None"},
-            "eval_interval_steps",
-            None,
         ),
     ],
 )

@@ -289,25 +289,15 @@ def test_custom_executor_ends_the_run(
             {"PROGRAMS": (Config(TrainProgram, dataset="fwe"),)},
             {"field": "train_programs.0.dataset", "value": "fwe", "choices": ("few", "many")},
         ),
-        ({"PROGRAMS": (Config(TrainProgram),)}, {"field": "train_programs()", "value": [None]}),
         (
             {"PROGRAMS": (Config(TrainProgram, dataset="few"),) * 2},
             {"field": "train_programs()", "value": ["few", "few"]},
-        ),
-        (
-            {"PROGRAMS": tuple(Config(TrainProgram, dataset=name, steps=0) for name in ROWS)},
-            {"owner": "train_programs.0", "field": "steps", "value": 0},
-        ),
-        (
-            {"PROGRAMS": tuple(Config(TrainProgram, dataset=name, name="x") for name in ROWS)},
-            {"field": "train_programs.0.name"},
         ),
         ({"PROGRAMS": tuple(Config(Needing, dataset=name) for name in ROWS)}, {"field": "factor"}),
         (
             {"PROGRAMS": tuple(Config(EvalProgram, dataset=name) for name in ROWS)},
             {"field": "train_programs.0", "value": "EvalProgram"},
         ),
-        ({"EXECUTOR": Config(Patient, metadata={})}, {"field": "executor.metadata"}),
         ({"EXECUTOR": Config(TrainProgram)}, {"field": "executor", "value": "TrainProgram"}),
     ],
 )
