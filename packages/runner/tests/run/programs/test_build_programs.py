@@ -18,8 +18,8 @@ from layerkit.config import Config
 from layerkit.errors import MISSING, UserError
 from layerkit.layers.basic.linears import Linear
 from layerkit_runner import BaseExperiment, UsageError
-from layerkit_runner.config.config_text import config_text
-from layerkit_runner.config.overrides import Override
+from layerkit_runner.config.config_tree import config_text
+from layerkit_runner.config.requests import Override
 from layerkit_runner.observers import Observer, read_metrics
 from layerkit_runner.optim.early_stopping import EarlyStopping
 from layerkit_runner.run.programs.decode_program import DecodeProgram

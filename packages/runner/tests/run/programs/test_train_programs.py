@@ -17,7 +17,7 @@ import pytest
 from layerkit.config import Config
 from layerkit.errors import UserError
 from layerkit_runner import BaseExperiment
-from layerkit_runner.config.overrides import Override
+from layerkit_runner.config.requests import Override
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.run.executor import Executor
