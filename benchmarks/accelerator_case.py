@@ -27,8 +27,7 @@ from layerkit.ops.attention.backends import UnsupportedBackendError
 from layerkit_experiments.lm.pile import Gpt126M
 from layerkit_inputs import SyntheticInput
 from layerkit_runner.config.experiment import experiment_fields
-from layerkit_runner.config.overrides import parse_fields, parse_override
-from layerkit_runner.config.requests import ResolvedExperiment
+from layerkit_runner.config.requests import ResolvedExperiment, parse_fields, parse_override
 from layerkit_runner.data.host_inputs import HostTopology, example_batch, make_input
 from layerkit_runner.data.train_inputs import training_configs
 from layerkit_runner.errors import UsageError

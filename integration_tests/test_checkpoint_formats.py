@@ -19,7 +19,7 @@ from layerkit_experiments.lm.lm_cloud import LmCloudTransformerAdamLimitSteps
 from layerkit_experiments.recipes.training import spmd
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.flags import parse_flags
-from layerkit_runner.config.overrides import parse_fields
+from layerkit_runner.config.requests import parse_fields
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.run.job import Job, start_job
 from layerkit_runner.run.resolve import resolve

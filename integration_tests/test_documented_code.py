@@ -19,7 +19,7 @@ import pytest
 from layerkit.base.sharding import DEFAULT_RULES
 from layerkit.config.nested_map import NestedMap
 from layerkit_runner import BaseExperiment, cli
-from layerkit_runner.config.config_text import config_text
+from layerkit_runner.config.config_tree import config_text
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.tools.translate import __main__ as translate

@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from layerkit_runner.config import entry_points as commands
+from layerkit_runner.config import flags as command_flags
 from layerkit_runner.config.flags import parse_flags
-from layerkit_runner.config.overrides import Override
 from layerkit_runner.config.registry import find_experiment
-from layerkit_runner.config.requests import ParsedFlags
+from layerkit_runner.config.requests import Override, ParsedFlags
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run.resolve import resolve_entry
 from layerkit_runner.run_options import FLAGS
@@ -62,7 +61,11 @@ def check_fields(exp: str, overrides: tuple[Override, ...], reduced: bool) -> No
 def test_commands_of_a_page_parse_and_name_fields_that_exist(page: Path):
     recorded: dict[str | None, ParsedFlags] = {}  # by job folder
     for words in documented_commands(page):
-        if not words or words[0] in commands.entry_points() or INCOMPLETE.search(" ".join(words)):
+        if (
+            not words
+            or words[0] in command_flags.entry_points()
+            or INCOMPLETE.search(" ".join(words))
+        ):
             continue
         print("runner", *words)  # names the command that fails
         flags = parse_flags(words)

@@ -10,7 +10,7 @@ import pytest
 
 from layerkit import decoding, layers, models
 from layerkit.config import Config, target_of
-from layerkit_runner.config import pax
+from layerkit_runner.config import flags
 from layerkit_runner.run_options import FLAGS
 
 ROOT = Path(__file__).parents[1]
@@ -67,7 +67,9 @@ def test_defaults_of_the_page_on_pax_are_those_of_both_libraries():
 
 
 def test_every_documented_flag_and_mode_is_known():
-    known = {flag.name for flag in FLAGS} | pax.OTHER_NAMES.keys() | pax.ANSWERS.keys() | {"fdl"}
+    known = (
+        {flag.name for flag in FLAGS} | flags.PAX_FLAGS.keys() | flags.PAX_ANSWERS.keys() | {"fdl"}
+    )
     known |= {f"no{name}" for name in known}
     for flag in re.findall(r"--(\w+)", PAX):
         assert flag in known, flag

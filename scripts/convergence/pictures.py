@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from layerkit_runner.observers.loss_curve import smooth
+from layerkit_runner.observers.metrics_log import smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

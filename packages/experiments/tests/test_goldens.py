@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import layerkit_experiments
-from layerkit_runner.config.config_text import config_text
+from layerkit_runner.config.config_tree import config_text
 from layerkit_runner.config.registry import (
     CATALOGUE_FILE,
     entry_of,

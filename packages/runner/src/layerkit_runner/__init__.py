@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from layerkit.config.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from layerkit_runner.config.entry_points import Command as Command
-    from layerkit_runner.config.entry_points import Mode as Mode
     from layerkit_runner.config.experiment import BaseExperiment as BaseExperiment
-    from layerkit_runner.config.overrides import Override as Override
+    from layerkit_runner.config.flags import Command as Command
+    from layerkit_runner.config.flags import Mode as Mode
     from layerkit_runner.config.registry import list_experiments as list_experiments
+    from layerkit_runner.config.requests import Override as Override
     from layerkit_runner.config.requests import ResolvedExperiment as ResolvedExperiment
     from layerkit_runner.errors import UsageError as UsageError
     from layerkit_runner.init_from.settings import InitFrom as InitFrom
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from layerkit_runner.optim.early_stopping import StoppingRule as StoppingRule
     from layerkit_runner.optim.learner import AuxiliaryOptimizer as AuxiliaryOptimizer
     from layerkit_runner.optim.learner import Learner as Learner
-    from layerkit_runner.optim.weight_patterns import VariationalNoise as VariationalNoise
+    from layerkit_runner.optim.weight_selection import VariationalNoise as VariationalNoise
     from layerkit_runner.partitioning.partitioner import PmapPartitioner as PmapPartitioner
     from layerkit_runner.partitioning.partitioner import SpmdPartitioner as SpmdPartitioner
     from layerkit_runner.run.executor import Executor as Executor
@@ -49,11 +49,10 @@ if TYPE_CHECKING:
 # A function called as its module (`resolve`) cannot be here: once the module is imported, Python
 # would find that under the name.
 _NAMES = {
-    "config.entry_points": "Command Mode",
+    "config.flags": "Command Mode",
     "config.experiment": "BaseExperiment",
-    "config.overrides": "Override",
     "config.registry": "list_experiments",
-    "config.requests": "ResolvedExperiment",
+    "config.requests": "Override ResolvedExperiment",
     "errors": "UsageError",
     "init_from.settings": "InitFrom Source",
     "interface.experiments": "get_experiment input_batches",
@@ -64,7 +63,7 @@ _NAMES = {
     "observers.base": "Observer",
     "optim.early_stopping": "EarlyStopping StoppingRule",
     "optim.learner": "AuxiliaryOptimizer Learner",
-    "optim.weight_patterns": "VariationalNoise",
+    "optim.weight_selection": "VariationalNoise",
     "partitioning.partitioner": "PmapPartitioner SpmdPartitioner",
     "run_options": "Flag RunOptions",
     "run.programs.decode_program": "DecodeProgram",

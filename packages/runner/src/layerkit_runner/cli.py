@@ -2,7 +2,7 @@
 
 Errors are reported as early as possible, and before anything is written: wrong flags and unknown
 experiments before JAX is imported, wrong fields and paths before a device is used. Tools are found
-by the entry-point group `layerkit.commands`; see `config.entry_points`.
+by the entry-point group `layerkit.commands`; see `config.flags`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from layerkit.errors import UserError
-from layerkit_runner.config import entry_points as commands
+from layerkit_runner.config import flags as command_flags
 from layerkit_runner.config.flags import configure_library_logs, parse_flags
 from layerkit_runner.config.requests import ParsedFlags
 from layerkit_runner.errors import UsageError, exits_as_errors
@@ -70,7 +70,9 @@ def _run(words: Sequence[str]) -> int:
     if flags.values.get("list"):
         return _print(_listing(flags))
     if flags.mode == "generate" and not flags.only_prints:
-        generate = commands.load(commands.FlagCommand, "generate", shown="--mode=generate")
+        generate = command_flags.load_tool(
+            command_flags.FlagCommand, "generate", shown="--mode=generate"
+        )
         return generate.run(flags)
     if flags.exp is None:
         # Imported late, because commands with --exp do not need it.
@@ -80,7 +82,9 @@ def _run(words: Sequence[str]) -> int:
         flags = add_recorded_experiment(flags, lambda s: print(f"runner: {s}", file=sys.stderr))
     for name in ("diff_config", "study"):
         if name in flags.values and not flags.values.get("print_config"):
-            return commands.load(commands.FlagCommand, name, shown=f"--{name}").run(flags)
+            return command_flags.load_tool(command_flags.FlagCommand, name, shown=f"--{name}").run(
+                flags
+            )
     if flags.mode == "train" and not flags.only_prints:
         from layerkit_runner.distributed.devices import keep_freed_memory
 
@@ -88,7 +92,7 @@ def _run(words: Sequence[str]) -> int:
     with exits_as_errors():
         resolved = _resolve(flags)
     if flags.values.get("print_config"):
-        from layerkit_runner.config.config_text import printed_config
+        from layerkit_runner.config.config_tree import printed_config
 
         # The flags of a run do not apply to --mode=inspect.
         options = None if flags.mode == "inspect" else flags.options
@@ -99,22 +103,22 @@ def _run(words: Sequence[str]) -> int:
         from layerkit_runner.run.resolve import naming_paths
 
         with naming_paths(resolved):
-            return commands.load_mode(flags.mode).run(resolved, flags.options)
+            return command_flags.load_mode(flags.mode).run(resolved, flags.options)
     # Loads JAX, Optax and the rest.
     from layerkit_runner.run.run_mode import run
 
     return run(flags.mode, resolved, flags.options) or 0
 
 
-def _command(words: Sequence[str]) -> commands.Command | None:
+def _command(words: Sequence[str]) -> command_flags.Command | None:
     """Return the command that the first word names; None for a run."""
     if not words or words[0].startswith("-") or words[0] in MODES:
         return None
     name = words[0]
-    if name not in commands.entry_points():
-        names = commands.installed(commands.Command)
+    if name not in command_flags.entry_points():
+        names = command_flags.installed_tools(command_flags.Command)
         raise UsageError("unknown command", value=name, choices=names)
-    return commands.load(commands.Command, name, shown=f"`runner {name}`")
+    return command_flags.load_tool(command_flags.Command, name, shown=f"`runner {name}`")
 
 
 def _asks_for_help(words: Sequence[str]) -> bool:

@@ -15,7 +15,7 @@ import contextlib
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from layerkit.base.diagnostics import layer_of
@@ -143,3 +143,11 @@ def line_of(error: BaseException) -> str | None:
         if module.partition(".")[0] not in _LIBRARIES:
             result = f"{os.path.relpath(frame.f_code.co_filename)}:{line}"
     return result
+
+
+def unknown_field(experiment: str, name: str, valid: Iterable[str]) -> FieldError:
+    """Return the error about a field that the experiment does not have.
+
+    `valid` begins with the fields of the bases; the choices begin with those of the class itself.
+    """
+    return FieldError("unknown field", owner=experiment, value=name, choices=[*valid][::-1])

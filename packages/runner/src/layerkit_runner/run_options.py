@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# The modes of the runner itself. Tools add others, such as plan; see `config.entry_points`.
+# The modes of the runner itself. Tools add others, such as plan; see `config.flags`.
 MODES = {
     "train": "train, or resume the run in --job_log_dir",
     "eval": "evaluate each new checkpoint of a running job until its last",

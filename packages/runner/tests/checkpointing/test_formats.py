@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from layerkit.errors import ConfigError
-from layerkit_runner.checkpointing import formats, structure
+from layerkit_runner.checkpointing import stored_state
 
 
 def mesh():
@@ -34,25 +34,25 @@ def test_every_dtype_is_restored_bit_for_bit_from_pieces_of_any_size(
     tmp_path, monkeypatch, piece_bytes
 ):
     directory = epath.Path(tmp_path)
-    monkeypatch.setattr(formats, "_PIECE_BYTES", piece_bytes)
-    formats.write_msgpack(directory, LEAVES)
+    monkeypatch.setattr(stored_state, "_PIECE_BYTES", piece_bytes)
+    stored_state.write_msgpack(directory, LEAVES)
     monkeypatch.undo()
-    assert formats.msgpack_leaves(directory) == {
-        path: structure.spec_of(leaf) for path, leaf in LEAVES.items()
+    assert stored_state.msgpack_leaves(directory) == {
+        path: stored_state.spec_of(leaf) for path, leaf in LEAVES.items()
     }
     whole = NamedSharding(mesh(), P())
     targets = {
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=whole)
         for path, leaf in LEAVES.items()
     }
-    restored = formats.read_msgpack(directory, targets)
+    restored = stored_state.read_msgpack(directory, targets)
     for path, leaf in LEAVES.items():
         assert restored[path].dtype == leaf.dtype
         assert np.asarray(restored[path]).tobytes() == leaf.tobytes()
 
 
 def test_the_file_can_be_read_with_msgpack_and_numpy_alone(tmp_path):
-    formats.write_msgpack(epath.Path(tmp_path), {("a", "b"): np.arange(6.0).reshape(2, 3)})
+    stored_state.write_msgpack(epath.Path(tmp_path), {("a", "b"): np.arange(6.0).reshape(2, 3)})
     with (tmp_path / "state.msgpack").open("rb") as file:
         header, data = msgpack.Unpacker(file)
     assert header == {
@@ -67,16 +67,16 @@ def test_later_version_is_an_error(raises, tmp_path):
     header = {"format": "layerkit-state", "version": 2, "leaves": []}
     (tmp_path / "state.msgpack").write_bytes(msgpack.packb(header))
     with raises(ConfigError, field="version of layerkit-state", value=2):
-        formats.msgpack_leaves(epath.Path(tmp_path))
+        stored_state.msgpack_leaves(epath.Path(tmp_path))
 
 
 def test_sharded_leaf_is_never_written_as_a_single_file():
     split = jax.device_put(jnp.ones(8), NamedSharding(mesh(), P("data")))
     with pytest.raises(AssertionError, match="opt/mu is sharded"):
-        formats.host_copy({("opt", "mu"): split})
+        stored_state.host_copy({("opt", "mu"): split})
 
 
 def test_host_copy_does_not_share_the_device_buffer():
     array = jax.device_put(jnp.zeros(1024), NamedSharding(mesh(), P()))
-    copy = formats.host_copy({("a",): array})[("a",)]
+    copy = stored_state.host_copy({("a",): array})[("a",)]
     assert not np.shares_memory(copy, np.asarray(array.addressable_data(0)))

@@ -27,7 +27,7 @@ from layerkit_runner.checkpointing import (
     StateFormat,
     StructureMismatchError,
     integrity,
-    structure,
+    stored_state,
 )
 from layerkit_runner.checkpointing.folders import committed_steps
 from layerkit_runner.errors import NonFiniteError
@@ -104,11 +104,11 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 def with_value(state, part: str, value: float):
     """Puts a value into one entry of the first array of a part."""
-    leaves, structure = jax.tree.flatten(state[part])
+    leaves, stored_state = jax.tree.flatten(state[part])
     first = next(i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact))
     changed = leaves[first].reshape(-1).at[-1].set(value).reshape(leaves[first].shape)
     leaves[first] = jax.device_put(changed, leaves[first].sharding)
-    return {**state, part: jax.tree.unflatten(structure, leaves)}
+    return {**state, part: jax.tree.unflatten(stored_state, leaves)}
 
 
 @BOTH_FORMATS
@@ -148,7 +148,7 @@ def test_optimizer_state_may_hold_infinity_but_no_nan(tmp_path, value, is_saved)
 def test_finite_check_runs_before_a_step_that_takes_over_the_arrays():
     step = jax.jit(lambda x: jnp.nan_to_num(x) + 1, donate_argnums=0)
     weight = jnp.ones((64, 2**17)).at[-1, -1].set(jnp.nan)
-    check = structure.FiniteCheck({("w",): weight})
+    check = stored_state.FiniteCheck({("w",): weight})
     step(weight)
     assert weight.is_deleted()
     assert check.nonfinite() == [("w",)]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_runner.checkpointing import structure
+from layerkit_runner.checkpointing import stored_state
 
 
 class Moments(NamedTuple):
@@ -21,7 +21,7 @@ class Moments(NamedTuple):
 
 def test_leaves_are_named_by_keys_fields_and_positions():
     tree = {"opt": (Moments({"w": 1}, 2), Moments({}, 3)), "params": {"a b": [4]}}
-    assert structure.named_leaves(tree) == {
+    assert stored_state.named_leaves(tree) == {
         ("opt", "0", "mu", "w"): 1,
         ("opt", "0", "count"): 2,
         ("opt", "1", "count"): 3,
@@ -30,9 +30,11 @@ def test_leaves_are_named_by_keys_fields_and_positions():
 
 
 def test_nest_keeps_the_names():
-    leaves = structure.named_leaves({"opt": (Moments({"w": 1}, 2), {"a/b": 5})})
-    assert structure.nest(leaves) == {"opt": {"0": {"mu": {"w": 1}, "count": 2}, "1": {"a/b": 5}}}
-    assert dict(structure.named_leaves(structure.nest(leaves))) == leaves
+    leaves = stored_state.named_leaves({"opt": (Moments({"w": 1}, 2), {"a/b": 5})})
+    assert stored_state.nest(leaves) == {
+        "opt": {"0": {"mu": {"w": 1}, "count": 2}, "1": {"a/b": 5}}
+    }
+    assert dict(stored_state.named_leaves(stored_state.nest(leaves))) == leaves
 
 
 class Twice:
@@ -48,10 +50,10 @@ jax.tree_util.register_pytree_with_keys(
 
 def test_two_leaves_of_one_name_are_an_error(raises):
     with raises(ConfigError, field="leaf", value="x/1"):
-        structure.named_leaves({"x": Twice()})
+        stored_state.named_leaves({"x": Twice()})
 
 
 @pytest.mark.parametrize("leaf", [np.ones(3), jax.random.key(0), jnp.ones((0, 4)), 3])
 def test_leaf_that_cannot_be_restored_is_an_error(leaf):
     with pytest.raises(TypeError, match="cannot save a/b"):
-        structure.check_storable({("fine",): jnp.ones(3), ("a", "b"): leaf})
+        stored_state.check_storable({("fine",): jnp.ones(3), ("a", "b"): leaf})

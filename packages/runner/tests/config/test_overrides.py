@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from layerkit_runner.config.overrides import (
+from layerkit_runner.config.requests import (
     Override,
     merge_overrides,
     parse_fields,

@@ -16,7 +16,7 @@ from layerkit.models.language_model import LanguageModel
 from layerkit_inputs.synthetic.random_tokens import SyntheticInput
 from layerkit_runner import BaseExperiment, Override, UsageError
 from layerkit_runner.config.experiment import experiment_fields
-from layerkit_runner.config.overrides import parse_fields
+from layerkit_runner.config.requests import parse_fields
 from layerkit_runner.errors import FieldError
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.step.task import SingleTask

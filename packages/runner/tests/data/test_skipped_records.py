@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from layerkit_runner.data.skipped_records import SkippedRecords, report_skipped
+from layerkit_runner.data.host_inputs import SkippedRecords, report_skipped
 from layerkit_runner.observers import Observer
 
 

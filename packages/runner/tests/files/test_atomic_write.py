@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from layerkit_runner.checkpointing.policy import EVALUATIONS_FILE, write_evaluations
+from layerkit_runner.checkpointing.folders import EVALUATIONS_FILE, write_evaluations
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import (
     UnsafePathError,
@@ -22,8 +22,8 @@ from layerkit_runner.files.atomic_write import (
     private_folder,
     remove_stale_partials,
 )
-from layerkit_runner.files.locks import lock, try_lock
 from layerkit_runner.observers.metrics_log import open_lines
+from layerkit_runner.run.job_folder import lock, try_lock
 
 NOBODY = 65534
 AS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to another user")

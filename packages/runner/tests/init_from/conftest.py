@@ -19,7 +19,7 @@ from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.linears import FeedForward, Linear
 from layerkit.layers.transformer.repeat import Repeat
 from layerkit_runner.checkpointing import CheckpointManager, StateFormat
-from layerkit_runner.checkpointing.structure import named_leaves
+from layerkit_runner.checkpointing.stored_state import named_leaves
 from layerkit_runner.init_from import InitFrom, Source
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner

@@ -15,7 +15,7 @@ from flax.traverse_util import unflatten_dict
 
 from layerkit.base.base_model import BaseModel
 from layerkit.errors import UserError
-from layerkit_runner.checkpointing.structure import LeafSpec, spec_of
+from layerkit_runner.checkpointing.stored_state import LeafSpec, spec_of
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from import InitFrom, Source
 from layerkit_runner.init_from.matching import Matched, match

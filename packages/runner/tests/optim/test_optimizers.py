@@ -12,12 +12,12 @@ import optax
 import pytest
 
 from layerkit.errors import ConfigError
+from layerkit_runner.optim.optimizer_updates import round_stochastically
 from layerkit_runner.optim.optimizers import (
     adam_with_update_cap,
     bfloat16_state,
     lp_regularized,
 )
-from layerkit_runner.optim.rounding import round_stochastically
 
 
 def numpy_adam(params, grads_by_step, *, rate, b1, b2, eps, weight_decay, cap):

@@ -18,15 +18,15 @@ from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit.layers.basic.linears import FeedForward
 from layerkit.layers.transformer.repeat import Repeat
-from layerkit_runner.optim import per_layer
+from layerkit_runner.optim import optimizer_updates
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.optimizer_groups import map_tensors, stacks_of
+from layerkit_runner.optim.optimizer_updates import per_layer_of
 from layerkit_runner.optim.optimizers import (
     adam_with_update_cap,
     bfloat16_state,
     lp_regularized,
 )
-from layerkit_runner.optim.per_layer import per_layer_of
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 from layerkit_runner.step.metrics import GLOBAL_BATCH
 from layerkit_runner.step.task import SingleTask
@@ -203,7 +203,7 @@ def changes(transformation: optax.GradientTransformation, params: Any, grads: An
     return params - start
 
 
-@pytest.mark.parametrize("name", sorted(per_layer._OPTAX))
+@pytest.mark.parametrize("name", sorted(optimizer_updates._OPTAX))
 def test_optimizer_of_optax_depends_on_whole_tensors_as_declared(name: str):
     """If not, a stack and its layers one at a time have the same updates."""
     optimizer = getattr(optax, name, None) or getattr(optax.contrib, name)

@@ -17,7 +17,7 @@ from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit.layers.basic.linears import FeedForward
 from layerkit_runner.optim.learner import Learner
-from layerkit_runner.optim.weight_patterns import TrainedWeights
+from layerkit_runner.optim.weight_selection import TrainedWeights
 from layerkit_runner.step.metrics import GLOBAL_BATCH
 from layerkit_runner.step.step_cost import forward_flops
 

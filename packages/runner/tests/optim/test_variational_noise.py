@@ -13,7 +13,7 @@ import pytest
 from layerkit.config import Config
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit_runner.optim.weight_patterns import VariationalNoise
+from layerkit_runner.optim.weight_selection import VariationalNoise
 from layerkit_runner.step.metrics import GLOBAL_BATCH
 
 PARAMS = {"lm": {"w": jnp.ones((100, 100)), "b": jnp.zeros(10)}}

@@ -18,7 +18,7 @@ from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.linears import FeedForward
 from layerkit_runner.optim.learner import AuxiliaryOptimizer
 from layerkit_runner.optim.optimizers import adam_with_update_cap
-from layerkit_runner.optim.weight_patterns import VariationalNoise
+from layerkit_runner.optim.weight_selection import VariationalNoise
 
 BAD_STEP = 2
 MESH = [2, 2, 2]

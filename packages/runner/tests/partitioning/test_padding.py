@@ -25,7 +25,7 @@ from layerkit.layers.transformer.stacks import StackedTransformerRepeated
 from layerkit.models import LanguageModel, TransformerLm
 from layerkit_runner.checkpointing import CheckpointManager
 from layerkit_runner.checkpointing.handlers import stored_leaves
-from layerkit_runner.checkpointing.structure import join, named_leaves
+from layerkit_runner.checkpointing.stored_state import join, named_leaves
 from layerkit_runner.init_from import InitFrom, Source, plan_first_state
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 from layerkit_runner.partitioning import Partitioner

@@ -11,8 +11,8 @@ import pytest
 
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment
-from layerkit_runner.config.config_text import config_json, config_text
-from layerkit_runner.config.overrides import Override
+from layerkit_runner.config.config_tree import config_json, config_text
+from layerkit_runner.config.requests import Override
 from layerkit_runner.observers import Observer
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train

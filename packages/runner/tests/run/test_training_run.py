@@ -19,7 +19,7 @@ from etils import epath
 from layerkit.config import Config
 from layerkit.errors import UserError
 from layerkit_runner import BaseExperiment, UsageError
-from layerkit_runner.checkpointing import structure
+from layerkit_runner.checkpointing import stored_state
 from layerkit_runner.errors import NonFiniteError
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.optim.learner import Learner
@@ -166,7 +166,7 @@ def test_checkpoint_that_is_not_finite_is_not_resumed(
 ):
     with monkeypatch.context() as patch:
         # As a version that applied such steps and saved the outcome.
-        patch.setattr(structure.FiniteCheck, "nonfinite", lambda _: [])
+        patch.setattr(stored_state.FiniteCheck, "nonfinite", lambda _: [])
         patch.setattr(Learner, "skips_steps", False)
         train("job", fields={"NUM_ROWS": 16, "BAD_ROWS": (3,)})
     with pytest.raises(NonFiniteError) as caught:

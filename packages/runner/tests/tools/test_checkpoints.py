@@ -20,7 +20,7 @@ from layerkit_runner.checkpointing import (
     StateFormat,
     conversion,
     folders,
-    structure,
+    stored_state,
 )
 from layerkit_runner.checkpointing.folders import read_evaluations
 from layerkit_runner.tools import checkpoints
@@ -136,7 +136,7 @@ def test_verify_names_arrays_that_are_not_finite(tmp_path, capsys, monkeypatch, 
     state = {"params": {"a": jnp.ones(4), "b": jnp.array([1.0, jnp.nan])}, "step": jnp.int32(3)}
     with monkeypatch.context() as patch:
         # An earlier version saved any values.
-        patch.setattr(structure.FiniteCheck, "nonfinite", lambda _: [])
+        patch.setattr(stored_state.FiniteCheck, "nonfinite", lambda _: [])
         with CheckpointManager(tmp_path / "checkpoints", state_format=state_format) as manager:
             manager.save(3, state, input_states={}, metadata={}, force=True)
     printed = run(capsys, "verify", tmp_path, code=1)

@@ -18,8 +18,8 @@ import pytest
 from layerkit.errors import UserError
 from layerkit_runner import cli
 from layerkit_runner.errors import UsageError
-from layerkit_runner.files.locks import try_lock
 from layerkit_runner.observers import read_metrics
+from layerkit_runner.run.job_folder import try_lock
 
 optuna = pytest.importorskip("optuna")
 

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from etils import epath
 
-from layerkit_runner.checkpointing import folders, handlers, integrity, structure
-from layerkit_runner.checkpointing.formats import StateFormat
-from layerkit_runner.checkpointing.policy import read_evaluations, write_evaluations
+from layerkit_runner.checkpointing import folders, handlers, integrity, stored_state
+from layerkit_runner.checkpointing.folders import read_evaluations, write_evaluations
+from layerkit_runner.checkpointing.stored_state import StateFormat
 from layerkit_runner.files.atomic_write import atomic_write
 
 _READ_BYTES = 2**30
@@ -70,7 +70,7 @@ def write_safetensors(
         raise FileExistsError(f"{path} already exists; nothing was changed")
     leaves = read_leaves(folders.step_folder(source, step), part=part)
     content = save(
-        {structure.join(name): leaf for name, leaf in leaves.items()},
+        {stored_state.join(name): leaf for name, leaf in leaves.items()},
         metadata={"step": str(step), "source": str(source)},
     )
     atomic_write(path, content)
@@ -79,7 +79,7 @@ def write_safetensors(
 
 def read_leaves(
     step_directory: epath.Path, *, part: str | None = None
-) -> dict[structure.LeafPath, jax.Array]:
+) -> dict[stored_state.LeafPath, jax.Array]:
     """Read the state of a step, or a part of it, onto one device of this machine."""
     findings = integrity.verify(step_directory)
     integrity.require_sound(step_directory, findings)
@@ -90,17 +90,17 @@ def read_leaves(
     return _restore(step_directory, chosen)
 
 
-def nonfinite_arrays(step_directory: epath.Path) -> list[structure.LeafPath]:
+def nonfinite_arrays(step_directory: epath.Path) -> list[stored_state.LeafPath]:
     """Return the paths of arrays of an intact step that are not finite."""
-    group: dict[structure.LeafPath, structure.LeafSpec] = {}
+    group: dict[stored_state.LeafPath, stored_state.LeafSpec] = {}
     paths, size = [], 0
     for path, spec in handlers.stored_leaves(step_directory / "state").items():
         if group and size + spec.num_bytes > _READ_BYTES:
-            paths += structure.FiniteCheck(_restore(step_directory, group)).nonfinite()
+            paths += stored_state.FiniteCheck(_restore(step_directory, group)).nonfinite()
             group, size = {}, 0
         group[path] = spec
         size += spec.num_bytes
-    return paths + structure.FiniteCheck(_restore(step_directory, group)).nonfinite()
+    return paths + stored_state.FiniteCheck(_restore(step_directory, group)).nonfinite()
 
 
 @contextlib.contextmanager
@@ -120,10 +120,10 @@ def _new_step_folder(directory: epath.Path, step: int) -> Iterator[epath.Path]:
 
 
 def _restore(
-    step_directory: epath.Path, specs: Mapping[structure.LeafPath, structure.LeafSpec]
-) -> dict[structure.LeafPath, jax.Array]:
+    step_directory: epath.Path, specs: Mapping[stored_state.LeafPath, stored_state.LeafSpec]
+) -> dict[stored_state.LeafPath, jax.Array]:
     device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-    targets: dict[structure.LeafPath, Any] = {
+    targets: dict[stored_state.LeafPath, Any] = {
         path: jax.ShapeDtypeStruct(spec.shape, np.dtype(spec.dtype), sharding=device)
         for path, spec in specs.items()
     }

@@ -19,9 +19,9 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
-from layerkit_runner.checkpointing import folders, formats, integrity, structure
+from layerkit_runner.checkpointing import folders, integrity, stored_state
 from layerkit_runner.checkpointing.errors import SaveError, naming_damage
-from layerkit_runner.checkpointing.policy import CheckpointPolicy, Evaluations, SavedStep
+from layerkit_runner.checkpointing.folders import CheckpointPolicy, Evaluations, SavedStep
 from layerkit_runner.distributed.cluster import gather_results
 from layerkit_runner.files.atomic_write import read_regular
 
@@ -34,9 +34,9 @@ _DATA_FILE_BYTES = 256 * 2**20
 class StateSave(ocp.args.CheckpointArgs):
     """The leaves of a state to save, by path, and `check`, a search for NaN and infinities."""
 
-    leaves: Mapping[structure.LeafPath, jax.Array]
-    state_format: formats.StateFormat
-    check: futures.Future[structure.FiniteCheck] | None = None
+    leaves: Mapping[stored_state.LeafPath, jax.Array]
+    state_format: stored_state.StateFormat
+    check: futures.Future[stored_state.FiniteCheck] | None = None
 
 
 @dataclasses.dataclass
@@ -74,7 +74,7 @@ class StateHandler(_Handler):
 
     async def async_save(self, directory: epath.Path, args: StateSave) -> list[ocp.future.Future]:
         """Copy the state to the host; return a future of its check, files and digests."""
-        if args.state_format is formats.StateFormat.TENSORSTORE:
+        if args.state_format is stored_state.StateFormat.TENSORSTORE:
             writing: futures.Future[Any] = futures.Future()
 
             def finish() -> None:
@@ -91,7 +91,7 @@ class StateHandler(_Handler):
             # The thread starts before those that write, which leave no core for its start.
             finishing = _run_in_background(finish, "state_hashes")
             save = ocp.args.PyTreeSave(
-                structure.nest(args.leaves), ocdbt_target_data_file_size=_DATA_FILE_BYTES
+                stored_state.nest(args.leaves), ocdbt_target_data_file_size=_DATA_FILE_BYTES
             )
             try:
                 writing.set_result(await self._arrays.async_save(directory, args=save))
@@ -101,19 +101,19 @@ class StateHandler(_Handler):
             return [finishing]
         if jax.process_index() != 0:
             return [_run_in_background(lambda: _require_finite(args.check), "state_check")]
-        leaves = formats.host_copy(args.leaves)
+        leaves = stored_state.host_copy(args.leaves)
 
         def write() -> None:
             _require_finite(args.check)
-            entry = formats.write_msgpack(directory, leaves)
-            files = {f"{_STATE}/{formats.STATE_FILE}": entry}
+            entry = stored_state.write_msgpack(directory, leaves)
+            files = {f"{_STATE}/{stored_state.STATE_FILE}": entry}
             integrity.write_share(directory.parent, files, process=0)
 
         return [_run_in_background(write, "state_msgpack")]
 
     def finalize(self, directory: epath.Path) -> None:
         """Merge the indices that the processes wrote."""
-        if formats.format_of(directory) is formats.StateFormat.TENSORSTORE:
+        if stored_state.format_of(directory) is stored_state.StateFormat.TENSORSTORE:
             self._arrays.finalize(directory)
 
     def close(self) -> None:
@@ -150,13 +150,13 @@ class ManifestHandler(_Handler):
 
 def read_step(
     path: epath.Path, step: int, target: Any, *, verifies: bool = True, **options: Any
-) -> tuple[tuple[integrity.Finding, ...], formats.RestoredCheckpoint | None]:
+) -> tuple[tuple[integrity.Finding, ...], stored_state.RestoredCheckpoint | None]:
     """Return (findings of all processes, content of the step; None if it is damaged).
 
     A thread verifies the step meanwhile, unless `verifies` is False. All processes have to call it,
     with the options of `CheckpointManager.restore`.
     """
-    content: formats.RestoredCheckpoint | None = None
+    content: stored_state.RestoredCheckpoint | None = None
     problem: Exception | None = None
     # Before any file is opened, since opening a pipe would wait for ever.
     findings = integrity.merge(lambda: integrity.find_irregular(path))
@@ -189,48 +189,50 @@ def _read_unverified(
     leave_out: Sequence[str] = (),
     cast_dtypes: bool = False,
     with_input_states: bool = True,
-) -> formats.RestoredCheckpoint:
+) -> stored_state.RestoredCheckpoint:
     about = folders.read_metadata(path)
-    targets = structure.named_leaves(target)
+    targets = stored_state.named_leaves(target)
     stored = stored_leaves(path / _STATE)
     stored = {name: spec for name, spec in stored.items() if name[0] not in leave_out}
     where = f"The checkpoint {path}"
-    structure.check_match(stored, targets, where=where, cast_dtypes=cast_dtypes)
+    stored_state.check_match(stored, targets, where=where, cast_dtypes=cast_dtypes)
     read = read_state(path / _STATE, targets)
-    return formats.RestoredCheckpoint(
+    return stored_state.RestoredCheckpoint(
         step=step,
         state=jax.tree.unflatten(jax.tree.structure(target), [read[leaf] for leaf in targets]),
         input_states=folders.read_input_states(path / _INPUTS) if with_input_states else {},
         metadata=about["user"],
-        casts=structure.cast_lines(stored, targets),
+        casts=stored_state.cast_lines(stored, targets),
     )
 
 
 def read_state(
-    state_directory: epath.Path, targets: Mapping[structure.LeafPath, Any]
-) -> dict[structure.LeafPath, jax.Array]:
+    state_directory: epath.Path, targets: Mapping[stored_state.LeafPath, Any]
+) -> dict[stored_state.LeafPath, jax.Array]:
     """Read the leaves of a stored state, in either format."""
-    if formats.format_of(state_directory) is formats.StateFormat.MSGPACK:
-        with naming_damage(state_directory / formats.STATE_FILE):
-            return formats.read_msgpack(state_directory, targets)
-    nested = structure.nest(targets)
+    if stored_state.format_of(state_directory) is stored_state.StateFormat.MSGPACK:
+        with naming_damage(state_directory / stored_state.STATE_FILE):
+            return stored_state.read_msgpack(state_directory, targets)
+    nested = stored_state.nest(targets)
     restore_args = ocp.checkpoint_utils.construct_restore_args(nested)
     args = ocp.args.PyTreeRestore(item=nested, restore_args=restore_args, partial_restore=True)
     with naming_damage(state_directory), contextlib.closing(_array_storage()) as reader:
-        return structure.named_leaves(reader.restore(state_directory, args=args))
+        return stored_state.named_leaves(reader.restore(state_directory, args=args))
 
 
-def stored_leaves(state_directory: epath.Path) -> dict[structure.LeafPath, structure.LeafSpec]:
+def stored_leaves(
+    state_directory: epath.Path,
+) -> dict[stored_state.LeafPath, stored_state.LeafSpec]:
     """Return shapes and dtypes of the stored leaves, in either format; read no array."""
-    if formats.format_of(state_directory) is formats.StateFormat.MSGPACK:
-        with naming_damage(state_directory / formats.STATE_FILE):
-            return formats.msgpack_leaves(state_directory)
+    if stored_state.format_of(state_directory) is stored_state.StateFormat.MSGPACK:
+        with naming_damage(state_directory / stored_state.STATE_FILE):
+            return stored_state.msgpack_leaves(state_directory)
     about = state_directory / "_METADATA"  # Orbax's description of the arrays
     with naming_damage(about):
         json.loads(read_regular(about))
     with naming_damage(state_directory), contextlib.closing(_array_storage()) as reader:
-        stored = structure.named_leaves(reader.metadata(state_directory).tree)
-        return {path: structure.spec_of(leaf) for path, leaf in stored.items()}
+        stored = stored_state.named_leaves(reader.metadata(state_directory).tree)
+        return {path: stored_state.spec_of(leaf) for path, leaf in stored.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,7 +293,7 @@ def _run_in_background(work: Callable[[], None], name: str) -> ocp.future.Future
     return ocp.future.CommitFutureAwaitingContractedSignals(run(), name=name)
 
 
-def _require_finite(check: futures.Future[structure.FiniteCheck] | None) -> None:
+def _require_finite(check: futures.Future[stored_state.FiniteCheck] | None) -> None:
     """Raise an error, the same on every process, which keeps Orbax from committing the step."""
     if check is not None and check.result().nonfinite():
         raise SaveError("the state is not finite")

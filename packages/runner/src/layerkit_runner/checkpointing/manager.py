@@ -25,20 +25,20 @@ from typing import TYPE_CHECKING, Any
 import jax
 from etils import epath
 
-from layerkit_runner.checkpointing import folders, integrity, structure
+from layerkit_runner.checkpointing import folders, integrity, stored_state
 from layerkit_runner.checkpointing.errors import (
     STORAGE_ERRORS,
     SaveError,
     save_error,
     silence_tracebacks,
 )
-from layerkit_runner.checkpointing.formats import RestoredCheckpoint, StateFormat
-from layerkit_runner.checkpointing.policy import (
+from layerkit_runner.checkpointing.folders import (
     CheckpointPolicy,
     Evaluations,
     read_evaluations,
     write_evaluations,
 )
+from layerkit_runner.checkpointing.stored_state import RestoredCheckpoint, StateFormat
 from layerkit_runner.distributed.cluster import gather_results, run_on_process_0
 from layerkit_runner.files.atomic_write import absolute
 
@@ -95,7 +95,7 @@ class CheckpointManager:
         self._report = report
         self._on_commit = None if read_only else on_commit
         self._step_in_progress: int | None = None
-        self._check: structure.FiniteCheck | None = None  # check of the save in progress
+        self._check: stored_state.FiniteCheck | None = None  # check of the save in progress
         self._orbax: ocp.CheckpointManager | None = None
         self._sound: set[int] = set()
         self._deadline = 0.0  # time.monotonic() at which the save in progress is overdue
@@ -166,8 +166,8 @@ class CheckpointManager:
         self.wait_until_finished()
         if step == self._last_saved or step in folders.committed_steps(self._directory):
             return False
-        leaves = structure.named_leaves(state)
-        structure.check_storable(leaves)
+        leaves = stored_state.named_leaves(state)
+        stored_state.check_storable(leaves)
         about = folders.make_metadata(
             metadata,
             state_format=self._state_format.value,
@@ -181,7 +181,7 @@ class CheckpointManager:
 
         from layerkit_runner.checkpointing import handlers
 
-        check: futures.Future[structure.FiniteCheck] = futures.Future()
+        check: futures.Future[stored_state.FiniteCheck] = futures.Future()
         items = ocp.args.Composite(
             input_states=handlers.InputStatesSave(inputs),
             metadata=ocp.args.JsonSave(about),
@@ -206,7 +206,7 @@ class CheckpointManager:
             self._orbax.save(step, args=items, force=True)
             # The check starts behind the copy to the host, which would otherwise wait for it, and
             # before the caller can donate the arrays.
-            self._check = structure.FiniteCheck(leaves)
+            self._check = stored_state.FiniteCheck(leaves)
             check.set_result(self._check)
             self._step_in_progress = step
         except Exception as error:
@@ -397,7 +397,7 @@ class CheckpointManager:
                     path.rmtree()
         self._orbax = self._step_in_progress = None
         self._last_saved = newest = self.latest_step()
-        raise structure.nonfinite_error(
+        raise stored_state.nonfinite_error(
             f"The checkpoint of step {step} is not written to {self._directory}",
             paths,
             f"The newest checkpoint there: {'none' if newest is None else f'step {newest}'}.",

@@ -24,8 +24,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from layerkit.config import field_types
-from layerkit_runner.config.overrides import unknown_field
-from layerkit_runner.errors import FieldError, recast
+from layerkit_runner.errors import FieldError, recast, unknown_field
 
 if TYPE_CHECKING:
     from layerkit.config import Config

@@ -1,24 +1,44 @@
-"""Parse the command line of `runner` by the table of flags.
+"""Parse the command line of `runner` by the table of flags and the tools that packages add to it.
 
 `read_flags` serves tools with tables of their own. Flags are written as absl's: `--name=value`,
-`--name value`, `--name` and `--noname`.
+`--name value`, `--name` and `--noname`. Pax's names of flags and experiments are valid too.
+
+Packages add commands and modes by the entry-point group `layerkit.commands`:
+
+    [project.entry-points."layerkit.commands"]
+    count = "acme.counting:MODE"
+
+The named object is a `Mode` (`runner --mode=count …`) or a `Command` (`runner count …`). Its module
+is imported to parse a command line and for `--help`, so `run` imports whatever takes long.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from layerkit_runner.config import entry_points as commands
-from layerkit_runner.config import pax
-from layerkit_runner.config.overrides import Override, merge_overrides, parse_override
-from layerkit_runner.config.requests import ParsedFlags
+from layerkit_runner.config.requests import Override, ParsedFlags, merge_overrides, parse_override
 from layerkit_runner.errors import UsageError
-from layerkit_runner.run_options import FLAGS, MODES, ONCE_MODES, Flag, RunOptions, switch
+from layerkit_runner.run_options import (
+    AUTO_ADDRESS,
+    FLAGS,
+    JOINING_MODES,
+    MODES,
+    ONCE_MODES,
+    Flag,
+    RunOptions,
+    switch,
+)
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+    from layerkit_runner.config.requests import ParsedFlags, ResolvedExperiment
 
 # Flags that need another one.
 _NEEDS = {
@@ -99,7 +119,7 @@ def _read_value(row: Flag, text: str) -> Any:
 def unknown_flag(name: str, known: Collection[str]) -> UsageError:
     """Return the error about an unknown flag, with the near ones of those that are known."""
     name = name.lstrip("-")
-    hint = pax.ANSWERS.get(name)
+    hint = PAX_ANSWERS.get(name)
     if hint is None and re.fullmatch(r"[A-Z][\w.]*", name):
         hint = f"Set a field of the experiment by --fdl.{name}=VALUE"
     # Negated names are suggested only for a negated name: --nolist does not help with --lits.
@@ -110,10 +130,10 @@ def unknown_flag(name: str, known: Collection[str]) -> UsageError:
 
 
 def _unexpected_word(word: str) -> UsageError:
-    names, hint = commands.installed(commands.Command), None
+    names, hint = installed_tools(Command), None
     if word in names:
         hint = f"Commands come before all flags: runner {word} [flags]"
-    elif word in (*MODES, *commands.installed(commands.Mode)):
+    elif word in (*MODES, *installed_tools(Mode)):
         hint = f"Did you mean --mode={word}?"
     return UsageError(
         "unexpected word",
@@ -129,10 +149,10 @@ def parse_flags(words: Sequence[str]) -> ParsedFlags:
     overrides, others = _take_overrides(words)
     named, _ = read_flags(others, [row for row in FLAGS if row.name == "mode"], known_only=True)
     mode = named.get("mode", "train")
-    tool = None if mode in MODES else commands.load_mode(mode)
+    tool = None if mode in MODES else load_mode(mode)
     tool_rows = () if tool is None else tool.flags
-    values, _ = read_flags(others, [*FLAGS, *tool_rows], other_names=pax.OTHER_NAMES)
-    overrides += pax.replace_flags(values)
+    values, _ = read_flags(others, [*FLAGS, *tool_rows], other_names=PAX_FLAGS)
+    overrides += _replace_pax_flags(values)
     names = [f.name for f in dataclasses.fields(RunOptions) if f.metadata and f.name in values]
     extra = (
         {} if tool is None else {row.name: values.get(row.name, row.default) for row in tool.flags}
@@ -219,3 +239,156 @@ def configure_library_logs(options: RunOptions) -> None:
         logging.get_absl_handler().use_absl_log_file("runner", options.log_dir)
     except OSError as error:
         raise UsageError(str(error), field="--log_dir", value=options.log_dir) from error
+
+
+PAX_FLAGS = {
+    "fdl_config": "exp",
+    "server_addr": "coordinator_address",
+    "host_idx": "process_id",
+    "verbosity": "v",
+}
+"""Flags of Pax that have another name here."""
+
+PAX_ANSWERS = {
+    "globally_use_hardware_rng": "The random number generator is part of the configuration:"
+    " --fdl.task.train.prng_impl=unsafe_rbg",
+    "enforce_restore_shape_check": "Shapes are always checked when a checkpoint is restored.",
+    "decode_output_pickle": "Outputs are JSON lines in DIR/decode.",
+    "tensorstore_use_ocdbt": "Checkpoints that TensorStore writes are always OCDBT.",
+    "maybe_use_persistence_checkpointing": "Checkpoints are always written by TensorStore; pmap"
+    " runs choose by --pmap_use_tensorstore.",
+}
+"""What to do in place of a flag of Pax that has no counterpart."""
+
+# Packages of experiments in Pax's documents, each with the package here.
+_PAX_PACKAGES = (
+    (re.compile(r"(paxml\.)?tasks\.(\w+)\.params\."), r"\2."),
+    (re.compile(r"paxml\.contrib\.gpu\.scripts_gpu\.configs\.(?=LLaMA)"), "lm.boolq."),
+    (re.compile(r"paxml\.contrib\.gpu\.scripts_gpu\.configs\."), "lm.pile."),
+)
+
+
+def experiment_name(name: str) -> str:
+    """Return the name of an experiment here for its name in Pax's documents, or the name itself."""
+    for pattern, package in _PAX_PACKAGES:
+        if pattern.match(name):
+            return pattern.sub(package, name, count=1)
+    return name
+
+
+def _replace_pax_flags(values: dict[str, Any]) -> list[Override]:
+    """Replace flags of Pax by those of the runner; return the overrides that they stand for."""
+    # Of --mode=inspect, --num_hosts is a flag of its own.
+    if "num_hosts" in values and values.get("mode", "train") in JOINING_MODES:
+        hosts = values.pop("num_hosts")
+        if values.setdefault("num_processes", hosts) != hosts:
+            raise UsageError(field="--num_hosts", value=hosts, expected="that of --num_processes")
+    if values.get("multiprocess_gpu"):
+        values.setdefault("coordinator_address", AUTO_ADDRESS)
+    folder = values.get("tfds_data_dir")
+    return [] if folder is None else [Override("TFDS_DATA_DIR", folder)]
+
+
+GROUP = "layerkit.commands"
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """A value of `--mode`, which does something with an experiment.
+
+    Attributes:
+      help: One line for `--help`.
+      run: Function of the resolved experiment and the options; returns the exit code.
+      flags: Flags of this mode alone; `options.extra` has their values by name.
+      uses: Names of flags of the runner that belong to other modes and to this one, such as json.
+    """
+
+    help: str
+    run: Callable[[ResolvedExperiment, RunOptions], int]
+    flags: tuple[Flag, ...] = ()
+    uses: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A word in place of an experiment: `runner NAME …`.
+
+    Attributes:
+      help: One line for `--help`.
+      run: Function of the words after the name; returns the exit code.
+    """
+
+    help: str
+    run: Callable[[Sequence[str]], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class FlagCommand:
+    """An action that a flag of the runner starts in place of the mode, such as `--study`."""
+
+    run: Callable[[ParsedFlags], int]
+
+
+Kind = TypeVar("Kind", Mode, Command, FlagCommand)
+
+
+def installed_tools(kind: type[Kind]) -> dict[str, Kind]:
+    """Return the commands of a kind by name; see `broken_tools` for those that cannot be loaded."""
+    loaded = {name: _load(name) for name in entry_points()}
+    return {name: command for name, command in loaded.items() if isinstance(command, kind)}
+
+
+def broken_tools() -> dict[str, str]:
+    """Return what failed when a command or mode was imported, by name."""
+    loaded = {name: _load(name) for name in entry_points()}
+    return {name: str(error) for name, error in loaded.items() if isinstance(error, _LoadError)}
+
+
+def load_tool(kind: type[Kind], name: str, *, shown: str) -> Kind:
+    """Return the command of that kind and name."""
+    point = entry_points().get(name)
+    command = None if point is None else _load(name)
+    if isinstance(command, kind):
+        return command
+    uses = {Mode: f"--mode={name}", Command: f"runner {name}", FlagCommand: f"--{name}"}
+    use = uses.get(type(command))
+    if point is None:
+        problem = f"no package offers it in the entry-point group {GROUP}"
+    elif isinstance(command, _LoadError):
+        problem = f"cannot be loaded: {command}"
+    else:
+        problem = f"{point.value} is a {type(command).__name__}, not a {kind.__name__}"
+    raise UsageError(problem, owner=shown, hint=use and f"Use: {use}")
+
+
+def load_mode(name: str) -> Mode:
+    """Return the tool of a mode."""
+    known = {mode for row in FLAGS for mode in row.modes} | entry_points().keys()
+    if name not in known:
+        raise UsageError(field="--mode", value=name, choices=(*MODES, *installed_tools(Mode)))
+    return load_tool(Mode, name, shown=f"--mode={name}")
+
+
+@functools.cache
+def entry_points() -> dict[str, EntryPoint]:
+    """Return the entry points of all commands and modes, also of those that cannot be imported."""
+    # Imported here because it takes some 40 ms.
+    from importlib import metadata
+
+    points = sorted(metadata.entry_points(group=GROUP), key=lambda point: point.name)
+    return {point.name: point for point in points}
+
+
+class _LoadError(Exception):
+    """The error of an entry point that cannot be loaded: its object, and the cause."""
+
+
+@functools.cache
+def _load(name: str) -> Any:
+    """Return the object of an entry point, or a `_LoadError`."""
+    point = entry_points()[name]
+    try:
+        return point.load()
+    except Exception as error:
+        text = " ".join(str(error).split())
+        return _LoadError(f"{point.value}: {type(error).__name__}: {text}")

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from layerkit_runner.config import entry_points as commands
+from layerkit_runner.config import flags as command_flags
 from layerkit_runner.config.flags import read_flags
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import FLAGS, MODES, Flag
@@ -89,8 +89,13 @@ _MAX_LINES = 24
 
 def help_text(topic: str | None = None) -> str:
     """Return what `--help` prints about a group or mode; None for the most used flags."""
-    tools, words = commands.installed(commands.Mode), commands.installed(commands.Command)
-    broken = [f"  {name}: cannot be loaded: {what}" for name, what in commands.broken().items()]
+    tools, words = (
+        command_flags.installed_tools(command_flags.Mode),
+        command_flags.installed_tools(command_flags.Command),
+    )
+    broken = [
+        f"  {name}: cannot be loaded: {what}" for name, what in command_flags.broken_tools().items()
+    ]
     modes = {**MODES, **{name: mode.help for name, mode in tools.items()}}
     if topic is None:
         groups = [(name, description) for name, (description, *_) in GROUPS.items()]
@@ -112,8 +117,8 @@ def help_text(topic: str | None = None) -> str:
         return _mode_page(topic, modes[topic], tools.get(topic))
     if topic in words:
         return f"{words[topic].help}\n\n`runner {topic} --help` lists its flags."
-    if topic in commands.entry_points():
-        commands.load(commands.Mode, topic, shown=f"--help {topic}")
+    if topic in command_flags.entry_points():
+        command_flags.load_tool(command_flags.Mode, topic, shown=f"--help {topic}")
     raise UsageError(field="--help", value=topic, choices=(*GROUPS, *modes, *words))
 
 
@@ -127,7 +132,7 @@ def _group_page(group: str, modes: Mapping[str, str], *, width: int) -> list[str
     return [*lines, "", *_EXIT_CODES.splitlines()] if group == "processes" else lines
 
 
-def _mode_page(name: str, summary: str, tool: commands.Mode | None) -> str:
+def _mode_page(name: str, summary: str, tool: command_flags.Mode | None) -> str:
     flags = [row for row in FLAGS if name in row.modes or (tool and row.name in tool.uses)]
     flags += tool.flags if tool else ()
     rows = [(_usage(row), _explained(row, names_modes=False)) for row in flags]

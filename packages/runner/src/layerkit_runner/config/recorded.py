@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from layerkit_runner.config.overrides import merge_overrides, parse_override
-from layerkit_runner.config.requests import ParsedFlags
+from layerkit_runner.config.requests import ParsedFlags, merge_overrides, parse_override
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import DocumentError, parse_json, read_text
 from layerkit_runner.files.text import near_folders

@@ -6,7 +6,7 @@
    one whose full name ends so (`pile.Pile126M`);
 2. a class of that full dotted name, anywhere on the Python path or below the current folder.
 
-Names of Pax's documents are valid, too; see `config.pax`.
+Names of Pax's documents are valid, too; see `config.flags`.
 
 Importing experiments takes seconds, so both read `catalogue.json` beside a package's `__init__.py`,
 which `layerkit_runner.tools.catalogue` writes. A name that the catalogue lacks imports its module.
@@ -26,7 +26,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from layerkit_runner.config import pax
+from layerkit_runner.config import flags
 from layerkit_runner.errors import FieldError, UsageError, line_of
 from layerkit_runner.files.text import aligned, cut
 
@@ -154,7 +154,7 @@ def find_experiment(name: str, *, flag: str = "--exp") -> ExperimentEntry:
     Raises:
       UsageError: There is no such experiment, or several have the name.
     """
-    packages, spelling = experiment_packages(), pax.experiment_name(name)
+    packages, spelling = experiment_packages(), flags.experiment_name(name)
     catalogued = _catalogued(packages)
     dotted = [*(f"{package}.{spelling}" for package in packages), spelling]
     entries = [catalogued.get(full) or _imported_entry(full, packages) for full in dotted]

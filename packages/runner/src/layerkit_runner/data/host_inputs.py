@@ -1,4 +1,7 @@
-"""Inputs of this process, whose rows follow from the sharding of the batch, and their batches."""
+"""Inputs of this process, whose rows follow from the sharding of the batch, and their batches.
+
+Records that an input has skipped, because they cannot be read, are counted and reported.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 
 import jax
@@ -19,6 +23,7 @@ from layerkit_inputs.base.prefetch import Prefetch
 from layerkit_runner.distributed.cluster import gather_values
 from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError, as_usage_error
+from layerkit_runner.observers import Observer
 from layerkit_runner.partitioning import Partitioner
 
 
@@ -169,3 +174,46 @@ def cast_text(batch: NestedMap) -> str | None:
             fields.setdefault(f"{dtype} → {dtype_in_jax(dtype)}", []).append(path)
     casts = "; ".join(f"{', '.join(paths)}: {cast}" for cast, paths in fields.items())
     return f"{casts} (JAX_ENABLE_X64 is off)" if casts else None
+
+
+SKIPPED_RECORDS = "skipped_records"
+"""Name of the metric that counts skipped records."""
+
+
+class SkippedRecords:
+    """A counter of the records that an input of this process has skipped during training."""
+
+    def __init__(self, dataset: BaseInput, name: str, observers: Observer) -> None:
+        """Create a counter for an input, with its name in reports."""
+        self._dataset = dataset
+        self._name = name
+        self._observers = observers
+        self._reported = 0
+
+    def scalars(self) -> dict[str, float]:
+        """Return the number of skipped records, and report it at first and when it has doubled."""
+        count = self._dataset.num_skipped
+        if count and count >= 2 * self._reported:
+            self._reported = count
+            line = skipped_line(self._name, count)
+            if jax.process_index() == 0:
+                self._observers.message(line)
+            else:
+                print(f"process {jax.process_index()}: {line}", file=sys.stderr, flush=True)
+        return {SKIPPED_RECORDS: float(count)} if count else {}
+
+
+def report_skipped(dataset: BaseInput, name: str, observers: Observer) -> dict[str, float]:
+    """Report the records that all hosts skipped; return the metric of their number."""
+    # Processes that read the same rows skip the same records.
+    by_feed = dict(gather_values([dataset.infeed_host_index, dataset.num_skipped]))
+    count = sum(by_feed.values())
+    if not count:
+        return {}
+    observers.message(skipped_line(name, count))
+    return {SKIPPED_RECORDS: float(count)}
+
+
+def skipped_line(name: str, count: int) -> str:
+    """Return the line about skipped records: `heldout: skipped 3 unreadable records so far`."""
+    return f"{name}: skipped {count:,} unreadable record{'' if count == 1 else 's'} so far"

@@ -22,7 +22,7 @@ from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weight_formats import WeightFormat, scale_path
 from layerkit.errors import UserError, first_names
 from layerkit.layers.quantization.stored_weights import round_like
-from layerkit_runner.checkpointing.structure import LeafPath, join, named_leaves, spec_of
+from layerkit_runner.checkpointing.stored_state import LeafPath, join, named_leaves, spec_of
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.init_from.matching import OPT_STATE, PARAMS, InitialValue, Matched, match
 from layerkit_runner.init_from.settings import InitFrom

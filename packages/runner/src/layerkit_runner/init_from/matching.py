@@ -18,7 +18,13 @@ import numpy as np
 from layerkit.base.base_layer import PARAMS
 from layerkit.base.base_model import BaseModel
 from layerkit.errors import near_names
-from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves, spec_of
+from layerkit_runner.checkpointing.stored_state import (
+    LeafPath,
+    LeafSpec,
+    join,
+    named_leaves,
+    spec_of,
+)
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from.settings import ADAPTER_WEIGHTS, InitFrom, Origin, Rule
 from layerkit_runner.init_from.sources import Opened

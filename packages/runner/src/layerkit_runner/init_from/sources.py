@@ -22,7 +22,7 @@ from layerkit.interop.hugging_face import families, folder, importing, tensors
 from layerkit.interop.hugging_face.other_forms import other_form
 from layerkit_runner.checkpointing import CheckpointManager, folders
 from layerkit_runner.checkpointing.integrity import require_sound, verify_together
-from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves
+from layerkit_runner.checkpointing.stored_state import LeafPath, LeafSpec, join, named_leaves
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import absolute, is_remote
 from layerkit_runner.init_from.pax.paxml_folders import PaxFolder, find

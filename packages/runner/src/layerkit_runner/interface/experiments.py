@@ -8,11 +8,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from layerkit.config.nested_map import NestedMap
-from layerkit_runner.config.config_text import config_text, override_text
+from layerkit_runner.config.config_tree import config_text, override_text
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
-from layerkit_runner.config.overrides import Override, parse_override
 from layerkit_runner.config.registry import find_experiment, load_experiment
-from layerkit_runner.config.requests import ResolvedExperiment
+from layerkit_runner.config.requests import Override, ResolvedExperiment, parse_override
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.run.resolve import add_overrides, resolve
 

@@ -14,11 +14,10 @@ import optax
 from layerkit.config import Config, Partial
 from layerkit.config.field_types import parse_literal
 from layerkit_inputs.text.tokenizers import tokenizer_config
-from layerkit_runner.config.config_text import config_json
+from layerkit_runner.config.config_tree import config_json
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields
-from layerkit_runner.config.overrides import Override, parse_fields
 from layerkit_runner.config.recorded import add_recorded_experiment, read_recorded_config
-from layerkit_runner.config.requests import ParsedFlags, ResolvedExperiment
+from layerkit_runner.config.requests import Override, ParsedFlags, ResolvedExperiment, parse_fields
 from layerkit_runner.distributed.devices import start_devices
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import absolute

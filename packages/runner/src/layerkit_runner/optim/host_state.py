@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 from jax.tree_util import KeyPath
 
-from layerkit_runner.optim.optimizer_calls import is_on_host, is_schedule_free
+from layerkit_runner.optim.optimizer_updates import is_on_host, is_schedule_free
 from layerkit_runner.optim.optimizers import Bfloat16State
-from layerkit_runner.optim.weight_patterns import weight_path
+from layerkit_runner.optim.weight_selection import weight_path
 
 FIELD = "SpmdPartitioner.offload_optimizer_state"
 
@@ -34,7 +34,7 @@ def can_update_by_layer(
     Args:
       transformation: An Optax transformation.
       params: The weights that it updates, as arrays or shapes.
-      per_layer: What the optimizer declares; see `optim.per_layer`.
+      per_layer: What the optimizer declares; see `declare_per_layer`.
       is_by_layer: True if each layer has a state of its own.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)

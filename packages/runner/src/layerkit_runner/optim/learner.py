@@ -26,7 +26,6 @@ from layerkit.config.checks import (
     check_regexes,
     require,
 )
-from layerkit_runner.optim.optimizer_calls import is_schedule_free
 from layerkit_runner.optim.optimizer_groups import (
     MAIN,
     NamedOptimizer,
@@ -34,11 +33,9 @@ from layerkit_runner.optim.optimizer_groups import (
     Stacks,
     map_tensors,
 )
-from layerkit_runner.optim.per_layer import per_layer_of
-from layerkit_runner.optim.rounding import add_update
+from layerkit_runner.optim.optimizer_updates import add_update, is_schedule_free, per_layer_of
 from layerkit_runner.optim.schedules import concrete_numbers
-from layerkit_runner.optim.weight_decay import DecayedWeights
-from layerkit_runner.optim.weight_patterns import TrainedWeights
+from layerkit_runner.optim.weight_selection import DecayedWeights, TrainedWeights
 
 # Seed of stochastic rounding, whose random numbers differ from those of a training step.
 _ROUNDING_STREAM = 0x7372

@@ -19,8 +19,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from layerkit.base.weights import is_box
 from layerkit.config.checks import require
 from layerkit.errors import ConfigError
-from layerkit_runner.optim import optimizer_calls
-from layerkit_runner.optim.weight_patterns import matching_paths
+from layerkit_runner.optim import optimizer_updates
+from layerkit_runner.optim.weight_selection import matching_paths
 
 Path = tuple[str, ...]
 Stacks = Mapping[Path, tuple[int, ...]]
@@ -62,7 +62,7 @@ def map_tensors(fn: Callable[[jax.Array], jax.Array], tree: Any, stacks: Stacks)
 class NamedOptimizer:
     """An optimizer of a learner; `owner` names it in errors.
 
-    `per_layer` is what the optimizer declares (`optim.per_layer`), `learning_rate` is None if the
+    `per_layer` is what the optimizer declares (`declare_per_layer`), `learning_rate` is None if the
     optimizer has its own, and `weights` is None for all that are left.
     """
 
@@ -139,14 +139,14 @@ class OptimizerGroups:
             def update_one(
                 grads: Any, state: Any, params: Any, raw: Any, group: _Group = group
             ) -> tuple[Any, Any]:
-                return optimizer_calls.update(
+                return optimizer_updates.update(
                     group.optimizer.transformation, grads, state, params, raw_grads=raw, loss=loss
                 )
 
             grads_, params_, raw_ = (group.select(tree) for tree in trees)
             arguments = (grads_, states[name], params_, raw_)
             update_all = map_stack(update_one, group.sizes)
-            if any(map(optimizer_calls.is_on_host, jax.tree.leaves(states[name]))):
+            if any(map(optimizer_updates.is_on_host, jax.tree.leaves(states[name]))):
                 from layerkit_runner.optim import host_state
 
                 loop = host_state.update_stack if group.sizes else host_state.update_by_layer
@@ -181,9 +181,9 @@ class OptimizerGroups:
         groups = self._divide(params, stacks)
         flat = flatten_dict(params)
         for name, group_state in _states_by_name(state, groups).items():
-            if optimizer_calls.is_schedule_free(group_state):
+            if optimizer_updates.is_schedule_free(group_state):
                 group = groups[name]
-                find = map_stack(optimizer_calls.evaluated, group.sizes)
+                find = map_stack(optimizer_updates.evaluated, group.sizes)
                 flat.update(flatten_dict(find(group_state, group.select(flat))))
         return unflatten_dict(flat)
 
@@ -192,7 +192,7 @@ class OptimizerGroups:
         groups = self._divide(params, stacks)
         counts = {}
         for name, group_state in _states_by_name(state, groups).items():
-            count = optimizer_calls.steps_taken(group_state)
+            count = optimizer_updates.steps_taken(group_state)
             if count is not None:
                 counts[groups[name].optimizer.name] = count
         return counts
@@ -208,7 +208,7 @@ class OptimizerGroups:
         groups: dict[str, _Group] = {}
         for optimizer, paths in zip(self._optimizers, self.assign(list(flat)), strict=True):
             part = unflatten_dict({path: flat[path] for path in paths})
-            problem = optimizer_calls.find_problem(optimizer.transformation, part)
+            problem = optimizer_updates.find_problem(optimizer.transformation, part)
             if problem is not None:
                 hint = (
                     "Use another, such as optax.adamw, or an AuxiliaryOptimizer for some weights."

@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import optax
 
 from layerkit.config.checks import check_non_negative, check_positive, check_rates, require
-from layerkit_runner.optim.optimizer_calls import is_schedule_free
-from layerkit_runner.optim.per_layer import as_inner, declare_per_layer
-from layerkit_runner.optim.rounding import round_stochastically
+from layerkit_runner.optim.optimizer_updates import (
+    as_inner,
+    declare_per_layer,
+    is_schedule_free,
+    round_stochastically,
+)
 from layerkit_runner.optim.schedules import concrete_numbers
-from layerkit_runner.optim.weight_decay import mask_of
+from layerkit_runner.optim.weight_selection import mask_of
 
 
 @declare_per_layer(lambda *, update_rms_cap=1.0, **_: update_rms_cap is not None)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from layerkit.config.checks import check_choice, check_non_negative, check_positive, check_rates
-from layerkit_runner.optim.per_layer import declare_per_layer
+from layerkit_runner.optim.optimizer_updates import declare_per_layer
 from layerkit_runner.optim.schedules import concrete_numbers
 
 DecayMethod = Literal["adam", "pow"]

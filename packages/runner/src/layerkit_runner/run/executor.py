@@ -32,8 +32,7 @@ from layerkit_runner.observers import DECODE_PREFIX, Goodput, Observer, Throughp
 from layerkit_runner.observers.step_profiler import StepProfiler
 from layerkit_runner.optim.early_stopping import TRAIN_STEP, EarlyStop, join_metrics, program_of
 from layerkit_runner.run.programs.eval_program import BaseProgram
-from layerkit_runner.run.programs.skipped_steps import SKIPPED_STEPS
-from layerkit_runner.run.programs.train_program import TrainPrograms
+from layerkit_runner.run.programs.train_program import SKIPPED_STEPS, TrainPrograms
 from layerkit_runner.step.train_hparams import TrainHParams
 from layerkit_runner.step.train_state import TrainState
 

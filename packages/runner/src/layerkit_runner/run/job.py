@@ -21,10 +21,10 @@ from layerkit_runner.checkpointing import (
     RestoredCheckpoint,
     StateFormat,
     StructureMismatchError,
-    structure,
+    stored_state,
 )
 from layerkit_runner.checkpointing.folders import step_folder
-from layerkit_runner.config.config_text import config_json
+from layerkit_runner.config.config_tree import config_json
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.distributed.devices import (
     check_devices,
@@ -169,9 +169,9 @@ class Job:
                 " Move it out of the folder to resume from an older one."
             )
         if for_training:
-            structure.require_finite(
+            stored_state.require_finite(
                 f"cannot resume from step {restored.step} of {checkpoints.directory}",
-                structure.named_leaves(restored.state),
+                stored_state.named_leaves(restored.state),
                 "`python -m layerkit_runner.tools.checkpoints verify` lists the finite steps;"
                 " move newer ones out of this folder to resume from one of them.",
             )

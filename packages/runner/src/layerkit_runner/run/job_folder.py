@@ -1,7 +1,9 @@
 """The job folder: its recorded experiment and configuration, its lock and its restart check.
 
 A training job writes `config.json`, from which `command_line` is repeated, and `config.txt`, the
-same in readable form. While it trains, it holds a lock on `.running`.
+same in readable form. While it trains, it holds a lock on `.running`, the operating system's flock.
+The lock ends with the process that holds it, however that process ends, and needs no clock. A
+forked process would share the locks of its parent and keep them longer, so it closes them at once.
 """
 
 from __future__ import annotations
@@ -9,20 +11,23 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import errno
+import fcntl
 import json
 import os
 import shlex
 import socket
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from etils import epath
 
 from layerkit.errors import as_sentence
 from layerkit_runner.checkpointing import folders
 from layerkit_runner.checkpointing.errors import SaveError
-from layerkit_runner.config.config_text import config_json, config_text
+from layerkit_runner.config.config_tree import config_json, config_text
 from layerkit_runner.config.experiment import is_field_name
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.recorded import differing_names, read_recorded_config
@@ -33,10 +38,10 @@ from layerkit_runner.files.atomic_write import (
     atomic_write,
     check_links,
     is_remote,
+    open_append,
     read_regular,
     remove_stale_partials,
 )
-from layerkit_runner.files.locks import NoLocksError, delete_and_unlock, try_lock
 from layerkit_runner.run_options import RunOptions
 
 # File that is locked while a job trains; it holds the job's host and process id.
@@ -309,3 +314,72 @@ def _lost_work(directory: epath.Path, checkpoints: epath.Path) -> str | None:
     if step is None:
         return None
     return f"{checkpoints} has no checkpoint, but {directory / FILE_NAME} records step {step}"
+
+
+class NoLocksError(UsageError):
+    """A file system without locks."""
+
+
+@contextlib.contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Wait for the lock on a file and hold it; create the file and its folder if needed."""
+    with _open(path) as file:
+        _flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def try_lock(path: Path) -> IO[bytes] | None:
+    """Return a file that holds a lock until it is closed; None if the lock is taken."""
+    while True:
+        with contextlib.ExitStack() as stack:
+            file = stack.enter_context(_open(path))
+            try:
+                _flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return None
+            # The process that held the lock may have deleted the file since it was opened here. A
+            # lock on the deleted file would not keep out a process that creates the file anew.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(file.fileno()), path.lstat()):
+                    stack.pop_all()
+                    return file
+
+
+def delete_and_unlock(file: IO[bytes]) -> None:
+    """Delete and unlock a file that `try_lock` returned."""
+    with contextlib.suppress(OSError):  # gone, or on a disk that became read-only
+        os.unlink(file.name)
+    # Closing alone would leave the lock to a process that C code forked with the descriptor.
+    fcntl.flock(file, fcntl.LOCK_UN)
+    file.close()
+
+
+_opened: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
+
+
+def _open(path: Path) -> IO[bytes]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Unbuffered: closing a buffered file on a full disk would raise an error without its path.
+        file = open_append(path, is_buffered=False)
+    except OSError as error:
+        raise UsageError(f"cannot write: {error}", owner=str(path.parent)) from error
+    _opened.add(file)
+    return file
+
+
+def _close_all() -> None:
+    for file in list(_opened):
+        file.close()
+
+
+os.register_at_fork(after_in_child=_close_all)
+
+
+def _flock(file: IO[bytes], operation: int) -> None:
+    try:
+        fcntl.flock(file, operation)
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
+        raise NoLocksError(f"this file system has no locks ({error})", owner=file.name) from error

@@ -15,17 +15,17 @@ from layerkit.config import copy_config, is_config
 from layerkit.errors import UserError
 from layerkit_runner.config.config_tree import NOT_SET, PathSetter, field_value, target_name
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields, reduced_values
-from layerkit_runner.config.overrides import (
+from layerkit_runner.config.registry import ExperimentEntry, find_experiment, load_experiment
+from layerkit_runner.config.requests import (
     OPTIONAL_ROOTS,
     ROOTS,
     Override,
+    ParsedFlags,
+    ResolvedExperiment,
     merge_overrides,
     parse_fields,
-    unknown_field,
 )
-from layerkit_runner.config.registry import ExperimentEntry, find_experiment, load_experiment
-from layerkit_runner.config.requests import ParsedFlags, ResolvedExperiment
-from layerkit_runner.errors import UsageError, as_usage_error, line_of, naming_line
+from layerkit_runner.errors import UsageError, as_usage_error, line_of, naming_line, unknown_field
 from layerkit_runner.run_options import MODES
 
 

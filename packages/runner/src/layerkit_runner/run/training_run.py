@@ -55,8 +55,13 @@ from layerkit_runner.run.programs.build_programs import (
     train_programs,
 )
 from layerkit_runner.run.programs.eval_program import BaseProgram
-from layerkit_runner.run.programs.skipped_steps import SKIPPED_STEPS, SkippedSteps
-from layerkit_runner.run.programs.train_program import CompiledStep, StepReports, trace_step
+from layerkit_runner.run.programs.train_program import (
+    SKIPPED_STEPS,
+    CompiledStep,
+    SkippedSteps,
+    StepReports,
+    trace_step,
+)
 from layerkit_runner.run.report import end_report
 from layerkit_runner.run.report.start_report import (
     LayerNotes,

@@ -41,21 +41,19 @@ from layerkit_inputs.base.evaluation import ROW_MARKS
 from layerkit_runner.optim.early_stopping import StoppingRule
 from layerkit_runner.optim.learner import cast_like, choose, global_norm
 from layerkit_runner.optim.optimizer_groups import Stacks, stacks_of
-from layerkit_runner.optim.weight_decay import (
+from layerkit_runner.optim.weight_selection import (
     DecayedWeights,
     Declarations,
+    VariationalNoise,
     declarations_of,
     declared,
 )
-from layerkit_runner.optim.weight_patterns import VariationalNoise
 from layerkit_runner.step.gradients import (
+    ArraySummaries,
     LossAggregator,
     Variables,
-    compute_gradients,
-)
-from layerkit_runner.step.layer_summaries import (
-    ArraySummaries,
     array_summaries,
+    compute_gradients,
     scalars_and_marks,
 )
 from layerkit_runner.step.metrics import LossSum, StepContext

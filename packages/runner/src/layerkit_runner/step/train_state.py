@@ -20,7 +20,7 @@ from flax import struct
 from layerkit.errors import first_names
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import atomic_write, read_regular
-from layerkit_runner.optim.optimizer_calls import is_schedule_free
+from layerkit_runner.optim.optimizer_updates import is_schedule_free
 
 # Fields of a state that evaluation and decoding do not need; see `TrainState.for_inference`.
 TRAINING_ONLY = ("opt_state",)

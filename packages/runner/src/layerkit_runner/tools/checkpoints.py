@@ -26,8 +26,8 @@ from collections.abc import Callable, Mapping, Sequence
 from etils import epath
 
 from layerkit.errors import UserError
-from layerkit_runner.checkpointing import errors, folders, formats, integrity
-from layerkit_runner.checkpointing.policy import (
+from layerkit_runner.checkpointing import errors, folders, integrity, stored_state
+from layerkit_runner.checkpointing.folders import (
     CheckpointPolicy,
     Evaluations,
     SavedStep,
@@ -41,7 +41,7 @@ from layerkit_runner.files.text import aligned, size_text
 from layerkit_runner.run_options import Flag, non_negative
 
 _SAFETENSORS = "safetensors"
-_TARGETS = (*(kind.value for kind in formats.StateFormat), _SAFETENSORS)
+_TARGETS = (*(kind.value for kind in stored_state.StateFormat), _SAFETENSORS)
 
 
 _HELP = Flag("help", bool, "print these flags")
@@ -130,7 +130,7 @@ def _list(folder: str, *, read: bool = False) -> int:
             str(step),
             f"{saved[step].time:%Y-%m-%d %H:%M:%S}",
             size_text(sum(integrity.file_sizes(path).values())),
-            formats.format_of(path / "state").value,
+            stored_state.format_of(path / "state").value,
             f"NO, {len(damage[step])} file(s)" if damage[step] else "yes",
             _metric(saved[step].metrics, reasons.get(step, ())),
             "unknown" if policy is None else kept,
@@ -181,7 +181,7 @@ def _metric(metrics: Mapping[str, float], reasons: Sequence[str]) -> str:
 
 def _verify(folder: str, *, step: int | None = None) -> int:
     _use_cpu()
-    from layerkit_runner.checkpointing import conversion, structure
+    from layerkit_runner.checkpointing import conversion, stored_state
 
     directory = _existing(folder)
     is_damaged = False
@@ -195,13 +195,13 @@ def _verify(folder: str, *, step: int | None = None) -> int:
         for finding in findings:
             print(f"  {finding}")
         if nonfinite:
-            print(f"  {structure.describe(nonfinite)}")
+            print(f"  {stored_state.describe(nonfinite)}")
         is_damaged |= bool(damage or nonfinite)
     return StorageError.exit_code if is_damaged else 0
 
 
 def _show(folder: str, *, step: int | None = None) -> int:
-    from layerkit_runner.checkpointing import handlers, structure
+    from layerkit_runner.checkpointing import handlers, stored_state
 
     directory = _existing(folder)
     step = _steps(directory, step)[-1]
@@ -213,7 +213,7 @@ def _show(folder: str, *, step: int | None = None) -> int:
     for name, spec in leaves.items():
         sizes[name[0]] += spec.num_bytes
         shape = " × ".join(map(str, spec.shape)) or "scalar"
-        rows.append((structure.join(name), shape, spec.dtype.name, f"{spec.num_bytes:,}"))
+        rows.append((stored_state.join(name), shape, spec.dtype.name, f"{spec.num_bytes:,}"))
     print("\n".join(aligned(rows)))
     parts = ", ".join(f"{part} {size_text(size)}" for part, size in sizes.items())
     print(f"step {step}: {len(leaves)} arrays, {size_text(sizes.total())} ({parts})")
@@ -259,7 +259,7 @@ def _convert(
     target = _checkpoints_of(destination)
     for directory in (source, target):
         _recorded_evaluations(directory)
-    state_format = formats.StateFormat(to)
+    state_format = stored_state.StateFormat(to)
     print(conversion.convert_step(source, target, step, state_format=state_format))
     return 0
 
@@ -281,8 +281,8 @@ def _convert_pax(
 
     from layerkit.config import build
     from layerkit_runner.checkpointing import CheckpointManager
-    from layerkit_runner.config.overrides import parse_override
     from layerkit_runner.config.registry import find_experiment
+    from layerkit_runner.config.requests import parse_override
     from layerkit_runner.init_from import InitFrom, Source, plan_first_state
     from layerkit_runner.init_from.pax.paxml_folders import find
     from layerkit_runner.partitioning import SpmdPartitioner
@@ -291,7 +291,7 @@ def _convert_pax(
     if exp is None:
         raise UsageError(field="--exp", value=None, expected="an experiment with --from=pax")
     if to == _SAFETENSORS:
-        choices = [kind.value for kind in formats.StateFormat]
+        choices = [kind.value for kind in stored_state.StateFormat]
         raise UsageError(field="--to", value=to, choices=choices)
     if find(absolute(folder)) is None:
         raise UsageError(field="DIR", value=folder, expected="a folder with checkpoints of Paxml")
@@ -318,7 +318,7 @@ def _convert_pax(
     path = folders.step_folder(target, first.step)
     if first.step in folders.committed_steps(target):
         raise FileExistsError(f"{path} already exists; nothing was changed")
-    state_format = formats.StateFormat(to)
+    state_format = stored_state.StateFormat(to)
     with CheckpointManager(target, state_format=state_format) as checkpoints:
         state = partitioner.stored_state(task, first.state)
         checkpoints.save(first.step, state, input_states={}, metadata={}, force=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from layerkit.errors import pip_install
-from layerkit_runner.config.entry_points import Command, FlagCommand, Mode
+from layerkit_runner.config.flags import Command, FlagCommand, Mode
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import RunOptions
 
@@ -80,7 +80,7 @@ def _inspect(resolved: ResolvedExperiment, options: RunOptions) -> int:
 
         text = describe_layers(resolved, options)
     else:
-        from layerkit_runner.config.config_text import printed_config
+        from layerkit_runner.config.config_tree import printed_config
 
         text = printed_config(resolved, None, mode="inspect", as_json=options.json)
     print(text, flush=True)

@@ -113,7 +113,7 @@ def quantize_folder(
 
 def _check_optimizer(job: Job, source: str) -> None:
     """Raise an error for an optimizer whose state holds the weights to evaluate."""
-    from layerkit_runner.optim.optimizer_calls import is_schedule_free
+    from layerkit_runner.optim.optimizer_updates import is_schedule_free
 
     if is_schedule_free(job.abstract_state().opt_state):
         raise UsageError(
@@ -130,7 +130,7 @@ def _set_format(
 ) -> ResolvedExperiment:
     """Return the experiment of the new folder, without averages of weights."""
     from layerkit.interop.hugging_face import folder
-    from layerkit_runner.config.overrides import parse_override
+    from layerkit_runner.config.requests import parse_override
     from layerkit_runner.interface.loading import FolderModel
     from layerkit_runner.run.resolve import resolve
 

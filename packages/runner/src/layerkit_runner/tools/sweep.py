@@ -19,15 +19,20 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
 
 from layerkit.errors import UserError
-from layerkit_runner.config.overrides import merge_overrides, parse_override
-from layerkit_runner.config.requests import ParsedFlags, ResolvedExperiment, flag_word
+from layerkit_runner.config.requests import (
+    ParsedFlags,
+    ResolvedExperiment,
+    flag_word,
+    merge_overrides,
+    parse_override,
+)
 from layerkit_runner.data.host_inputs import dataset_name
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import open_append
 from layerkit_runner.files.bounded_documents import parse_json, parse_toml, read_text
-from layerkit_runner.files.locks import lock, try_lock
 from layerkit_runner.files.text import aligned
 from layerkit_runner.observers.metrics_log import read_metrics
+from layerkit_runner.run.job_folder import lock, try_lock
 
 # Flags with another value for each trial, and those of the sweep itself.
 _NOT_PASSED_ON = ("exp", "fdl_config", "job_log_dir", "study", "num_trials", "study_storage")

@@ -16,7 +16,7 @@ from layerkit.config import Config, instance_field, sub_config_field
 from layerkit.layers.transformer.repeat import Repeat
 from layerkit.models import LanguageModel, TransformerLm
 from layerkit_runner import BaseExperiment, UsageError
-from layerkit_runner.config.entry_points import load_mode
+from layerkit_runner.config.flags import load_mode
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run_options import RunOptions

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from layerkit_runner.config.overrides import parse_override
+from layerkit_runner.config.requests import parse_override
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run.resolve import resolve

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from layerkit_runner.observers.throughput import peak_flops
+from layerkit_runner.observers.speed import peak_flops
 from layerkit_runner.tools.plan.hardware import KINDS, device_kind, kind_of_device, target_config
 
 

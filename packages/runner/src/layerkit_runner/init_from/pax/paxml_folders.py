@@ -21,7 +21,7 @@ from flax import serialization
 
 from layerkit_runner.checkpointing import folders as own_folders
 from layerkit_runner.checkpointing.errors import DamagedCheckpointError
-from layerkit_runner.checkpointing.structure import LeafSpec, spec_of
+from layerkit_runner.checkpointing.stored_state import LeafSpec, spec_of
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import is_remote
 from layerkit_runner.files.bounded_documents import parse_json

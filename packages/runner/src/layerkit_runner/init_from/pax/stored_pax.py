@@ -27,10 +27,10 @@ from etils import epath
 from layerkit.base.base_layer import PARAMS
 from layerkit.interop.praxis import Ranges, Shape, WeightSource, find_sources
 from layerkit_runner.checkpointing.errors import DamagedCheckpointError
-from layerkit_runner.checkpointing.structure import LeafPath, LeafSpec, join, named_leaves
+from layerkit_runner.checkpointing.stored_state import LeafPath, LeafSpec, join, named_leaves
 from layerkit_runner.files.bounded_documents import parse_json, read_text
 from layerkit_runner.init_from.pax.paxml_folders import open_arrays
-from layerkit_runner.optim.optimizer_calls import update
+from layerkit_runner.optim.optimizer_updates import update
 
 OPT_STATE = "opt_state"
 EMA = "ema"

@@ -21,8 +21,7 @@ from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.evaluation import ROW_MARKS, example_rows
 from layerkit_runner.config.recorded import differing_names
-from layerkit_runner.data.host_inputs import eval_batches, peek_eval_batch
-from layerkit_runner.data.skipped_records import report_skipped
+from layerkit_runner.data.host_inputs import eval_batches, peek_eval_batch, report_skipped
 from layerkit_runner.distributed.cluster import run_on_process_0
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import read_regular

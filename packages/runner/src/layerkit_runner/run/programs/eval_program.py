@@ -19,8 +19,12 @@ from layerkit.config.checks import check_sizes
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.evaluation import empty_batch, example_rows, num_rows_of
-from layerkit_runner.data.host_inputs import eval_batches, peek_eval_batch
-from layerkit_runner.data.skipped_records import SKIPPED_RECORDS, report_skipped
+from layerkit_runner.data.host_inputs import (
+    SKIPPED_RECORDS,
+    eval_batches,
+    peek_eval_batch,
+    report_skipped,
+)
 from layerkit_runner.data.train_inputs import TrainInput
 from layerkit_runner.distributed.cluster import gather_values, run_on_process_0
 from layerkit_runner.errors import UsageError

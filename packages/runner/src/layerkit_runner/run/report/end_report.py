@@ -163,7 +163,7 @@ def _report_speed(job: Job, executor: Executor) -> None:
 
 def _draw(job: Job, baselines: dict[str, float], token_unit: str) -> None:
     """Draw the loss curve and report its path, or why there is none."""
-    from layerkit_runner.observers.loss_curve import draw_loss_curve
+    from layerkit_runner.observers.metrics_log import draw_loss_curve
 
     name = "loss_curve.png"
     metric = ReportedMetric.of(job.task, token_unit=token_unit)

@@ -26,8 +26,7 @@ from layerkit_runner.errors import as_usage_error
 from layerkit_runner.files.text import size_text
 from layerkit_runner.observers import RunInfo, StepWork, peak_flops
 from layerkit_runner.optim.learner import Learner
-from layerkit_runner.optim.weight_decay import weight_decay_of
-from layerkit_runner.optim.weight_patterns import integer_paths
+from layerkit_runner.optim.weight_selection import integer_paths, weight_decay_of
 from layerkit_runner.run.job import Job, versions
 from layerkit_runner.run.job_folder import last_step_path
 from layerkit_runner.step.step_cost import temporary_bytes

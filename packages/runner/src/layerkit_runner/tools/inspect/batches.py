@@ -21,8 +21,13 @@ from layerkit_inputs.base.evaluation import ROW_MARKS, example_rows, num_rows_of
 from layerkit_inputs.base.host_batches import check_batch
 from layerkit_inputs.base.tokenizer_interface import Tokenizer
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.data.host_inputs import HostTopology, dataset_name, make_input, plan_input
-from layerkit_runner.data.skipped_records import skipped_line
+from layerkit_runner.data.host_inputs import (
+    HostTopology,
+    dataset_name,
+    make_input,
+    plan_input,
+    skipped_line,
+)
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.text import aligned
 from layerkit_runner.partitioning import Partitioner

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from layerkit_runner.config.config_text import config_json
+from layerkit_runner.config.config_tree import config_json
 from layerkit_runner.config.recorded import differing_names, load_recorded_config
 from layerkit_runner.config.registry import find_experiment
 from layerkit_runner.config.requests import ParsedFlags, ResolvedExperiment

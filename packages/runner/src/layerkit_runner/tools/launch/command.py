@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from layerkit_runner.config import pax
+from layerkit_runner.config import flags
 from layerkit_runner.config.flags import read_flags, unknown_flag
 from layerkit_runner.config.help import flag_rows, table
 from layerkit_runner.errors import UsageError
@@ -88,7 +88,7 @@ def parse_options(kind: str, words: Sequence[str]) -> tuple[Options, list[str]]:
     """Return the flags of a kind, and the words that belong to `runner`."""
     rows = (*KINDS[kind].FLAGS, *_COMMON)
     values, others = read_flags(words, rows, known_only=True)
-    known = [*(row.name for row in (*rows, *FLAGS)), *pax.OTHER_NAMES]
+    known = [*(row.name for row in (*rows, *FLAGS)), *flags.PAX_FLAGS]
     for word in others:
         name = word.removeprefix("--").partition("=")[0]
         is_known = name.startswith("fdl.") or name in known or name.removeprefix("no") in known

@@ -17,7 +17,7 @@ from typing import Any
 
 from layerkit_runner.distributed.devices import GPU_MEMORY_SHARE
 from layerkit_runner.errors import UsageError
-from layerkit_runner.observers.throughput import peak_flops
+from layerkit_runner.observers.speed import peak_flops
 
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 _GIGA = 10**9

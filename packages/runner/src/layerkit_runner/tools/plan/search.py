@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from layerkit_runner.config.config_text import config_json
-from layerkit_runner.config.overrides import Override
-from layerkit_runner.config.requests import ResolvedExperiment
+from layerkit_runner.config.config_tree import config_json
+from layerkit_runner.config.requests import Override, ResolvedExperiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.text import seconds_text, size_text
 from layerkit_runner.run.resolve import add_overrides

@@ -1,15 +1,22 @@
-"""Calls of Optax optimizers, and properties of their states.
+"""How an optimizer of Optax is called, what its update depends on, and sums that round to a weight.
 
 An optimizer may need more than gradients, state and weights. The learner passes the loss as `value`
 and the gradient before clipping as `grad`, which are the names in Optax. A function that evaluates
 the loss at other weights, as line searches need, is not available.
+
+A rule whose update of an entry depends on its whole tensor, as Adafactor's factors or LAMB's trust
+ratio, treats each layer of a stack as a tensor of its own. Any other rule gives the same result for
+a stack and for its layers.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
+import fiddle as fdl
 import jax
 import jax.numpy as jnp
 import optax
@@ -98,3 +105,91 @@ def _structure(tree: Any, *, with_dtypes: bool = True) -> tuple[Any, list[Any]]:
 def is_on_host(x: Any) -> bool:
     """Return whether an array of a traced step is in host memory."""
     return bool(jax.typeof(x).memory_space == jax.memory.Space.Host)
+
+
+_BY_ENTRY = (
+    *("adabelief", "adadelta", "adagrad", "adam", "adamax", "adamaxw", "adamw", "adan", "amsgrad"),
+    *("lion", "nadam", "nadamw", "optimistic_gradient_descent", "radam", "rmsprop", "rprop", "sgd"),
+    *("sign_sgd", "signum", "yogi", "scale_by_learning_rate", "acprop", "ademamix"),
+    *("schedule_free_adamw", "schedule_free_sgd"),
+)
+_BY_TENSOR = ("adafactor", "fromage", "lamb", "lars", "novograd", "sm3")
+_OPTAX = dict.fromkeys(_BY_ENTRY, False) | dict.fromkeys(_BY_TENSOR, True)
+_DECLARED: dict[Any, Callable[..., bool | None]] = {}
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def declare_per_layer(rule: Callable[..., bool | None]) -> Callable[[Function], Function]:
+    """Return a decorator of a function that makes an optimizer.
+
+    Args:
+      rule: A function of the optimizer's arguments by name. It returns True if the update of an
+        entry depends on its whole tensor, and None if that is unknown.
+    """
+
+    def declare(function: Function) -> Function:
+        _DECLARED[function] = rule
+        return function
+
+    return declare
+
+
+def per_layer_of(optimizer: Any) -> bool | None:
+    """Return what an optimizer declares; None if it declares nothing.
+
+    Args:
+      optimizer: A function that makes an optimizer, a `Partial` of one, or what it was built to.
+    """
+    arguments: Mapping[str, Any] = {}
+    if isinstance(optimizer, functools.partial):
+        arguments = optimizer.keywords
+        # A built `Partial` is the argument of a function.
+        optimizer = optimizer.args[0] if optimizer.args else optimizer.func
+    if isinstance(optimizer, fdl.Partial):
+        optimizer, arguments = fdl.get_callable(optimizer), optimizer.__arguments__
+    if getattr(optimizer, "__module__", "").startswith("optax.") and callable(optimizer):
+        return _OPTAX.get(optimizer.__name__)
+    rule = _DECLARED.get(optimizer)
+    return None if rule is None else rule(**arguments)
+
+
+def as_inner(*, optimizer: Any, **_: Any) -> bool | None:
+    """Return what the wrapped optimizer declares."""
+    return per_layer_of(optimizer)
+
+
+def add_update(
+    weight: jax.Array, update: jax.Array, *, key: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Return (weight + update in the dtype of the weight, change of the weight in float32).
+
+    The sum is computed in float32. Its bfloat16 value is rounded stochastically with a `key`, and
+    to the nearest number without. Both arrays are `[...]`.
+    """
+    wide = jnp.promote_types(jnp.result_type(weight, update), jnp.float32)
+    old = weight.astype(wide)
+    total = old + update.astype(wide)
+    if key is not None and weight.dtype == jnp.bfloat16:
+        new = round_stochastically(total, key)
+    elif jnp.finfo(weight.dtype).bits < jnp.finfo(wide).bits:
+        # Unlike this, XLA may leave out a cast to a narrower dtype and back.
+        number = jnp.finfo(weight.dtype)
+        new = jax.lax.reduce_precision(total, number.nexp, number.nmant).astype(weight.dtype)
+    else:
+        new = total
+    return new, new.astype(wide) - old
+
+
+def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
+    """Return float32 `[...]` in bfloat16, rounded up or down so that the expected value is `x`.
+
+    Updates of weights and increments of a second moment are often smaller than half of the distance
+    between two bfloat16 numbers, so that rounding to the nearest would lose them. Stochastic
+    rounding is by Gupta et al., 2015, arXiv:1502.02551.
+    """
+    dropped_bits = 0xFFFF
+    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
+    rounded = jax.lax.bitcast_convert_type(bits & ~jnp.uint32(dropped_bits), jnp.float32)
+    return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
