@@ -130,7 +130,7 @@ def test_a_killed_save_costs_no_committed_step_and_is_cleaned_up(tmp_path, state
 KILLED_AFTER_THE_CHECK = """
 import os, signal, sys
 import jax.numpy as jnp
-from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy, structure
+from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy, stored_state
 
 finish = structure.FiniteCheck.nonfinite
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from layerkit_runner import cli
-from layerkit_runner.config import flags as pax
+from layerkit_runner.config import flags
 from layerkit_runner.run_options import FLAGS
 from layerkit_runner.tools.launch.command import KINDS
 
@@ -66,7 +66,7 @@ def test_help_lists_the_kinds_and_the_flags_of_each(capsys):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_flags_of_a_kind_differ_from_those_of_the_runner(kind):
-    known = {flag.name for flag in FLAGS} | set(pax.OTHER_NAMES)
+    known = {flag.name for flag in FLAGS} | set(flags.PAX_FLAGS)
     assert not known & {flag.name for flag in KINDS[kind].FLAGS}
 
 
