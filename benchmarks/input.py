@@ -59,7 +59,6 @@ CONTESTS = {
     "LocalText, eval": Entry("numpy_loops", "local_text_evaluated", "NumPy"),
     "SyntheticInput": Entry("numpy_loops", "synthetic", "NumPy"),
     "Mixture": Entry("numpy_loops", "mixture", "NumPy"),
-    "StreamMixture": Entry("numpy_loops", "stream_mixture", "NumPy"),
     "MultiInput": Entry("numpy_loops", "multi_input", "NumPy"),
     "TokenRecords": Entry("token_files", "token_records", "array_record, NumPy", "grain"),
     "ArrayRecordRows": Entry("grain_pipelines", "array_record_rows", "grain", "grain"),

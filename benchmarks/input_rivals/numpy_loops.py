@@ -21,7 +21,6 @@ from layerkit_inputs import BaseInput, LocalText, SyntheticInput
 from layerkit_inputs.base.find_files import find_text_files
 from layerkit_inputs.mixing.mixture import Mixture
 from layerkit_inputs.mixing.multi_input import MultiInput
-from layerkit_inputs.mixing.stream_mixture import StreamMixture
 from layerkit_inputs.text.text_files import split_pieces
 
 BOS, EOS, FIRST_BYTE = 1, 2, 3
@@ -190,15 +189,6 @@ def mixture(folder: Path) -> Contest:
     halves = _halves(folder)
     return Contest(
         ours=_mixing(Mixture, halves).Instantiate,
-        bare=lambda: _mixed([_packed(half) for half in halves.values()], [0.7, 0.3]),
-    )
-
-
-def stream_mixture(folder: Path) -> Contest:
-    """Compare a mixture of streams; the rival has random access."""
-    halves = _halves(folder)
-    return Contest(
-        ours=_mixing(StreamMixture, halves).Instantiate,
         bare=lambda: _mixed([_packed(half) for half in halves.values()], [0.7, 0.3]),
     )
 

@@ -8,7 +8,6 @@ from layerkit.errors import ConfigError
 from layerkit_inputs import BaseInput, LocalText, SyntheticInput
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.grain.map_input import GrainMapInput
-from layerkit_inputs.mixing.components import renumber_provenance
 from layerkit_inputs.mixing.mixture import Mixture
 from layerkit_inputs.packing.first_fit import plan_packing
 from layerkit_inputs.packing.model_features import lm_features
@@ -211,14 +210,6 @@ def test_rows_that_cannot_be_read_are_padding_in_an_evaluation():
     np.testing.assert_array_equal(batch.eval_sample_weights, ~is_bad)
     assert sorted(batch.provenance[~is_bad]) == [0, 1, 3, 4, 5, 6, 7]
     np.testing.assert_array_equal(batch.x[~is_bad] // 1, batch.provenance[~is_bad] // 2)
-
-
-def test_provenance_beyond_int32_raises(raises):
-    batch = NestedMap(provenance=np.array([2**30 - 1, -1], np.int32))
-    assert renumber_provenance(batch, 1, 2).provenance.tolist() == [2**31 - 1, -1]
-    batch.provenance[0] += 1
-    with raises(ConfigError, field="provenance", value=2**31 + 1):
-        renumber_provenance(batch, 1, 2)
 
 
 def test_mixture_delegates_texts_and_units_to_its_components():

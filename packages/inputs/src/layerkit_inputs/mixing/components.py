@@ -136,20 +136,3 @@ def concatenate_rows(parts: Sequence[NestedMap]) -> NestedMap:
             for key, value in parts[0].items()
         }
     )
-
-
-def renumber_provenance(batch: NestedMap, index: int, count: int) -> NestedMap:
-    """Return `batch` with provenance that is unique among components.
-
-    Provenance `n` of component `index` of `count` becomes `n * count + index`. Padding keeps -1.
-
-    Raises:
-      ConfigError: A number exceeds int32.
-    """
-    if "provenance" not in batch:
-        return batch
-    provenance = np.asarray(batch.provenance, np.int64)
-    numbered = np.where(provenance < 0, provenance, provenance * count + index)
-    most = int(numbered.max(initial=0))
-    require(most < 2**31, "mixture", "provenance", most, "a number below 2**31")
-    return batch | {"provenance": numbered.astype(np.int32)}

@@ -4,7 +4,8 @@ The position in the stream determines the component (see `schedule`) and the row
 that component's epochs. So any host finds the rows of any global batch, and a run can resume with
 another number of hosts. Small components begin new epochs while large ones are in their first.
 
-Components need row numbers. `StreamMixture` mixes rows of any inputs.
+Components need row numbers. Streams are mixed by the library that reads
+them: `grain.IterDataset.mix`, mixtures of SeqIO, `datasets.interleave_datasets`.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Mixture(IndexedInput, CompositeInput):
     def _checked(self, name: str, reader: BaseInput) -> IndexedInput:
         reads_rows = isinstance(reader, IndexedInput)
         reads_rows = reads_rows and type(reader).get_next is BaseInput.get_next
-        expected = "an IndexedInput that does not override get_next; StreamMixture reads others"
+        expected = "an IndexedInput that does not override get_next"
         kind = type(reader).__qualname__
         require(reads_rows, self._label, f"components[{name!r}]", kind, expected)
         return cast("IndexedInput", reader)
