@@ -73,7 +73,6 @@ CONTESTS = {
     "HuggingFaceInput, eval": Entry("hugging_face", "mapped_text_evaluated", "datasets", "hf"),
     "HuggingFacePairs": Entry("hugging_face", "pairs", "datasets", "hf"),
     "HuggingFaceStream": Entry("hugging_face", "streamed_text", "datasets", "hf"),
-    "HuggingFaceColumns": Entry("hugging_face", "columns", "datasets", "hf"),
     "SeqIOInput, packed": Entry("seqio_tasks", "packed", "seqio", "seqio"),
     "SeqIOInput": Entry("seqio_tasks", "unpacked", "seqio", "seqio"),
     "LingvoInputAdaptor": Entry("lingvo_generators", "generator", "lingvo", "lingvo"),

@@ -19,11 +19,9 @@ from input_rivals.contest import (
     Contest,
     evaluations,
     texts,
-    token_rows,
     write_json_lines,
 )
 from input_rivals.numpy_loops import BOS, EOS, FIRST_BYTE, masks_and_segments
-from layerkit_inputs.hugging_face.columns import HuggingFaceColumns
 from layerkit_inputs.hugging_face.pairs import HuggingFacePairs
 from layerkit_inputs.hugging_face.stream import HuggingFaceStream
 from layerkit_inputs.hugging_face.text_input import HuggingFaceInput
@@ -203,20 +201,3 @@ def streamed_text(folder: Path) -> Contest:
     return Contest(
         config.set(is_training=True).Instantiate, lambda: _streamed(files), least_batches=256
     )
-
-
-def columns(folder: Path) -> Contest:
-    """Compare numeric columns that are read as arrays."""
-    saved, rows = str(folder / "saved"), token_rows()
-    table = {"ids": rows[:, :-1].tolist(), "labels": rows[:, 1:].tolist()}
-    ids = datasets.List(datasets.Value("int32"), length=LENGTH)
-    features = datasets.Features({"ids": ids, "labels": ids})
-    datasets.Dataset.from_dict(table, features=features).save_to_disk(saved)
-    config = HuggingFaceColumns.HParams.config(
-        path=saved, columns=["ids", "labels"], batch_size=BATCH_SIZE, is_training=True
-    )
-
-    def bare() -> Iterator[Batch]:
-        return _shuffled_epochs(datasets.load_from_disk(saved).with_format("numpy"))
-
-    return Contest(config.Instantiate, bare)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from layerkit_inputs.grain.iter_input import GrainIterInput as GrainIterInput
     from layerkit_inputs.grain.map_input import ArrayRecordRows as ArrayRecordRows
     from layerkit_inputs.grain.map_input import GrainMapInput as GrainMapInput
-    from layerkit_inputs.hugging_face.columns import HuggingFaceColumns as HuggingFaceColumns
     from layerkit_inputs.hugging_face.pairs import HuggingFacePairs as HuggingFacePairs
     from layerkit_inputs.hugging_face.stream import HuggingFaceStream as HuggingFaceStream
     from layerkit_inputs.hugging_face.text_input import HuggingFaceInput as HuggingFaceInput
@@ -86,7 +85,6 @@ _NAMES_BY_MODULE = {
     "grain.array_records": "ArrayRecordFiles",
     "grain.iter_input": "GrainIterInput",
     "grain.map_input": "ArrayRecordRows GrainMapInput",
-    "hugging_face.columns": "HuggingFaceColumns",
     "hugging_face.pairs": "HuggingFacePairs",
     "hugging_face.stream": "HuggingFaceStream",
     "hugging_face.text_input": "HuggingFaceInput HuggingFacePrompts",
