@@ -77,7 +77,6 @@ if TYPE_CHECKING:
     from layerkit.layers.quantization.lora import add_lora as add_lora
     from layerkit.layers.quantization.lora import merge_lora as merge_lora
     from layerkit.layers.quantization.lora import remove_lora as remove_lora
-    from layerkit.layers.quantization.lora import unmerge_lora as unmerge_lora
     from layerkit.layers.quantization.mxfp8 import MxFp8Dot as MxFp8Dot
     from layerkit.layers.quantization.nvfp4 import NvFp4Dot as NvFp4Dot
     from layerkit.layers.quantization.stored_weights import dequantize_model as dequantize_model
@@ -124,7 +123,7 @@ __getattr__, __dir__, __all__ = lazy_names(
             "ELU GELU BaseActivation CubedReLU Exp Identity LeakyReLU ReLU "
             "ReLU6 Sigmoid SiLU SineOfReLU SineReLU Softplus SquaredReLU Tanh"
         ),
-        "quantization.lora": "LORA_WEIGHTS add_lora merge_lora remove_lora unmerge_lora",
+        "quantization.lora": "LORA_WEIGHTS add_lora merge_lora remove_lora",
         "attention.biases": "Alibi RelativeBias",
         "attention.cross": "CrossAttention",
         "attention.latent": "MultiHeadLatentAttention",

@@ -258,29 +258,6 @@ def remove_lora(config: Config, variables: Any) -> tuple[Config, Any]:
     return plain, merge_lora(config, variables)
 
 
-def unmerge_lora(config: Config, merged: Any, variables: Any) -> Any:
-    """Subtract adapters from the weights to which `merge_lora` added them.
-
-    Args:
-      config: Config of the model with adapters; only alpha is read.
-      merged: Variables from `merge_lora`, nested dicts of arrays `[...]`.
-      variables: Variables of the model with the same adapters, `{collection: …}` likewise. Only the
-        adapters and variables that are missing from `merged` are read.
-
-    Returns:
-      Variables of the model with adapters; the adapted weights are exact up to rounding.
-
-    Raises:
-      ConfigError: The model has no adapters, or several values of alpha.
-    """
-    alpha, plain, flat = _common_alpha(config), flatten_dict(merged), flatten_dict(variables)
-    flat |= {path: leaf for path, leaf in plain.items() if path in flat}
-    for dot in _adapter_paths(flat):
-        target = (PARAMS, *dot[:-1], weight_of_dot(dot[-1]))
-        flat[target] = _add_adapter(plain[target], flat, dot, -alpha)
-    return unflatten_dict(flat)
-
-
 def _add_adapter(w: jax.Array, flat: dict[Path, jax.Array], dot: Path, alpha: float) -> jax.Array:
     """Return w + (alpha / rank) · a·b, computed in float32 and cast to the dtype of w."""
     if not jnp.issubdtype(w.dtype, jnp.floating):
