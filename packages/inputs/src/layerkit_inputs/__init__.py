@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from layerkit_inputs.mixing.mixture import Mixture as Mixture
     from layerkit_inputs.mixing.multi_input import MultiInput as MultiInput
     from layerkit_inputs.packing.first_fit import cut_documents as cut_documents
-    from layerkit_inputs.packing.first_fit import pack_documents as pack_documents
     from layerkit_inputs.packing.first_fit import plan_packing as plan_packing
     from layerkit_inputs.packing.model_features import (
         encoder_decoder_features as encoder_decoder_features,
@@ -93,7 +92,7 @@ _NAMES_BY_MODULE = {
     "lingvo.eval_adaptors": "LingvoEvalAdaptor LingvoLazyEvalAdaptor",
     "mixing.mixture": "Mixture",
     "mixing.multi_input": "MultiInput",
-    "packing.first_fit": "cut_documents pack_documents plan_packing",
+    "packing.first_fit": "cut_documents plan_packing",
     "packing.model_features": "encoder_decoder_features lm_features prompt_features",
     "packing.stream_packer": "StreamPacker",
     "parquet.parquet_rows": "ParquetRows",

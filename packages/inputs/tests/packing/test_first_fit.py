@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.packing.first_fit import cut_documents, pack_documents, plan_packing
+from layerkit_inputs.packing.first_fit import cut_documents, plan_packing
+from layerkit_inputs.packing.model_features import Segment, segment_features
 
 
 def rows_of(plan):
@@ -36,10 +36,6 @@ def test_every_document_has_one_place_and_no_row_is_too_full(sizes, spare, open_
     assert placed == [number for number, size in enumerate(sizes) if size]
     assert all(0 < sum(sizes[document] for document in row) <= length for row in rows)
     assert all(row == sorted(row) for row in rows)
-    if open_rows >= len(sizes):  # then it is first fit without a bound
-        packed = pack_documents([[1] * size for size in sizes], length=length)
-        expected = [sum(sizes[document] for document in row) for row in rows]
-        assert packed.ids.sum(axis=1).tolist() == expected
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 7)), max_size=40))
@@ -70,36 +66,16 @@ def test_cut_documents_are_whole_again_end_to_end(lengths, row_length):
     assert found == {number: list(range(length)) for number, length in enumerate(lengths)}
 
 
+def test_a_document_longer_than_a_row_raises(raises):
+    with raises(ConfigError, field="tokens of a document", value=7):
+        plan_packing([1, 5, 7], 4)
+
+
 def test_three_documents_in_one_row():
-    packed = pack_documents([[0, 7, 6, 9], [0, 18, 14], [0, 23, 25]], length=12)
-    assert packed.ids.tolist() == [[0, 7, 6, 9, 0, 18, 14, 0, 23, 25, 0, 0]]
+    documents = [[0, 7, 6, 9], [0, 18, 14], [0, 23, 25]]
+    rows = plan_packing([len(document) for document in documents], 12).rows()
+    segments = [[Segment(np.array(documents[number])) for number in row] for row in rows]
+    packed = segment_features(segments, length=12)
+    assert packed.labels.tolist() == [[0, 7, 6, 9, 0, 18, 14, 0, 23, 25, 0, 0]]
     assert packed.segment_ids.tolist() == [[1] * 4 + [2] * 3 + [3] * 3 + [0, 0]]
     assert packed.segment_pos.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 0, 0]]
-
-
-@pytest.mark.parametrize(
-    ("document", "field", "value"),
-    [
-        ([1, 2, 3], "tokens of a document", 3),
-        ([2**32 + 7], "document 1", f"ids from {2**32 + 7} to {2**32 + 7}"),
-    ],
-    ids=["too long", "wider than int32"],
-)
-def test_document_that_a_row_cannot_hold_raises(raises, document, field, value):
-    with raises(ConfigError, field=field, value=value):
-        pack_documents([[1], document], length=2)
-
-
-@given(sizes=st.lists(st.integers(0, 9), max_size=30), spare=st.integers(0, 5))
-def test_packed_documents_come_back_whole(sizes, spare):
-    length = max([*sizes, 1]) + spare
-    documents = [[number + 1] * size for number, size in enumerate(sizes)]
-    packed = pack_documents(documents, length=length)
-    contents = []
-    for ids, segments, positions in zip(*packed, strict=True):
-        for segment in range(1, segments.max() + 1):
-            here = segments == segment
-            assert positions[here].tolist() == list(range(here.sum()))
-            contents.append(ids[here].tolist())
-        assert not ids[segments == 0].any() and not positions[segments == 0].any()
-    assert sorted(contents) == sorted(document for document in documents if document)

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from layerkit.config.checks import check_sizes, require
-from layerkit_inputs.packing.model_features import Segment, as_tokens, segment_features
 
 
 class DocumentPieces(NamedTuple):
@@ -115,37 +114,6 @@ def plan_packing(
     # A stable sort keeps the documents of a row in their order.
     order = np.argsort(row_of, kind="stable")
     return PackingPlan(kept[order], np.cumsum(np.bincount(row_of)))
-
-
-class PackedRows(NamedTuple):
-    """Rows of whole documents. Every array is int32 `[rows, length]`."""
-
-    ids: np.ndarray
-    segment_ids: np.ndarray
-    segment_pos: np.ndarray
-
-
-def pack_documents(documents: Sequence[np.ndarray | Sequence[int]], *, length: int) -> PackedRows:
-    """Pack each document whole into the first row with room for it (first fit, in order).
-
-    In a row, `segment_ids` number the documents from 1, with 0 for padding, and `segment_pos` are
-    positions from 0 at the beginning of each document.
-
-    >>> pack_documents([[7, 6, 9], [18, 14], [23]], length=5).ids.tolist()
-    [[7, 6, 9, 18, 14], [23, 0, 0, 0, 0]]
-
-    Args:
-      documents: Token ids of each document. Empty documents are skipped.
-      length: Positions of a row.
-
-    Raises:
-      ConfigError: A document is longer than a row, or does not consist of token ids.
-    """
-    contents = [as_tokens(d, where=f"document {n}") for n, d in enumerate(documents)]
-    plan = plan_packing([len(d) for d in contents], length, open_rows=max(len(contents), 1))
-    rows = [[Segment(contents[number]) for number in numbers] for numbers in plan.rows()]
-    batch = segment_features(rows, length=length)
-    return PackedRows(batch.labels, batch.segment_ids, batch.segment_pos)
 
 
 _FEATURE_BITS = 32
