@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from layerkit.config.nested_map import NestedMap
+from layerkit.errors import ConfigError
 from layerkit_inputs import LocalText, Prefetch
 from layerkit_inputs.base.base_input import BaseInput
 
@@ -121,11 +122,17 @@ def test_forgetting_the_input_ends_the_thread():
     assert prefetch_threads() == before
 
 
+def test_a_field_that_contradicts_the_source_raises(raises):
+    with raises(ConfigError, field="is_training", value=True):
+        Prefetch(source=Gated(batch_size=3), is_training=True)
+
+
 @pytest.mark.parametrize("how", ["endless", "hanging"])
 def test_the_interpreter_ends_with_batches_waiting_or_a_source_that_hangs(how):
     code = f"""
 import threading, numpy as np
 from layerkit.config.nested_map import NestedMap
+from layerkit.errors import ConfigError
 from layerkit_inputs import BaseInput, Prefetch
 
 class Source(BaseInput):

@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.state import Scope
@@ -104,8 +105,7 @@ class _Worker:
 class Prefetch(BaseInput):
     """An input that reads `source` ahead on a thread and returns its batches and states.
 
-    The fields of BaseInput are those of `source`, whatever was set here. No other code may read
-    `source`.
+    The fields of BaseInput are those of `source`. No other code may read `source`.
     """
 
     source: BaseInput
@@ -118,8 +118,13 @@ class Prefetch(BaseInput):
     def __post_init__(self) -> None:
         """Check the fields and copy those of `source`."""
         self._check_at_least(1, "depth")
-        fields = (field.name for field in dataclasses.fields(BaseInput))
-        for name in (*fields, *_METHODS_OF_SOURCE):
+        label = self._label
+        for field in dataclasses.fields(BaseInput):
+            value, read = getattr(self, field.name), getattr(self.source, field.name)
+            is_same = value in (field.default, read)
+            require(is_same, label, field.name, value, f"{read!r}, as in the source")
+            setattr(self, field.name, read)
+        for name in _METHODS_OF_SOURCE:
             setattr(self, name, getattr(self.source, name))
         super().__post_init__()
         self._worker: _Worker | None = None
