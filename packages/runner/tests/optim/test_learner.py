@@ -87,6 +87,7 @@ def test_complete_optimizer_keeps_its_rate():
         ("learning_rate", {"optimizer": Config(optax.sgd, 0.5)}),
         ("clip_per_tensor_norm", {"clip_global_norm": 1.0, "clip_per_tensor_norm": 2.0}),
         ("ema_decay", {"ema_decay": 1.0}),
+        ("ema_before_step", {"ema_before_step": True}),
     ],
 )
 def test_invalid_field_is_an_error(raises, field: str, fields: dict):

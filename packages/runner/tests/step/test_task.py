@@ -167,12 +167,16 @@ def test_loss_that_the_model_does_not_report_is_an_error(tiny: SimpleNamespace, 
         task.train_step(state, ONE_ROW, GLOBAL_BATCH)
 
 
+SGD = Learner(optimizer=optax.sgd, learning_rate=0.1)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("num_train_steps", 0),
         ("random_seed", 2**63),
         ("prng_impl", "threefry"),
+        ("save_best_to_keep", 3),  # without save_best_metric
         ("save_keep_interval_hours", 0.0),
         ("max_skipped_steps_fraction", 1.5),
     ],
@@ -181,7 +185,7 @@ def test_invalid_training_setting_is_an_error(
     tiny: SimpleNamespace, raises, field: str, value: Any
 ):
     with raises(ConfigError, owner="task.train", field=field, value=value):
-        TrainHParams(learner=None, **{field: value})
+        TrainHParams(learner=SGD, **{field: value})
 
 
 def test_defaults_equal_those_of_pax():

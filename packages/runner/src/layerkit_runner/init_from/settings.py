@@ -16,10 +16,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from layerkit.config import Configurable, instance_field
+from layerkit.config import Conditions, Configurable, instance_field
 from layerkit.config.checks import check_choice, check_integers, check_regex, check_regexes
+from layerkit.config.field_checks import check_fields
 from layerkit.layers.quantization.lora import LORA_WEIGHTS
 from layerkit.layers.transformer.residual_adapters import RESIDUAL_ADAPTER_WEIGHTS
 from layerkit_runner.errors import UsageError
@@ -165,8 +166,11 @@ class Source(Configurable):
     load_step: bool = False
     use_ema: bool = False
 
+    used_only_if: ClassVar[Conditions] = {"ignore": "not rules"}
+
     def __post_init__(self) -> None:
         """Check the fields and parse the rules."""
+        check_fields(self, owner="init_from.Source")
         check_integers("init_from.Source", minimum=0, step=self.step)
         label = f"{self.folder}: rules"
         self.weight_rules = None if self.rules is None else parse_rules(self.rules, label=label)

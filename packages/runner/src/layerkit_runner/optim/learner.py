@@ -11,14 +11,14 @@ import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from layerkit.config import Configurable, instance_field
+from layerkit.config import Conditions, Configurable, instance_field
 from layerkit.config.checks import (
     check_non_negative,
     check_positive,
@@ -26,6 +26,7 @@ from layerkit.config.checks import (
     check_regexes,
     require,
 )
+from layerkit.config.field_checks import check_fields
 from layerkit_runner.optim.optimizer_groups import (
     MAIN,
     NamedOptimizer,
@@ -161,8 +162,14 @@ class Learner(Configurable):
     trainable: Sequence[str] | None = None
     frozen: Sequence[str] = ()
 
+    used_only_if: ClassVar[Conditions] = {
+        "clip_per_layer": "clip_per_tensor_norm",
+        "ema_before_step": "ema_decay",
+    }
+
     def __post_init__(self) -> None:
         """Check the fields and combine the optimizers."""
+        check_fields(self, owner="Learner")
         check_positive(
             "Learner",
             clip_global_norm=self.clip_global_norm,

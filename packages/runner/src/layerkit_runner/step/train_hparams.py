@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from layerkit.config import Configurable, instance_field
+from layerkit.config import Conditions, Configurable, instance_field
 from layerkit.config.checks import (
     check_choice,
     check_integers,
@@ -13,6 +13,7 @@ from layerkit.config.checks import (
     check_sizes,
     require,
 )
+from layerkit.config.field_checks import check_fields
 from layerkit_runner.optim.learner import Learner
 
 _OWNER = "task.train"
@@ -139,6 +140,11 @@ class TrainHParams(Configurable):
     profiler_num_steps: int = 3
     profiler_max_num_hosts: int | None = 1
 
+    used_only_if: ClassVar[Conditions] = {
+        "save_best_mode": "save_best_metric",
+        "save_best_to_keep": "save_best_metric",
+    }
+
     @property
     def steps_per_summary(self) -> int:
         """Number of steps between two reports of metrics."""
@@ -147,6 +153,7 @@ class TrainHParams(Configurable):
 
     def __post_init__(self) -> None:
         """Check the fields."""
+        check_fields(self, owner=_OWNER)
         check_sizes(_OWNER, **{name: getattr(self, name) for name in _POSITIVE})
         steps = {f"save_keep_steps[{i}]": step for i, step in enumerate(self.save_keep_steps)}
         steps["decode_start_after_n_steps"] = self.decode_start_after_n_steps

@@ -27,6 +27,7 @@ from layerkit_runner.files.text import size_text
 from layerkit_runner.observers import RunInfo, StepWork, peak_flops
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.weight_selection import integer_paths, weight_decay_of
+from layerkit_runner.partitioning import PmapPartitioner
 from layerkit_runner.run.job import Job, versions
 from layerkit_runner.run.job_folder import last_step_path
 from layerkit_runner.step.step_cost import temporary_bytes
@@ -132,6 +133,8 @@ def start_lines(
     yield f"metrics      every {'step' if every == 1 else f'{every} steps'}"
     yield from job.resolved.experiment.start_notes()
     yield from job.resolved.notes
+    if job.options.pmap_use_tensorstore and not isinstance(job.partitioner, PmapPartitioner):
+        yield "no effect    --pmap_use_tensorstore: only pmap runs have another format"
     saves = f"checkpoint every {train.save_interval_steps} steps"
     if not job.options.enable_checkpoint_saving:
         saves = "no checkpoints (--noenable_checkpoint_saving)"
@@ -156,6 +159,8 @@ def rounding_lines(learner: Learner, params: Any) -> Iterator[str]:
     trained = jax.tree.leaves(learner.trained_weights.select(params))
     for dtype in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)):
         count = sum(leaf.dtype == dtype for leaf in trained)
+        if learner.stochastic_rounding and dtype == jnp.bfloat16 and not count:
+            yield "no effect    learner.stochastic_rounding=True: no trained weight is in bfloat16"
         start = f"rounding     {count} of {len(trained)} trained weights are in {dtype.name}"
         if count and learner.stochastic_rounding and dtype == jnp.bfloat16:
             yield f"{start}, rounded stochastically"
