@@ -135,28 +135,25 @@ def directive(module: str, name: str) -> list[str]:
 
 def flags_page() -> str:
     """Return the page of the flags of `runner`."""
-    from layerkit_runner.config.help import GROUPS
     from layerkit_runner.run_options import FLAGS, MODES
 
     lines = heading("Flags of runner", "=")
-    lines += ["``runner --help`` prints the same list. A flag of another mode is an error.", ""]
+    lines += ["``runner --help all`` prints the same list. A flag of another mode is an error.", ""]
     lines += heading("Modes", "-")
     lines += [".. list-table::", "   :header-rows: 1", "", "   * - ``--mode``", "     - action"]
     for mode, text in MODES.items():
         lines += [f"   * - ``{mode}``", f"     - {escape(text)}"]
-    rows = {flag.name: flag for flag in FLAGS}
-    for group, (text, *names) in GROUPS.items():
-        lines += heading(group.capitalize(), "-")
-        lines += [escape(text[:1].upper() + text[1:]) + ".", ""]
-        lines += [".. list-table::", "   :header-rows: 1", ""]
-        lines += ["   * - flag", "     - default", "     - meaning"]
-        for flag in (rows[name] for name in names if name in rows):
-            default = "" if flag.default is None else f"``{flag.default}``"
-            lines += [
-                f"   * - ``--{flag.name}``",
-                f"     - {default}",
-                f"     - {escape(flag.help)}",
-            ]
+    lines += heading("Flags", "-")
+    lines += [".. list-table::", "   :header-rows: 1", ""]
+    lines += ["   * - flag", "     - default", "     - modes", "     - meaning"]
+    for flag in FLAGS:
+        default = "" if flag.default is None else f"``{flag.default}``"
+        lines += [
+            f"   * - ``--{flag.name}``",
+            f"     - {default}",
+            f"     - {', '.join(flag.modes) or 'all'}",
+            f"     - {escape(flag.help)}",
+        ]
     return "\n".join(lines).lstrip() + "\n"
 
 

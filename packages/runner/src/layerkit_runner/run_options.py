@@ -410,5 +410,5 @@ FLAGS = (
         "NAME",
         repeats=True,
     ),
-    Flag("help", bool, "print the most used flags; GROUP or MODE: those flags"),
+    Flag("help", bool, "print the most used flags; MODE: those of a mode; all: all flags"),
 )

@@ -1,4 +1,4 @@
-"""The text of `runner --help`, `runner --help GROUP` and `runner --help MODE`."""
+"""The text of `runner --help`, `runner --help MODE` and `runner --help all`."""
 
 from __future__ import annotations
 
@@ -16,46 +16,6 @@ _MOST_USED = (
     *("exp", "fdl.NAME", "reduced", "mode", "job_log_dir"),
     *("init_from", "restore_checkpoint_step", "print_config", "list"),
 )
-# Groups of flags: description, and the names of the flags.
-GROUPS = {
-    "experiment": (
-        "what runs: the experiment, its fields, a search over them",
-        *("exp", "fdl.NAME", "reduced", "tfds_data_dir", "list", "tag"),
-        *("print_config", "diff_config", "study", "num_trials", "study_storage"),
-    ),
-    "mode": (
-        "what to do with the experiment, and where to write",
-        *("mode", "job_log_dir", "eval_on_test", "decode_during_train", "eval_during_decode"),
-        *("follow_timeout_secs", "help"),
-    ),
-    "checkpoints": (
-        "what a run saves, and which weights it starts from",
-        *("enable_checkpoint_saving", "exit_after_ondemand_checkpoint", "async_timeout_secs"),
-        "checkpoint_todelete_subdir",
-        *("pmap_use_tensorstore", "restore_checkpoint_dir", "restore_checkpoint_step"),
-        *("restore_cast_dtypes", "allow_restart_from_scratch", "init_from", "init_draw"),
-    ),
-    "processes": (
-        "several processes, compilers, time limits, exit codes",
-        *("coordinator_address", "num_processes", "process_id", "multiprocess_gpu"),
-        *("hung_step_timeout_secs", "jax_compilation_cache", "xla_flags_preset", "pgle_profile"),
-    ),
-    "serving": (
-        "--mode=generate and --mode=export",
-        *("prompt", "max_new_tokens", "temperature", "top_k", "top_p", "seed"),
-        *("export_dir", "export_format", "bakes_weights"),
-    ),
-    "planning": (
-        "--mode=plan and --mode=inspect",
-        *("target", "num_devices", "plan_effort", "search", "max_compilations", "max_seconds"),
-        *("inspect", "num_batches", "num_hosts", "json"),
-    ),
-    "observing": (
-        "metrics, logs and profiles",
-        *("enable_summary_writer", "wandb_project", "peak_tflops_per_device", "jax_profiler_port"),
-        *("alsologtostderr", "logtostderr", "v", "stderrthreshold", "log_dir"),
-    ),
-}
 _ROWS = {
     **{row.name: row for row in FLAGS},
     "fdl.NAME": Flag(
@@ -80,15 +40,13 @@ runner COMMAND [flags]                  another command: {commands}
 
 {flags}
 
-`runner --help GROUP` lists more flags:
-{groups}
-`runner --help MODE` lists the flags of a mode:
+`runner --help all` lists all flags, `runner --help MODE` those of a mode:
   {modes}"""
-_MAX_LINES = 24
+ALL = "all"
 
 
 def help_text(topic: str | None = None) -> str:
-    """Return what `--help` prints about a group or mode; None for the most used flags."""
+    """Return what `--help` prints about a mode, or `all`; None for the most used flags."""
     tools, words = (
         command_flags.installed_tools(command_flags.Mode),
         command_flags.installed_tools(command_flags.Command),
@@ -98,38 +56,24 @@ def help_text(topic: str | None = None) -> str:
     ]
     modes = {**MODES, **{name: mode.help for name, mode in tools.items()}}
     if topic is None:
-        groups = [(name, description) for name, (description, *_) in GROUPS.items()]
         flags = [(_usage(_ROWS[name]), _first_clause(_ROWS[name].help)) for name in _MOST_USED]
         overview = _OVERVIEW.format(
             commands=", ".join(words),
             flags="\n".join(table(flags, width=80)),
-            groups="\n".join(table(groups, width=80)),
             modes=", ".join(modes),
         )
         return "\n".join([overview, *broken])
-    if topic in GROUPS:
+    if topic == ALL:
         described = {**modes, **{f"runner {name}": word.help for name, word in words.items()}}
-        page = _group_page(topic, described, width=80)
-        if len(page) > _MAX_LINES:
-            page = _group_page(topic, described, width=100)
-        return "\n".join([*page, *(broken if topic == "mode" else ())])
+        pages = [table([*described.items()]), table(flag_rows(_ROWS.values()))]
+        return "\n".join([*pages[0], "", *pages[1], "", _EXIT_CODES, *broken])
     if topic in modes:
         return _mode_page(topic, modes[topic], tools.get(topic))
     if topic in words:
         return f"{words[topic].help}\n\n`runner {topic} --help` lists its flags."
     if topic in command_flags.entry_points():
         command_flags.load_tool(command_flags.Mode, topic, shown=f"--help {topic}")
-    raise UsageError(field="--help", value=topic, choices=(*GROUPS, *modes, *words))
-
-
-def _group_page(group: str, modes: Mapping[str, str], *, width: int) -> list[str]:
-    description, *names = GROUPS[group]
-    lines = [f"{group}: {description}", ""]
-    if group == "mode":
-        summaries = [(name, _first_clause(text)) for name, text in modes.items()]
-        lines += [*table(summaries, width=width), ""]
-    lines += table(flag_rows([_ROWS[name] for name in names]), width=width)
-    return [*lines, "", *_EXIT_CODES.splitlines()] if group == "processes" else lines
+    raise UsageError(field="--help", value=topic, choices=(ALL, *modes, *words))
 
 
 def _mode_page(name: str, summary: str, tool: command_flags.Mode | None) -> str:
