@@ -193,8 +193,8 @@ def test_printed_next_commands_run(jobs: Any, tmp_path: Path, capsys: pytest.Cap
     assert record["loss"] > record["xent"] + 0.1
     assert f"heldout: xent {record['xent']:.4f} nats per byte = " in output
     # Long commands are wrapped as a shell reads them.
-    lines = output.replace("\\\n", "").splitlines()[-3:]
-    inspect, longer, plan = (shlex.split(line)[1:] for line in lines)
+    lines = output.replace("\\\n", "").splitlines()[-2:]
+    inspect, longer = (shlex.split(line)[1:] for line in lines)
     assert cli.main(inspect) == 0
     assert "task.train.num_train_steps = 2\n" in capsys.readouterr().out
     assert cli.main([*longer, "--mode=inspect"]) == 0
@@ -202,10 +202,6 @@ def test_printed_next_commands_run(jobs: Any, tmp_path: Path, capsys: pytest.Cap
     assert "task.train.num_train_steps = 4\n" in printed
     # The schedule ends with the run.
     assert "task.train.learner.learning_rate.decay_end = 4\n" in printed
-    process = job.start_with(plan)
-    page, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, page
-    assert "data 8 × fsdp 1 × tensor 1" in page
 
 
 @pytest.fixture(scope="module")

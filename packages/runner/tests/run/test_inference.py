@@ -216,7 +216,7 @@ def test_training_that_stopped_early_has_no_later_checkpoint(
         metric="heldout/loss", patience=1, min_delta=1e6
     )
     assert run_train(resolved, options(tmp_path / "job")) == 0
-    assert "next: print all settings; plan the same run on 8 devices\n" in capsys.readouterr().out
+    assert "next: print all settings\n" in capsys.readouterr().out
     said = infer("eval", tmp_path / "job", resolved=resolved, follow_timeout_secs=60)
     assert len(list((tmp_path / "job/eval/heldout").iterdir())) == 1
     last = said.splitlines()[-1]

@@ -232,13 +232,11 @@ def test_command_line_parses_to_the_same_run(monkeypatch: pytest.MonkeyPatch):
         "partitioner.dcn_mesh_shape": "[1,1,2]",
     }
     changes = {"SHAPE": "[4]", "partitioner.dcn_mesh_shape": None}
-    changed = command_line(
-        experiment, options, mode="plan", changes=changes, flags=["--num_devices=4"]
-    )
+    changed = command_line(experiment, options, mode="plan", changes=changes)
     flags = parse_flags(shlex.split(changed)[1:])
     # Each path once, and no flag that the mode refuses.
     assert [str(o) for o in flags.overrides] == ["--fdl.SHAPE=[4]"]
-    assert (flags.mode, flags.options.num_devices) == ("plan", 4)
+    assert flags.mode == "plan"
     monkeypatch.setenv("RUNNER_COMMAND", "python3 start.py train")
     assert command_line(resolved(), options).startswith("python3 start.py train --exp=")
 

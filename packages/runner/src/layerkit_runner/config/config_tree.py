@@ -17,7 +17,7 @@ import importlib
 import inspect
 import json
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from layerkit.config import (
@@ -74,13 +74,6 @@ def walk(value: Any, path: str, seen: dict[int, str] | None = None) -> Iterator[
     if not is_repeated and any(configs_in(value)):
         for name, item in children(value):
             yield from walk(item, f"{path}.{name}", seen)
-
-
-def value_at(value: Any, names: Sequence[str]) -> Any:
-    """Return the value at a path below another one; `NOT_SET` if the path leads nowhere."""
-    for name in names:
-        value = dict(children(value)).get(name, NOT_SET)
-    return value
 
 
 def field_value(config: Any, name: str) -> Any:

@@ -231,7 +231,6 @@ def command_line(
     *,
     mode: str = "train",
     changes: Mapping[str, str | None] | None = None,
-    flags: Sequence[str] = (),
     is_recorded: bool = False,
 ) -> str:
     """Return a shell command that runs this experiment in this folder.
@@ -241,8 +240,7 @@ def command_line(
     (`is_recorded`), modes other than train take the experiment and its overrides from there.
     """
     changes, present = changes or {}, config_json(resolved)["overrides"]
-    removed = {path for path, text in changes.items() if text is None} & present.keys()
-    takes_record = is_recorded and mode != "train" and not removed
+    takes_record = is_recorded and mode != "train"
     overrides = {**({} if takes_record else present), **changes}
     words = [] if takes_record else [f"--exp={resolved.name}"]
     words += [f"--fdl.{path}={text}" for path, text in overrides.items() if text is not None]
@@ -250,7 +248,7 @@ def command_line(
     if mode != "train":
         words.append(f"--mode={mode}")
     words += to_argv(options, mode=mode)
-    return " ".join([os.environ.get("RUNNER_COMMAND", "runner"), shlex.join([*words, *flags])])
+    return " ".join([os.environ.get("RUNNER_COMMAND", "runner"), shlex.join(words)])
 
 
 FILE_NAME = folders.RECORD_FILE

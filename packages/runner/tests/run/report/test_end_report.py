@@ -171,7 +171,7 @@ def test_failed_part_is_reported_and_the_others_are_made(
     (first,) = [n for n, line in enumerate(lines) if line.startswith("next: ")]
     # A shell joins the lines of a command.
     commands = "\n".join(lines[first + 1 :]).replace("\\\n", "").splitlines()
-    assert [shlex.split(command)[0] for command in commands] == ["runner"] * 3
+    assert [shlex.split(command)[0] for command in commands] == ["runner"] * 2
     assert all(len(line) <= 100 for line in lines[first + 1 :] if " --" in line.strip())
     assert "--exp" not in commands[0] and "--mode=inspect" in commands[0]
     other = "sample (points): " if part == "evaluation" else "heldout: error "

@@ -18,7 +18,6 @@ import jax
 from layerkit.base.base_model import NATS_PER_TOKEN
 from layerkit.errors import UserError, error_text
 from layerkit_inputs.base.errors import MissingExtraError
-from layerkit_runner.config.config_tree import NOT_SET, value_at
 from layerkit_runner.distributed.cluster import all_arrive
 from layerkit_runner.distributed.watchdog import phase
 from layerkit_runner.errors import exits_as_errors, naming_line
@@ -207,8 +206,6 @@ def _suggest(job: Job, executor: Executor, step: int) -> None:
         job.observers.message(rise)
     if not (executor.has_stopped_early or has_many_skipped or rise):
         commands["train twice as many steps"] = command(changes=longer(job.resolved, 2 * step))
-    eight = {"changes": _choose_eight_devices(job), "flags": ["--num_devices=8"]}
-    commands["plan the same run on 8 devices"] = command(mode="plan", **eight)
     for line in ("next: " + "; ".join(commands), *commands.values()):
         job.observers.message(line)
 
@@ -226,15 +223,6 @@ def _rise_of_loss(job: Job) -> str | None:
         f"{name} rose: {first}, {last}. Usual causes: a learning rate that is too high, a warmup"
         " that is too short"
     )
-
-
-def _choose_eight_devices(job: Job) -> dict[str, str | None]:
-    within, across = "partitioner.ici_mesh_shape", "partitioner.dcn_mesh_shape"
-    has_sizes = value_at(job.resolved.partitioner, ["ici_mesh_shape"]) is not NOT_SET
-    if not has_sizes or len(job.partitioner.mesh.axis_names) != 3:
-        return {}
-    has_slices = job.resolved.partitioner.dcn_mesh_shape is not None
-    return {across: "None" if has_slices else None, within: "[8,1,1]"}
 
 
 @dataclasses.dataclass(frozen=True)
