@@ -380,7 +380,7 @@ def test_package_adds_mode_and_command(place: Path):
     assert answered(*mode) == (3, "1 False\n")
     assert answered(*mode, "--times=2", "--json") == (3, "2 True\n")
     assert answered("say", "--what", "you=like") == (4, "--what you=like\n")
-    lines = [line.split() for line in runner(place, "--help", "mode").stdout.splitlines()]
+    lines = [line.split() for line in runner(place, "--help", "all").stdout.splitlines()]
     assert ["count", "count", "the", "data", "sets"] in lines
     assert ["runner", "say", "say", "it"] in lines
     assert "--times=N  how often (default 1)" in runner(place, "--help", "count").stdout
@@ -409,7 +409,7 @@ def test_entry_point_that_cannot_be_loaded_is_named_and_harms_no_other(place: Pa
         "lost": "nowhere:MODE: ModuleNotFoundError: No module named 'nowhere'",
         "rude": "rude:MODE: KeyError: 'PORT'",
     }
-    for words in (("--help",), ("--help", "mode")):
+    for words in (("--help",), ("--help", "all")):
         shown = runner(place, *words)
         assert (shown.returncode, shown.stderr) == (0, "")
         for mode, cause in causes.items():

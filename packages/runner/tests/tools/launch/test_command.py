@@ -60,7 +60,7 @@ def test_help_lists_the_kinds_and_the_flags_of_each(capsys):
     assert all(f"  {kind}" in text for kind in KINDS)
     assert launch("slurm", "--help") == 0
     assert "--save_before_end=SECONDS" in capsys.readouterr().out
-    assert cli.main(["--help", "mode"]) == 0
+    assert cli.main(["--help", "all"]) == 0
     assert "  runner launch " in capsys.readouterr().out
 
 
