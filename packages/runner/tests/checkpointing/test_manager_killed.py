@@ -132,14 +132,14 @@ import os, signal, sys
 import jax.numpy as jnp
 from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy, stored_state
 
-finish = structure.FiniteCheck.nonfinite
+finish = stored_state.FiniteCheck.nonfinite
 
 def finish_and_die(check):
     found = finish(check)
     os.kill(os.getpid(), signal.SIGKILL) if step == 2 else None
     return found
 
-structure.FiniteCheck.nonfinite = finish_and_die
+stored_state.FiniteCheck.nonfinite = finish_and_die
 manager = CheckpointManager(sys.argv[1], policy=CheckpointPolicy(save_interval_steps=1))
 for step in (1, 2):
     manager.save(step, {"w": jnp.full(4, step)}, input_states={}, metadata={})

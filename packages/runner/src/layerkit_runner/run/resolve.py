@@ -126,35 +126,3 @@ def _checked(experiment: BaseExperiment, root: str) -> Any:
         if is_config(result)
         else "Return Config(CLASS, FIELD=VALUE) in place of an instance.",
     )
-
-
-@contextlib.contextmanager
-def naming_paths(resolved: ResolvedExperiment, *, prefix: str = "--fdl.") -> Iterator[None]:
-    """Complete the field of an error about a part of an experiment to its configuration path.
-
-    A data set is known by its name, from which its path follows. `prefix` comes before each path;
-    by default, the field and the settings of the error are flags.
-    """
-    try:
-        yield
-    except UserError as error:
-        for root in ("datasets", "decode_datasets"):
-            for index, config in enumerate(getattr(resolved, root)):
-                name, kind = field_value(config, "name"), target_name(config)
-                is_field = field_value(config, error.field or "") is not NOT_SET
-                if is_field and error.owner in (name or kind, f"{kind} {name!r}"):
-                    error.owner, error.field = None, f"{root}.{index}.{error.field}"
-        if error.field and error.owner and error.owner.partition(".")[0] in ROOTS:
-            error.owner, error.field = None, f"{error.owner}.{error.field}"
-        if error.field and _is_path(error.field):
-            error.field = prefix + error.field
-        error.settings = {
-            prefix + name if _is_path(name) else name: value
-            for name, value in error.settings.items()
-        }
-        raise
-
-
-def _is_path(name: str) -> bool:
-    root, dot, _ = name.partition(".")
-    return bool(dot) and root in ROOTS

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from layerkit.base.diagnostics import layer_of
 from layerkit.errors import UserError, error_text
-from layerkit_runner.config.config_tree import walk
-from layerkit_runner.config.requests import ResolvedExperiment
+from layerkit_runner.config.config_tree import NOT_SET, field_value, target_name, walk
+from layerkit_runner.config.requests import ROOTS, ResolvedExperiment
 from layerkit_runner.errors import (
     StorageError,
     UsageError,
@@ -26,7 +26,6 @@ from layerkit_runner.errors import (
 )
 from layerkit_runner.files.atomic_write import UnsafePathError, absolute, open_append
 from layerkit_runner.files.text import size_text
-from layerkit_runner.run.resolve import naming_paths
 from layerkit_runner.run_options import RunOptions
 
 if TYPE_CHECKING:
@@ -77,6 +76,38 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
         job_errors(mode, resolved, process),
     ):
         return run_mode(resolved, options)
+
+
+@contextlib.contextmanager
+def naming_paths(resolved: ResolvedExperiment, *, prefix: str = "--fdl.") -> Iterator[None]:
+    """Complete the field of an error about a part of an experiment to its configuration path.
+
+    A data set is known by its name, from which its path follows. `prefix` comes before each path;
+    by default, the field and the settings of the error are flags.
+    """
+    try:
+        yield
+    except UserError as error:
+        for root in ("datasets", "decode_datasets"):
+            for index, config in enumerate(getattr(resolved, root)):
+                name, kind = field_value(config, "name"), target_name(config)
+                is_field = field_value(config, error.field or "") is not NOT_SET
+                if is_field and error.owner in (name or kind, f"{kind} {name!r}"):
+                    error.owner, error.field = None, f"{root}.{index}.{error.field}"
+        if error.field and error.owner and error.owner.partition(".")[0] in ROOTS:
+            error.owner, error.field = None, f"{error.owner}.{error.field}"
+        if error.field and _is_path(error.field):
+            error.field = prefix + error.field
+        error.settings = {
+            prefix + name if _is_path(name) else name: value
+            for name, value in error.settings.items()
+        }
+        raise
+
+
+def _is_path(name: str) -> bool:
+    root, dot, _ = name.partition(".")
+    return bool(dot) and root in ROOTS
 
 
 @contextlib.contextmanager
