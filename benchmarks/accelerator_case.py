@@ -33,8 +33,8 @@ from layerkit_runner.data.train_inputs import training_configs
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.run.job import build_parts
-from layerkit_runner.run.report.start_report import LayerNotes, num_params
 from layerkit_runner.run.resolve import resolve
+from layerkit_runner.run.start_report import LayerNotes, num_params
 from layerkit_runner.step.step_cost import model_flops_per_step, program_flops
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.tools.plan.bounds import device_work, step_bounds

@@ -34,7 +34,7 @@ from layerkit_runner.observers import Observers
 from layerkit_runner.run.job import Job
 from layerkit_runner.run.programs import model_calls
 from layerkit_runner.run.programs.build_programs import eval_programs
-from layerkit_runner.run.programs.continuation_text import TextStream
+from layerkit_runner.run.programs.decode_program import TextStream
 from layerkit_runner.run.run_mode import job_errors
 from layerkit_runner.step.train_state import TrainState
 

@@ -32,14 +32,14 @@ from layerkit_runner.files.atomic_write import atomic_write, read_regular
 from layerkit_runner.files.text import stable_repr
 from layerkit_runner.observers.metrics_log import encode
 from layerkit_runner.run.checkpoint_watcher import watch_checkpoints
+from layerkit_runner.run.end_report import ReportedMetric, sample_text
 from layerkit_runner.run.job import Job, choose_step, start_job
 from layerkit_runner.run.job_folder import check_same_experiment
 from layerkit_runner.run.output_provenance import describe_settings
 from layerkit_runner.run.programs.build_programs import decode_programs, eval_programs, inputs_of
 from layerkit_runner.run.programs.decode_program import DecodeProgram
 from layerkit_runner.run.programs.eval_program import BaseProgram
-from layerkit_runner.run.report.end_report import ReportedMetric, sample_text
-from layerkit_runner.run.report.start_report import run_info
+from layerkit_runner.run.start_report import run_info
 from layerkit_runner.run_options import FOLLOWING_MODES, RunOptions
 from layerkit_runner.step.train_state import TrainState
 

@@ -6,14 +6,12 @@ It instantiates no config, so an unknown path is reported before any device is u
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from layerkit.config import copy_config, is_config
-from layerkit.errors import UserError
-from layerkit_runner.config.config_tree import NOT_SET, PathSetter, field_value, target_name
+from layerkit_runner.config.config_tree import PathSetter
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields, reduced_values
 from layerkit_runner.config.registry import ExperimentEntry, find_experiment, load_experiment
 from layerkit_runner.config.requests import (

@@ -37,6 +37,7 @@ from layerkit_runner.errors import StorageError, UsageError, as_usage_error
 from layerkit_runner.observers import DECODE_PREFIX, RunInfo, StepWork, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler, profiler_server
 from layerkit_runner.optim.early_stopping import EarlyStop
+from layerkit_runner.run import end_report
 from layerkit_runner.run.executor import EARLY_STOPPING, Executor, executor_class, inputs_by_key
 from layerkit_runner.run.job import Job, no_checkpoint, start_job, versions
 from layerkit_runner.run.job_folder import (
@@ -62,8 +63,7 @@ from layerkit_runner.run.programs.train_program import (
     StepReports,
     trace_step,
 )
-from layerkit_runner.run.report import end_report
-from layerkit_runner.run.report.start_report import (
+from layerkit_runner.run.start_report import (
     LayerNotes,
     compiled_lines,
     data_lines,

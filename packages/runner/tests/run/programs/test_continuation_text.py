@@ -15,7 +15,7 @@ from layerkit_inputs.text.tokenizers import (
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
 )
-from layerkit_runner.run.programs.continuation_text import TextStream, continuation_text
+from layerkit_runner.run.programs.decode_program import TextStream, continuation_text
 
 WORDS = ["▁the", "▁", "▁cat", "s", "e", "t", "a", "c", "▁a", "▁é", "."]
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -2,6 +2,10 @@
 
 Each process feeds its own rows, gets the outputs of all rows and makes the same records. Process 0
 writes them, and decides whether finished outputs are reused.
+
+The text of a continuation is what follows the text of the prompt if all tokens are decoded
+together. Decoding the new tokens alone loses text. SentencePiece omits the space before the first
+word, and the bytes of a character may be spread over several tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import functools
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +24,7 @@ from layerkit.base.base_model import BaseModel, WeightedScalar
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.evaluation import ROW_MARKS, example_rows
+from layerkit_inputs.base.tokenizer_interface import Tokenizer
 from layerkit_runner.config.recorded import differing_names
 from layerkit_runner.data.host_inputs import eval_batches, peek_eval_batch, report_skipped
 from layerkit_runner.distributed.cluster import run_on_process_0
@@ -34,7 +39,6 @@ from layerkit_runner.run.output_provenance import (
     weights_digest_fn,
     write_outputs,
 )
-from layerkit_runner.run.programs.continuation_text import continuation_text, shared_beginning
 from layerkit_runner.run.programs.eval_program import BaseProgram
 from layerkit_runner.step.metrics import ByExample, OverBatches, as_floats
 from layerkit_runner.step.train_state import TrainState
@@ -362,3 +366,66 @@ def sample_text(record: dict[str, Any]) -> str | None:
     if "prompt" not in record or "continuation" not in record:
         return None
     return f"{record['prompt']}⟫{record['continuation']}"
+
+
+# Text of bytes that are not yet a whole character.
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+def continuation_text(prompt: str, whole: str, alone: str) -> str:
+    """Return the text that follows a prompt.
+
+    Args:
+      prompt: Text of the prompt's ids.
+      whole: Text of the ids of prompt and continuation.
+      alone: Text of the continuation's ids. It is returned if `whole` has another beginning than
+        `prompt`, or ends with it, as SeqIO's vocabularies stop at an end token in the prompt.
+    """
+    return (whole[len(prompt) :] if whole.startswith(prompt) else "") or alone
+
+
+def shared_beginning(first: str, second: str) -> str:
+    """Return the longest text with which two texts begin."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return first[: next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))]
+
+
+class TextStream:
+    """The text of a continuation, in pieces that later tokens do not change.
+
+    Attributes:
+      ids: New token ids so far.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = ()) -> None:
+        """Start after the prompt's ids."""
+        self.ids: list[int] = []
+        self._tokenizer = tokenizer
+        self._prompt_ids = list(prompt_ids)
+        self._prompt = tokenizer.decode(self._prompt_ids) if self._prompt_ids else ""
+        # The next byte may make all bytes before it invalid, also after a special token.
+        names = ("byte_ids", "special_tokens")
+        self._open_ids = {i for name in names for i in getattr(tokenizer, name, ())}
+        self._num_returned = 0
+
+    def add(self, token_id: int) -> str:
+        """Add a token and return the text that it completes; empty if it completes none."""
+        self.ids.append(int(token_id))
+        if token_id in self._open_ids:
+            return ""
+        text = self.text()
+        return "" if text.endswith(_INCOMPLETE) else self._take(text)
+
+    def rest(self) -> str:
+        """Return the text of the last tokens, whose last character may be incomplete."""
+        return self._take(self.text())
+
+    def text(self) -> str:
+        """Return the whole text so far."""
+        whole = self._tokenizer.decode([*self._prompt_ids, *self.ids])
+        return continuation_text(self._prompt, whole, self._tokenizer.decode(self.ids))
+
+    def _take(self, text: str) -> str:
+        piece = text[self._num_returned :]
+        self._num_returned = len(text)
+        return piece

@@ -20,7 +20,7 @@ from layerkit_runner.data.train_inputs import training_configs
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.run.job import build_parts, versions
-from layerkit_runner.run.report.start_report import LayerNotes, num_params
+from layerkit_runner.run.start_report import LayerNotes, num_params
 from layerkit_runner.step.step_cost import model_flops_per_step, program_flops
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_state import batch_spec

@@ -23,8 +23,8 @@ from layerkit_runner.distributed.cluster import LOST_PROCESS_EXIT_CODE
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers.metrics_log import draw_loss_curve
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
+from layerkit_runner.run.end_report import ERRORS_FILE
 from layerkit_runner.run.inference import run_inference
-from layerkit_runner.run.report.end_report import ERRORS_FILE
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
 from layerkit_runner.run_options import RunOptions

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from layerkit.layers import TransformerFeedForward, quantize_model
-from layerkit_runner.run.report.start_report import (
+from layerkit_runner.run.start_report import (
     LayerNotes,
     compiled_lines,
     num_params,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from layerkit.base.base_model import NATS_PER_TOKEN
-from layerkit_runner.run.report.end_report import ReportedMetric
+from layerkit_runner.run.end_report import ReportedMetric
 
 
 @pytest.mark.parametrize(
