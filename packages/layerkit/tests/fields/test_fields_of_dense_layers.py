@@ -91,7 +91,7 @@ SOFTMAX_CHANGES = {
     "weight_init": GAUSSIAN,
 }
 ACTIVATIONS = (
-    *(L.Identity, L.ReLU, L.ReLU6, L.CubedReLU, L.SquaredReLU, L.SineOfReLU, L.SineReLU),
+    *(L.Identity, L.ReLU, L.ReLU6, L.CubedReLU, L.SquaredReLU, L.SineOfReLU),
     *(L.LeakyReLU, L.ELU, L.GELU, L.SiLU, L.Exp, L.Sigmoid, L.Softplus, L.Tanh),
 )
 

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from layerkit.layers.basic.activations import Sigmoid as Sigmoid
     from layerkit.layers.basic.activations import SiLU as SiLU
     from layerkit.layers.basic.activations import SineOfReLU as SineOfReLU
-    from layerkit.layers.basic.activations import SineReLU as SineReLU
     from layerkit.layers.basic.activations import Softplus as Softplus
     from layerkit.layers.basic.activations import SquaredReLU as SquaredReLU
     from layerkit.layers.basic.activations import Tanh as Tanh
@@ -121,7 +120,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         "basic.activations": (
             "ELU GELU BaseActivation CubedReLU Exp Identity LeakyReLU ReLU "
-            "ReLU6 Sigmoid SiLU SineOfReLU SineReLU Softplus SquaredReLU Tanh"
+            "ReLU6 Sigmoid SiLU SineOfReLU Softplus SquaredReLU Tanh"
         ),
         "quantization.lora": "LORA_WEIGHTS add_lora merge_lora remove_lora",
         "attention.biases": "Alibi RelativeBias",

@@ -43,8 +43,6 @@ EXPECTED = [
     (activations.ELU(alpha=0.5), np.where(X > 0, X, 0.5 * np.expm1(X))),
     (activations.Softplus(), np.log1p(np.exp(X))),
     (activations.Exp(), np.exp(X)),
-    (activations.SineReLU(), np.where(X > 0, X, 0.0025 * (np.sin(X) - np.cos(X)))),
-    (activations.SineReLU(epsilon=0.5), np.where(X > 0, X, 0.5 * (np.sin(X) - np.cos(X)))),
 ]
 
 
@@ -89,10 +87,6 @@ PLAIN = [
     (activations.ELU(alpha=0.5), lambda x: jax.nn.elu(x, 0.5)),
     (activations.Softplus(), jax.nn.softplus),
     (activations.Exp(), jnp.exp),
-    (
-        activations.SineReLU(epsilon=0.5),
-        lambda x: jnp.where(x > 0, x, 0.5 * (jnp.sin(x) - jnp.cos(x))),
-    ),
 ]
 
 

@@ -231,20 +231,6 @@ class Exp(BaseActivation):
         return jnp.exp
 
 
-class SineReLU(BaseActivation):
-    """x for positive x, else ε·(sin(x) − cos(x)).
-
-    Attributes:
-      epsilon: ε, the amplitude of the waves for negative x, over √2.
-    """
-
-    epsilon: float = 0.0025
-
-    def function(self) -> ElementWise:
-        """Return the function of `[...]`."""
-        return functools.partial(_sine_relu, epsilon=self.epsilon)
-
-
 class SineOfReLU(BaseActivation):
     """sin(max(x, 0)), which Pax calls SineReLU."""
 
@@ -267,10 +253,6 @@ def _silu(x: jax.Array, *, beta: float) -> jax.Array:
 
 def _cubed_relu(x: jax.Array) -> jax.Array:
     return jnp.power(jax.nn.relu(x), 3)
-
-
-def _sine_relu(x: jax.Array, *, epsilon: float) -> jax.Array:
-    return jnp.where(x > 0, x, epsilon * (jnp.sin(x) - jnp.cos(x)))
 
 
 def _sine_of_relu(x: jax.Array) -> jax.Array:
