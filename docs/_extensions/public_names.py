@@ -59,6 +59,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "optim": (
         "layerkit_runner.optim.optimizers",
         "layerkit_runner.optim.schedules",
+        "layerkit_runner.optim.per_layer",
         "layerkit_runner.optim.sharded_adafactor",
         "layerkit_runner.step.task_metrics",
     ),
@@ -66,10 +67,10 @@ PAGES: dict[str, tuple[str, ...]] = {
 
 
 def recipe_modules() -> list[str]:
-    """Return the modules of the recipes that experiments call."""
+    """Return the modules of the recipes that experiments call, and of the base class of Pax's."""
     recipes = importlib.import_module("layerkit_experiments.recipes")
     found = pkgutil.iter_modules(recipes.__path__, f"{recipes.__name__}.")
-    return [module.name for module in found]
+    return [*(module.name for module in found), "layerkit_experiments.lm.pax"]
 
 
 def experiments() -> dict[str, dict]:
