@@ -59,7 +59,7 @@ PAGES: dict[str, tuple[str, ...]] = {
     "optim": (
         "layerkit_runner.optim.optimizers",
         "layerkit_runner.optim.schedules",
-        "layerkit_runner.optim.per_layer",
+        "layerkit_runner.optim.optimizer_updates",
         "layerkit_runner.optim.sharded_adafactor",
         "layerkit_runner.step.task_metrics",
     ),
