@@ -136,6 +136,67 @@ def test_runner_that_is_no_command_is_an_error(raises, request_of, flags_of, run
         KINDS["slurm"].make_script(request_of(), flags_of("slurm", f"--runner={runner}"))
 
 
+@pytest.mark.parametrize(
+    "variable",
+    [
+        *(f"{name}=hunter2" for name in ("WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY")),
+        *(
+            f"{name}=hunter2"
+            for name in ("PGPASSWORD", "my_secret", "API_KEYS", "TOKENS", "PGPASS")
+        ),
+        *(f"{name}=hunter2" for name in ("GITHUB_PAT", "MYSQL_PWD", "API_KEY_2", "DB_CREDENTIALS")),
+        *(f"{name}=hunter2" for name in ("REDIS_PASS", "apiKey", "SENTRY_DSN", "NETRC_PASSWORDS")),
+        "DATABASE_URL=postgres://me:hunter2@db.example.com:5432/runs",
+        "HTTPS_PROXY=http://me:hunter2@proxy:3128",
+        "STORE=https://a.blob.core.windows.net/runs?sv=2024&sig=hunter2",
+        "CONNECTION=Server=db;User=me;Password=hunter2;",
+        "HEADER=Authorization: Bearer hunter2hunter2",
+        "REMOTE=https://ghp_hunter2hunter2hunter2@github.com/me/runs",
+        "LOGIN=hf_hunter2hunter2hunter2hunter2",
+        "CERTIFICATE=-----BEGIN RSA PRIVATE KEY-----hunter2",
+    ],
+)
+def test_value_of_a_secret_is_an_error_that_does_not_repeat_it(raises, flags_of, variable):
+    name = variable.partition("=")[0]
+    with raises(UsageError, field="--env", value=name) as error:
+        flags_of("slurm", f"--env={variable}")
+    assert "hunter2" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "line", ["export API_KEYS=hunter2", "git clone https://me:hunter2@git.example.com/runs"]
+)
+def test_secret_in_a_command_of_setup_is_an_error(raises, flags_of, line):
+    with raises(UsageError, field="--setup") as error:
+        flags_of("slurm", f"--setup={line}")
+    assert "hunter2" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("TOKENIZERS_PARALLELISM", "false"),
+        ("MAX_TOKENS", "4096"),
+        ("PWD", "/home/me"),
+        ("PATH", "/usr/bin:/bin"),
+        ("GOOGLE_APPLICATION_CREDENTIALS", "/home/me/account.json"),
+        ("GIT_AUTHOR_NAME", "me"),
+        ("KEYBOARD", "us"),
+        ("PAGES", "https://docs.example.com:8443/simple?page=2"),
+        ("REMOTE", "ssh://git@github.com/me/runs"),
+        ("XLA_FLAGS", "--xla_gpu_graph_level=0 --xla_dump_to=/tmp/x"),
+        ("COMMIT", "9fceb02d0ae598e95dc970b74767f19372d61af8"),
+    ],
+)
+def test_variable_with_a_name_similar_to_a_secret_is_accepted(flags_of, name, value):
+    assert flags_of("slurm", f"--env={name}={value}").env == [(name, value)]
+
+
+def test_setup_may_read_a_secret(flags_of):
+    line = "export WANDB_API_KEY=$(gcloud secrets versions access latest --secret=SECRET)"
+    assert flags_of("slurm", f"--setup={line}").setup
+
+
 @pytest.mark.parametrize("kind", ["local", "slurm"])
 def test_referenced_variable_is_not_written_and_reaches_the_run(
     raises, request_of, flags_of, kind, monkeypatch, tmp_path

@@ -20,7 +20,7 @@ from layerkit_runner.config.help import flag_rows, table
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import FLAGS, Flag
 from layerkit_runner.tools.launch import local, slurm
-from layerkit_runner.tools.launch.request import Options, make_request, read_variable
+from layerkit_runner.tools.launch.request import Options, check_setup, make_request, read_variable
 
 KINDS = {"local": local, "slurm": slurm}
 """Modules by the name of the kind, each with `HELP`, `FLAGS` and `make_script`."""
@@ -97,4 +97,6 @@ def parse_options(kind: str, words: Sequence[str]) -> tuple[Options, list[str]]:
     unset = {row.name: () if row.repeats else row.default for row in rows}
     options = Options(**{**unset, **values})
     options.env = [read_variable(text) for text in options.env]
+    for line in options.setup:
+        check_setup(line)
     return options, others

@@ -26,6 +26,7 @@ from layerkit_runner.config.requests import flag_word
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.run_options import JOINING_MODES
+from layerkit_runner.tools.launch.secrets import is_secret
 
 if TYPE_CHECKING:
     from layerkit_runner.config.requests import ResolvedExperiment
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _MAX_NAME_LENGTH = 40
 _SET_BY_LAUNCHER = ("coordinator_address", "num_processes", "process_id", "multiprocess_gpu")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ASSIGNMENT = re.compile(r"""(?:^|[\s;&|])([A-Za-z_]\w*)=["']?([^\s"';]+)""")
 
 
 class Options(types.SimpleNamespace):
@@ -157,7 +159,29 @@ def read_variable(text: str) -> tuple[str, str | None]:
     name, equals, value = text.partition("=")
     if not _NAME.fullmatch(name):
         raise UsageError(field="--env", value=name, expected="NAME=VALUE or NAME")
+    if equals and is_secret(name, value):
+        raise _secret_error("--env", name)
     return name, value if equals else None
+
+
+def check_setup(line: str) -> None:
+    """Raise UsageError if a shell command of `--setup` holds the value of a secret."""
+    for name, value in _ASSIGNMENT.findall(line):
+        # The value of a variable or of a command is not in the line.
+        if not value.startswith(("$", "`")) and is_secret(name, value):
+            raise _secret_error("--setup", name)
+    if is_secret("", line):
+        raise _secret_error("--setup", "…")
+
+
+def _secret_error(flag: str, name: str) -> UsageError:
+    return UsageError(
+        "the value of a secret would be written to a file",
+        field=flag,
+        value=name,
+        expected="a reference without the value, --env=NAME",
+        hint="Set it before the launch: export NAME=…",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
