@@ -35,9 +35,11 @@ import numpy as np  # noqa: E402
 
 from layerkit.base.sharding import BoundSharding  # noqa: E402
 from layerkit.ops.attention.backends import UnsupportedBackendError  # noqa: E402
-from layerkit.ops.attention.dot_product import dot_product_attention  # noqa: E402
+from layerkit.ops.attention.dot_product import (
+    AttentionOptions,  # noqa: E402
+    dot_product_attention,  # noqa: E402
+)
 from layerkit.ops.attention.masks import AttentionMask  # noqa: E402
-from layerkit.ops.attention.options import AttentionOptions  # noqa: E402
 
 Inputs = tuple[jax.Array, jax.Array, jax.Array]
 

@@ -38,7 +38,7 @@ PAGES: dict[str, tuple[str, ...]] = {
         "layerkit.ops.attention.backends",
         "layerkit.layers.attention.base_attention",
     ),
-    "models": ("layerkit.models", "layerkit.models.batch_weights"),
+    "models": ("layerkit.models", "layerkit.models.weighted_metrics"),
     "decoding": ("layerkit.decoding",),
     "interop": ("layerkit.interop.hugging_face", "layerkit.interop.praxis"),
     "inputs": (

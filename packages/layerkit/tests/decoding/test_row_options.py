@@ -9,9 +9,8 @@ import pytest
 
 from layerkit.decoding.beam_search import BeamSearch
 from layerkit.decoding.decoder import Prompts
-from layerkit.decoding.logit_processors import RowsSoFar, TopP
+from layerkit.decoding.logit_processors import OptionOfRows, RowOptions, RowsSoFar, TopP
 from layerkit.decoding.loop import SampleDecoder, extend_prompts
-from layerkit.decoding.row_options import OptionOfRows, RowOptions
 from layerkit.errors import ConfigError
 
 VOCAB, STEPS = 11, 12

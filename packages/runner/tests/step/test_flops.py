@@ -10,9 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from layerkit.base.sharding import BoundSharding
-from layerkit.ops.attention.dot_product import dot_product_attention
+from layerkit.ops.attention.dot_product import AttentionOptions, dot_product_attention
 from layerkit.ops.attention.masks import AttentionMask
-from layerkit.ops.attention.options import AttentionOptions
 from layerkit.ops.moe.grouped_matmul import GroupedMatmul, RowGroups
 from layerkit_runner.step.step_cost import forward_flops, program_flops, training_flops
 

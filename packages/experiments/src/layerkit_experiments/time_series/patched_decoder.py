@@ -27,7 +27,7 @@ from layerkit.layers import (
     StackedTransformer,
 )
 from layerkit.layers.transformer.sequence_parallel import gather_positions
-from layerkit.models.batch_weights import example_weights
+from layerkit.models.weighted_metrics import example_weights
 from layerkit.ops.attention.masks import AttentionMask, segments_from_paddings
 
 # Smallest standard deviation of a series.

@@ -116,7 +116,7 @@ class BaseModel(BaseLayer):
 
         One metric is named `loss`. The task adds the auxiliary losses of the layers to it. Rows of
         padding, which fill up the last batch of an evaluation, must have weight 0, as
-        `layerkit.models.batch_weights.example_weights` gives them:
+        `layerkit.models.weighted_metrics.example_weights` gives them:
 
             weights = example_weights(batch, len(errors))
             mean = weighted_mean(errors, weights)  # from layerkit.ops.losses

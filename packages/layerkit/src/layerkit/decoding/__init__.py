@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from layerkit.decoding.logit_processors import MinSteps as MinSteps
     from layerkit.decoding.logit_processors import NoRepeatNgrams as NoRepeatNgrams
     from layerkit.decoding.logit_processors import RepetitionPenalty as RepetitionPenalty
+    from layerkit.decoding.logit_processors import RowOptions as RowOptions
     from layerkit.decoding.logit_processors import RowsSoFar as RowsSoFar
     from layerkit.decoding.logit_processors import Temperature as Temperature
     from layerkit.decoding.logit_processors import TopK as TopK
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from layerkit.decoding.loop import extend_prompts as extend_prompts
     from layerkit.decoding.loop import sample_token as sample_token
     from layerkit.decoding.loop import start_prompts as start_prompts
-    from layerkit.decoding.row_options import RowOptions as RowOptions
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
@@ -40,12 +40,11 @@ __getattr__, __dir__, __all__ = lazy_names(
         "decoder": "Decoder Prompts",
         "logit_processors": (
             "BannedIds CountPenalty LogitBias LogitProcessor MinP MinSteps "
-            "NoRepeatNgrams RepetitionPenalty RowsSoFar Temperature TopK TopP"
+            "NoRepeatNgrams RepetitionPenalty RowOptions RowsSoFar Temperature TopK TopP"
         ),
         "cached_network": "cached_step",
         "loop": (
             "SampleDecoder SampledRows advance_rows extend_prompts sample_token start_prompts"
         ),
-        "row_options": "RowOptions",
     },
 )

@@ -14,8 +14,8 @@ from layerkit.config import Config, is_config
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.cache_rows import round_up, row_axes, row_parts
 from layerkit.decoding.decoder import ExtendFn, Prompts
+from layerkit.decoding.logit_processors import RowOptions
 from layerkit.decoding.loop import SampledRows, extend_prompts, start_prompts
-from layerkit.decoding.row_options import RowOptions
 from layerkit.decoding.step_weights import step_weights
 from layerkit.layers.basic.positions import set_longest_sequence, switching_length
 

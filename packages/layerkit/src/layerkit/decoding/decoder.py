@@ -23,8 +23,7 @@ import jax.numpy as jnp
 
 from layerkit.config.checks import check_sizes, require
 from layerkit.config.nested_map import NestedMap
-from layerkit.decoding.logit_processors import ConfiguredValue, LogitProcessor, MinSteps
-from layerkit.decoding.row_options import RowOptions
+from layerkit.decoding.logit_processors import ConfiguredValue, LogitProcessor, MinSteps, RowOptions
 
 ExtendFn = Callable[[Any, jax.Array, jax.Array], tuple[Any, jax.Array]]
 """Function `(cache, ids [rows, t], time_step) -> (cache, logits [rows, t, vocab])`, where

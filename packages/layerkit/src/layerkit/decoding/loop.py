@@ -29,7 +29,9 @@ from layerkit.decoding.decoder import (
 from layerkit.decoding.logit_processors import (
     LogitProcessor,
     MinP,
+    OptionOfRows,
     RepetitionPenalty,
+    RowOptions,
     RowsSoFar,
     Temperature,
     TopK,
@@ -37,7 +39,6 @@ from layerkit.decoding.logit_processors import (
     check_ids,
     process_logits,
 )
-from layerkit.decoding.row_options import OptionOfRows, RowOptions
 from layerkit.errors import ConfigError
 
 

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from layerkit.config.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from layerkit.models.batch_weights import example_weights as example_weights
     from layerkit.models.bert import BertModel as BertModel
     from layerkit.models.classification_model import ClassificationModel as ClassificationModel
     from layerkit.models.encoder_decoder import (
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from layerkit.models.preference_model import DpoModel as DpoModel
     from layerkit.models.sequence_model import SequenceModel as SequenceModel
     from layerkit.models.transformer_lm import TransformerLm as TransformerLm
+    from layerkit.models.weighted_metrics import example_weights as example_weights
     from layerkit.ops.losses import weighted_mean as weighted_mean
 
 __getattr__, __dir__, __all__ = lazy_names(
@@ -25,7 +25,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "bert": "BertModel",
         "classification_model": "ClassificationModel",
         "encoder_decoder": "TransformerEncoderDecoder",
-        "batch_weights": "example_weights",
+        "weighted_metrics": "example_weights",
         "language_model": "LanguageModel",
         "preference_model": "DpoModel",
         "sequence_model": "SequenceModel",

@@ -13,8 +13,8 @@ from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.masked_lm_augmenter import MaskedLmAugmenter
-from layerkit.models.token_metrics import token_metrics
 from layerkit.models.transformer_lm import TransformerLm
+from layerkit.models.weighted_metrics import token_metrics
 
 
 class BertModel(BaseModel):

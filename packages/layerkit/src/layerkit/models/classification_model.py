@@ -14,7 +14,7 @@ from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.embeddings import ClassSoftmax, FullSoftmax
-from layerkit.models.batch_weights import example_weights
+from layerkit.models.weighted_metrics import example_weights
 from layerkit.ops.losses import weighted_mean
 
 

@@ -25,7 +25,7 @@ from layerkit.layers.basic.normalizations import BaseNormalization, LayerNorm
 from layerkit.layers.transformer.sequence_parallel import gather_positions
 from layerkit.layers.transformer.stacks import StackedTransformer
 from layerkit.layers.transformer.transformer import Transformer
-from layerkit.models.transformer_parts import (
+from layerkit.models.transformer_lm import (
     TIED_EMBEDDING_CONDITIONS,
     create_token_layers,
     embed_tokens,

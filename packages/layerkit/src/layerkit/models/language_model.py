@@ -12,10 +12,8 @@ from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.decoder import Decoder
 from layerkit.decoding.loop import SampleDecoder, SampledRows
 from layerkit.layers.transformer.transformer import drop_none
-from layerkit.models.batch_weights import token_weights
-from layerkit.models.prompt_decoding import continue_prompts, prompts_of_batch
-from layerkit.models.token_metrics import token_metrics
 from layerkit.models.transformer_lm import TransformerLm
+from layerkit.models.weighted_metrics import token_metrics, token_weights
 
 
 class LanguageModel(BaseModel):
@@ -80,7 +78,7 @@ class LanguageModel(BaseModel):
           batch: `ids` `[batch, prompt]`, `prompt_lengths` `[batch]` if prompts do not fill their
             rows, and optionally `max_steps`, `temperature`, `top_k`, `top_p` and
             `row_ids` `[batch]`; see `extend_prompts` and `RowOptions`. `suffixes` are scored after
-            the continuations; see `layerkit.models.suffix_scoring`.
+            the continuations; see `layerkit.models.prompt_decoding`.
 
         Returns:
           Outputs of `layerkit.decoding.extend_prompts`: `ids`, `lengths`, `log_probs`, `scores`,
@@ -90,6 +88,8 @@ class LanguageModel(BaseModel):
           ConfigError: The decoder draws but has no random key, rows are packed, there is padding
             without `prompt_lengths`, or the model has fewer positions than tokens.
         """
+        from layerkit.models.prompt_decoding import continue_prompts
+
         return continue_prompts(self, self.lm, batch, is_prefix_lm=self.is_prefix_lm)
 
     def start_decoding(self, batch: NestedMap) -> SampledRows:
@@ -97,4 +97,6 @@ class LanguageModel(BaseModel):
 
         `layerkit.decoding.advance_rows` continues them.
         """
+        from layerkit.models.prompt_decoding import prompts_of_batch
+
         return prompts_of_batch(self, self.lm, batch, is_prefix_lm=self.is_prefix_lm).start()

@@ -17,9 +17,8 @@ from layerkit.decoding.cache_rows import pad_columns, row_parts
 from layerkit.decoding.cached_network import CachedPrompts, cache_prompts
 from layerkit.decoding.decoder import Decoder
 from layerkit.decoding.loop import SampleDecoder, SampledRows
-from layerkit.models.batch_weights import token_weights
 from layerkit.models.encoder_decoder import TransformerEncoderDecoder
-from layerkit.models.token_metrics import token_metrics
+from layerkit.models.weighted_metrics import token_metrics, token_weights
 from layerkit.ops.attention.masks import segments_from_paddings
 
 

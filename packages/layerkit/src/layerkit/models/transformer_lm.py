@@ -2,21 +2,21 @@
 
 Embedding (+ positions) → dropout → stack of Transformer layers → norm → softmax. The embedding is
 tied to the weight of the softmax (Press and Wolf, 2017) unless `embedding_tpl` is set. The stack
-may unroll, scan or pipeline its layers.
+may unroll, scan or pipeline its layers. The functions below are shared with encoder-decoders.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from layerkit.base.base_layer import BaseLayer
-from layerkit.config import Config, sub_config_field
+from layerkit.config import Config, build, sub_config_field
 from layerkit.config.checks import require
-from layerkit.config.field_checks import Conditions
+from layerkit.config.field_checks import Conditions, derive_fields
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.dropout import Dropout
 from layerkit.layers.basic.embeddings import ClassSoftmax, SharedEmbeddingSoftmax
@@ -25,14 +25,13 @@ from layerkit.layers.basic.positions import switching_length
 from layerkit.layers.transformer.sequence_parallel import gather_positions
 from layerkit.layers.transformer.stacks import StackedTransformer
 from layerkit.layers.transformer.transformer import drop_none
-from layerkit.models.transformer_parts import (
-    TIED_EMBEDDING_CONDITIONS,
-    create_token_layers,
-    embed_tokens,
-    locate_in_stack,
-    stack_sizes,
-)
 from layerkit.ops.attention.masks import AttentionMask, row_positions
+
+# A tied softmax does not embed if there is a separate embedding.
+TIED_EMBEDDING_CONDITIONS: Conditions = {
+    "softmax_tpl.scale_by_sqrt_dims": "not embedding_tpl",
+    "softmax_tpl.embedding_axes": "not embedding_tpl",
+}
 
 
 class TransformerLm(BaseLayer):
@@ -235,3 +234,66 @@ class TransformerLm(BaseLayer):
             x = self.embedding_norm(x)
         x = self.dropout(self.cast(x))
         return self.constrain(x, "batch", "residual_length", "act_embed")
+
+
+def create_token_layers(model: Any) -> None:
+    """Create the children `softmax` and, unless the embedding is tied, `embedding`.
+
+    Args:
+      model: Layer with fields `vocab_size`, `model_dims`, `softmax_tpl` and `embedding_tpl`.
+
+    Raises:
+      ConfigError: `embedding_tpl` is None although the softmax cannot embed ids.
+    """
+    classes = {"num_classes": model.vocab_size, "input_dims": model.model_dims}
+    model.create_child("softmax", model.softmax_tpl, **classes)
+    if model.embedding_tpl is not None:
+        model.create_child("embedding", model.embedding_tpl, **classes)
+    else:
+        expected = f"Embedding, since softmax_tpl is a {type(model.softmax).__name__}"
+        require(hasattr(model.softmax, "embed"), model, "embedding_tpl", None, expected)
+
+
+def embed_tokens(model: Any, ids: jax.Array) -> jax.Array:
+    """Embed ids int32 `[batch, length]` as vectors `[batch, length, dims]`."""
+    embed = model.softmax.embed if model.embedding_tpl is None else model.embedding
+    vectors: jax.Array = embed(ids)
+    return vectors
+
+
+def stack_sizes(model: Any, *, num_layers: int) -> dict[str, Any]:
+    """Return the fields that a model passes to a stack of `num_layers` layers."""
+    return {
+        "num_layers": num_layers,
+        "input_dims": model.model_dims,
+        "hidden_dims": model.hidden_dims,
+        "num_heads": model.num_heads,
+        "num_kv_heads": model.num_kv_heads,
+        "dim_per_head": model.dim_per_head,
+    }
+
+
+def locate_in_stack(
+    model: Any, layer: int, *, child: str, template: str, num_layers: int
+) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the location of a layer's variables in those of an unbound model.
+
+    Args:
+      model: Model with the sizes of its stacks.
+      layer: Index of the layer, from 0 at the input of the stack.
+      child: Name of the stack.
+      template: Name of the field with the stack's template.
+      num_layers: Depth of the stack.
+
+    Returns:
+      The path of the layer's subtree, and the indices into the leading axes of each leaf there; see
+      `StackedTransformer.locate_layer`.
+
+    Raises:
+      IndexError: The stack has no such layer.
+    """
+    sizes = stack_sizes(model, num_layers=num_layers)
+    where = f"{type(model).__qualname__}.{template}"
+    stack = build(derive_fields(getattr(model, template), where, **sizes))
+    path, indices = stack.locate_layer(layer)
+    return (child, *path), indices

@@ -21,7 +21,7 @@ import numpy as np
 from jax.custom_derivatives import zero_from_primal
 
 from layerkit.config.checks import check_integer_arrays, check_same_shape, require
-from layerkit.ops.slopes import save_slopes
+from layerkit.ops.remat import save_slopes
 
 
 class TokenLosses(NamedTuple):

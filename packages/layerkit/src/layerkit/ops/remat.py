@@ -19,6 +19,8 @@ holds those of one layer at a time.
 
 A policy can also list names of `ACTIVATION_NAMES`: `save:query,key;offload:residual` saves queries
 and keys, copies the inputs of the layers to host memory, and computes the rest again.
+
+`save_slopes` is the choice for a single element-wise function: its slopes are saved.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
@@ -257,3 +260,35 @@ def remat_in_scan(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
     if policy == "none":
         return body
     return jax.checkpoint(_rematerialized(body), policy=_policy(policy), prevent_cse=False)
+
+
+ElementWise = Callable[..., jax.Array]
+"""A function of arrays `[...]` of one shape that computes each element separately."""
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def save_slopes(function: ElementWise, *arrays: jax.Array) -> jax.Array:
+    """Return `function(*arrays)`, whose backward pass keeps one array per argument.
+
+    It keeps the partial derivatives, in the dtype of the result.
+
+    Args:
+      function: Differentiable element-wise function that closes over no arrays.
+      *arrays: Arrays `[...]` of one shape.
+    """
+    return function(*arrays)
+
+
+@save_slopes.defjvp
+def _save_slopes_jvp(
+    function: ElementWise, arrays: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
+    terms = []
+    for index, (x, tangent) in enumerate(zip(arrays, tangents, strict=True)):
+
+        def of_one(x: jax.Array, index: int = index) -> jax.Array:
+            return function(*arrays[:index], x, *arrays[index + 1 :])
+
+        outputs, slope = jax.jvp(of_one, (x,), (jnp.ones_like(x),))
+        terms.append((slope * tangent).astype(outputs.dtype))
+    return outputs, functools.reduce(jnp.add, terms)

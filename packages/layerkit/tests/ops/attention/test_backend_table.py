@@ -24,9 +24,12 @@ import pytest
 from layerkit.base.sharding import BoundSharding
 from layerkit.ops.attention.backends import UnsupportedBackendError, select_backend
 from layerkit.ops.attention.distance_bias import DistanceBias
-from layerkit.ops.attention.dot_product import describe_call, dot_product_attention
+from layerkit.ops.attention.dot_product import (
+    AttentionOptions,
+    describe_call,
+    dot_product_attention,
+)
 from layerkit.ops.attention.masks import AttentionMask, first_tokens
-from layerkit.ops.attention.options import AttentionOptions
 
 PAGE = Path(__file__).parents[5] / "docs" / "attention_backends.md"
 BATCH = 2

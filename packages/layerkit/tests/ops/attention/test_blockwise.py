@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from layerkit.ops.attention.blockwise import BlockwiseAttention
+from layerkit.ops.attention.dot_product import AttentionOptions, xla_attention
 from layerkit.ops.attention.masks import AttentionMask
-from layerkit.ops.attention.options import AttentionOptions
-from layerkit.ops.attention.xla import xla_attention
 
 
 # 1021 is a prime number: one block.

@@ -12,11 +12,14 @@ import numpy as np
 import pytest
 
 from layerkit.base.sharding import BoundSharding
-from layerkit.ops.attention.causal_blocks import uses_causal_blocks
-from layerkit.ops.attention.dot_product import describe_call, dot_product_attention
+from layerkit.ops.attention.dot_product import (
+    AttentionOptions,
+    describe_call,
+    dot_product_attention,
+    uses_causal_blocks,
+    xla_attention,
+)
 from layerkit.ops.attention.masks import AttentionMask
-from layerkit.ops.attention.options import AttentionOptions
-from layerkit.ops.attention.xla import xla_attention
 
 BATCH, LENGTH, HEADS, KV_HEADS, HEAD_DIM = 2, 256, 4, 2, 8
 ONE_CPU = BoundSharding(jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,)))

@@ -12,9 +12,8 @@ from layerkit.errors import ConfigError
 from layerkit.layers import MultiHeadAttention
 from layerkit.layers.attention.biases import Alibi, RelativeBias
 from layerkit.ops.attention.distance_bias import DistanceBias, sum_diagonals
-from layerkit.ops.attention.dot_product import dot_product_attention
+from layerkit.ops.attention.dot_product import AttentionOptions, dot_product_attention
 from layerkit.ops.attention.masks import AttentionMask
-from layerkit.ops.attention.options import AttentionOptions
 
 HEADS, LENGTH = 2, 12
 

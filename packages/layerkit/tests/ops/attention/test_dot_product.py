@@ -12,9 +12,8 @@ from jax.extend import core
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from layerkit.errors import ConfigError
-from layerkit.ops.attention.dot_product import dot_product_attention
+from layerkit.ops.attention.dot_product import AttentionOptions, dot_product_attention
 from layerkit.ops.attention.masks import AttentionMask
-from layerkit.ops.attention.options import AttentionOptions
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 2, 5, 4, 3
 SEGMENTS = np.array([[1, 1, 2, 2, 0], [1, 2, 2, 2, 2]], np.int32)

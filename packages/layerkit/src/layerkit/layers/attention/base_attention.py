@@ -22,9 +22,12 @@ from layerkit.layers.basic.dropout import Dropout
 from layerkit.layers.basic.normalizations import BaseNormalization
 from layerkit.ops.attention.backends import BackendName
 from layerkit.ops.attention.distance_bias import LogitBias
-from layerkit.ops.attention.dot_product import dot_product_attention
+from layerkit.ops.attention.dot_product import (
+    AttentionOptions,
+    ContextParallel,
+    dot_product_attention,
+)
 from layerkit.ops.attention.masks import AttentionMask
-from layerkit.ops.attention.options import AttentionOptions, ContextParallel
 
 # 1/softplus(0) = 1/ln 2, so that the learned scale of a coordinate is 1 at p = 0.
 _INVERSE_SOFTPLUS_OF_0 = 1.442695041

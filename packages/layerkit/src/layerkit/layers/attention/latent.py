@@ -35,8 +35,8 @@ from layerkit.layers.basic.normalizations import BaseNormalization, RmsNorm
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
 from layerkit.ops.attention.backends import BackendName
 from layerkit.ops.attention.distance_bias import LogitBias
+from layerkit.ops.attention.dot_product import ContextParallel
 from layerkit.ops.attention.masks import AttentionMask
-from layerkit.ops.attention.options import ContextParallel
 from layerkit.ops.remat import name_activation
 
 _LATENT_WEIGHT = ("embed", None)

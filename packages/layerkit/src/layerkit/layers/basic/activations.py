@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from layerkit.base.base_layer import BaseLayer
-from layerkit.ops.slopes import ElementWise, save_slopes
+from layerkit.ops.remat import ElementWise, save_slopes
 
 
 class BaseActivation(BaseLayer):

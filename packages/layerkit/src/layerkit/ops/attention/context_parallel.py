@@ -16,7 +16,6 @@ on their shard alone; attention needs the keys of the other shards:
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -24,7 +23,6 @@ import jax
 
 from layerkit.base.sharding import BoundSharding
 from layerkit.ops.attention.backends import UnsupportedBackendError
-from layerkit.ops.attention.options import AttentionOptions
 from layerkit.ops.attention.sharded_kernel import QUERY_AXES, find_split_problem, key_axes
 
 
@@ -56,16 +54,16 @@ def ulysses_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    options: AttentionOptions,
+    sharding: BoundSharding,
 ) -> jax.Array:
     """Exchange shards of rows for shards of heads, attend, and exchange the outputs back.
 
     Args:
-      attend: Attention of whole rows, called with query, key, value and options.
+      attend: Attention of whole rows, called with query, key, value and their sharding.
       query: `[batch, queries, heads, head_dim]`.
       key: `[batch, keys, kv_heads, head_dim]`.
       value: `[batch, keys, kv_heads, value_dim]`.
-      options: Options with a sharding that splits the length.
+      sharding: Sharding of the model, which splits the length.
 
     Returns:
       `[batch, queries, heads, value_dim]`.
@@ -73,8 +71,6 @@ def ulysses_attention(
     Raises:
       UnsupportedBackendError: The devices do not divide the heads evenly.
     """
-    sharding = options.sharding
-    assert sharding is not None
     rules = sharding.rules
     heads = {
         name: rules.mesh_axes(name) + rules.mesh_axes("length")
@@ -96,7 +92,7 @@ def ulysses_attention(
     exchange = functools.partial(_exchange, before=sharding, after=whole_rows)
     query = exchange(query, "act_heads")
     key, value = exchange(key, "act_kv_heads"), exchange(value, "act_kv_heads")
-    read = attend(query, key, value, dataclasses.replace(options, sharding=whole_rows))
+    read = attend(query, key, value, whole_rows)
     return _exchange(read, "act_heads", before=whole_rows, after=sharding)
 
 

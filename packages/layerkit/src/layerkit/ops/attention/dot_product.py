@@ -4,39 +4,109 @@ softmax(scale · q·k + bias) · v (Vaswani et al., 2017, arXiv:1706.03762), wit
 (Ainslie et al., 2023, arXiv:2305.13245): query head h reads key head h // group, where group is the
 number of query heads per key head. Keys are not repeated.
 
-This module checks the shapes, lets `layerkit.ops.attention.backends` select the backend, and
-calls it, on the shard of each device if the model is split over devices.
+`dot_product_attention` checks the shapes, lets `layerkit.ops.attention.backends` select the
+backend, and calls it, on the shard of each device if the model is split over devices. The backend
+`xla` is array code, below. It supports every option and platform and holds the logits in memory.
+Its logits and softmax are float32 for inputs of every dtype. A masked logit becomes a large finite
+negative number rather than -inf, so that the softmax and gradient of a fully masked row are finite.
+
+On a single CPU, array code runs causal attention by blocks of queries, each multiplied with the
+keys up to its last query only. With four blocks this leaves out three eighths of the products,
+logits and exponentials, which are all masked. Each block is compiled separately, so that more
+blocks cost more than they save.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
+import jax.numpy as jnp
 
-from layerkit.base.sharding import model_device
+from layerkit.base.sharding import BoundSharding, is_single_cpu, model_device
 from layerkit.config.checks import require
 from layerkit.ops.attention.backends import (
     GPU_PLATFORMS,
     AttentionCall,
+    BackendName,
     select_backend,
 )
-from layerkit.ops.attention.causal_blocks import attend_by_causal_blocks, uses_causal_blocks
-from layerkit.ops.attention.context_parallel import gather_keys, ulysses_attention
-from layerkit.ops.attention.cudnn import cudnn_attention, has_cudnn
-from layerkit.ops.attention.distance_bias import DistanceBias
-from layerkit.ops.attention.options import AttentionOptions
-from layerkit.ops.attention.sharded_kernel import (
-    find_split_problem,
-    run_kernel_on_mesh,
-)
-from layerkit.ops.attention.xla import xla_attention
+from layerkit.ops.attention.distance_bias import DistanceBias, LogitBias
+from layerkit.ops.attention.masks import MASKED_LOGIT, AttentionMask
+from layerkit.ops.losses import soft_cap
 
 if TYPE_CHECKING:
     from layerkit.ops.attention.ring import PartAttention
+
+
+ContextParallel = Literal["all_gather", "ring", "ulysses"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """How queries attend to keys, and what computes it.
+
+    Attributes:
+      scale: Factor of the products of queries and keys.
+      mask: Mask of the (query, key) pairs that may attend; None for all pairs.
+      bias: `[batch or 1, heads or 1, queries, keys]`, or a bias by distance for a mask in row
+        order, added to the scaled products before the cap.
+      sinks: `[heads]`, a logit per head that takes probability and adds no value (attention sinks;
+        Xiao et al., 2023, arXiv:2309.17453, learned as in gpt-oss). It is not capped.
+      logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
+      dropout: Function that drops probabilities, applied in the dtype of the values.
+      zero_fully_masked_rows: True for an output of exactly 0 where a query may attend no key;
+        otherwise it is the mean of all values, or 0 in kernels. With `sinks`, which then take all
+        probability, it is 0 in all cases.
+      backend: `auto`, `xla`, `cudnn` or `pallas`; see `layerkit.ops.attention.backends`.
+      platform: JAX's name of the platform that runs it; "" for that of the mesh, of `sharding` or
+        of a surrounding `jax.shard_map`, or without a mesh JAX's default.
+      sharding: Sharding of the model for attention of whole rows: kernels run on the rows and
+        heads of each device, and `context_parallel` applies to rows that are split over devices.
+        None leaves the split to the compiler, as is best for cached steps.
+      context_parallel: `all_gather`, `ring` or `ulysses`; see
+        `layerkit.ops.attention.context_parallel`. It has an effect if the rule of `length`
+        splits rows.
+      kernel_blocks: Largest number of (queries, keys) in a block of a Pallas kernel, powers of two
+        of at least 16, and 128 on TPUs; None for the kernel's own.
+      interpret: True to run the Pallas kernel of `platform` in interpret mode on any device. This
+        is slow and meant for tests.
+    """
+
+    scale: float = 1.0
+    mask: AttentionMask | None = None
+    bias: LogitBias | None = None
+    sinks: jax.Array | None = None
+    logit_cap: float | None = None
+    dropout: Callable[[jax.Array], jax.Array] | None = None
+    zero_fully_masked_rows: bool = False
+    backend: BackendName = "auto"
+    platform: str = ""
+    sharding: BoundSharding | None = None
+    context_parallel: ContextParallel = "all_gather"
+    kernel_blocks: tuple[int, int] | None = None
+    interpret: bool = False
+
+    def __post_init__(self) -> None:
+        """Set the platform."""
+        if not self.platform:
+            platform = str(model_device(self.sharding).platform)
+            object.__setattr__(self, "platform", platform)
+
+    @property
+    def num_length_shards(self) -> int:
+        """Number of devices over which the length of a row is split."""
+        return 1 if self.sharding is None else self.sharding.num_shards("length")
+
+    @property
+    def dense_bias(self) -> jax.Array | None:
+        """The bias as an array `[batch or 1, heads or 1, queries, keys]`; None without a bias."""
+        return self.bias.dense() if isinstance(self.bias, DistanceBias) else self.bias
+
 
 _LOG = logging.getLogger("layerkit.attention")
 
@@ -61,12 +131,21 @@ def dot_product_attention(
         attention.
     """
     _check_shapes(query, key, value, options)
-    if options.context_parallel == "ulysses" and options.num_length_shards > 1:
-        return ulysses_attention(dot_product_attention, query, key, value, options)
+    sharding = options.sharding
+    is_split = options.num_length_shards > 1
+    if sharding is not None and is_split and options.context_parallel == "ulysses":
+        from layerkit.ops.attention.context_parallel import ulysses_attention
+
+        def attend(
+            query: jax.Array, key: jax.Array, value: jax.Array, to: BoundSharding
+        ) -> jax.Array:
+            whole_rows = dataclasses.replace(options, sharding=to)
+            return dot_product_attention(query, key, value, whole_rows)
+
+        return ulysses_attention(attend, query, key, value, sharding)
     call = describe_call(query, key, value, options)
     chosen = select_backend(options.backend, call)
     _LOG.info(chosen.describe())
-    sharding = options.sharding
     if sharding is not None and call.uses_ring:
         from layerkit.ops.attention.ring import ring_attention
 
@@ -82,7 +161,9 @@ def dot_product_attention(
     in_blocks = chosen.name == "xla" and uses_causal_blocks(call, sharding)
     # The count of model FLOPs halves the products in the causal scope; blocks have their own.
     with jax.named_scope("causal_attention" if call.is_causal and not in_blocks else "attention"):
-        if sharding is not None and call.num_length_shards > 1:
+        if sharding is not None and is_split:
+            from layerkit.ops.attention.context_parallel import gather_keys
+
             query, key, value = gather_keys(query, key, value, sharding)
         if in_blocks:
             return attend_by_causal_blocks(query, key, value, options)
@@ -130,20 +211,36 @@ def describe_call(
         zeroes_empty_rows=options.zero_fully_masked_rows,
         num_length_shards=num_shards,
         uses_ring=num_shards > 1 and options.context_parallel == "ring",
-        split_problem="" if sharding is None else find_split_problem(query, key, sharding),
-        has_cudnn=options.platform in GPU_PLATFORMS and has_cudnn(),
+        split_problem=_find_split_problem(query, key, sharding),
+        has_cudnn=options.platform in GPU_PLATFORMS and _has_cudnn(),
     )
+
+
+def _find_split_problem(query: Any, key: Any, sharding: BoundSharding | None) -> str:
+    if sharding is None or sharding.mesh is None or sharding.mesh.size == 1:
+        return ""
+    from layerkit.ops.attention.sharded_kernel import find_split_problem
+
+    return find_split_problem(query, key, sharding)
+
+
+def _has_cudnn() -> bool:
+    from layerkit.ops.attention.cudnn import has_cudnn
+
+    return has_cudnn()
 
 
 def _run_kernel(
     name: str, query: jax.Array, key: jax.Array, value: jax.Array, options: AttentionOptions
 ) -> jax.Array:
-    """Run the fused kernel of a backend. Pallas is imported only if it is used."""
+    """Run the fused kernel of a backend, which is imported only if it is used."""
     arrays = {"sinks": options.sinks, "logit_cap": options.logit_cap, "bias": options.bias}
     if name == "cudnn":
         arrays["bias"] = options.dense_bias
     arguments: dict[str, Any] = {name: array for name, array in arrays.items() if array is not None}
     if name == "cudnn":
+        from layerkit.ops.attention.cudnn import cudnn_attention
+
         kernel: Callable[..., jax.Array] = cudnn_attention
     elif options.platform == "tpu":
         from layerkit.ops.attention.pallas.flash_tpu import flash_attention_tpu, splash_kernel
@@ -164,6 +261,8 @@ def _run_kernel(
         from layerkit.ops.attention.pallas.flash_gpu import flash_attention_gpu
 
         kernel = functools.partial(flash_attention_gpu, **_kernel_options(options))
+    from layerkit.ops.attention.sharded_kernel import run_kernel_on_mesh
+
     return run_kernel_on_mesh(
         kernel,
         query,
@@ -232,3 +331,117 @@ def _check_shapes(
         expected = expected or f"key heads that divide {heads} query heads"
         field, shape = f"shape of {name}", list(array.shape)
         require(array.shape in allowed, "attention", field, shape, expected)
+
+
+def xla_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, options: AttentionOptions
+) -> jax.Array:
+    """Compute attention by array code, on the whole arrays.
+
+    Args:
+      query: `[batch, queries, heads, head_dim]`.
+      key: `[batch, keys, kv_heads, head_dim]`.
+      value: `[batch, keys, kv_heads, value_dim]`.
+      options: Mask, scale, bias, sinks, cap and dropout; other options have no effect.
+
+    Returns:
+      `[batch, queries, heads, value_dim]` in the dtype of `value`.
+    """
+    batch, queries, heads, _ = query.shape
+    # With heads first, the products batch over leading axes alone, and XLA's CPU backend holds
+    # fewer transposed copies for the backward pass.
+    query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
+    logits = _scaled_logits(query, key, options.scale)
+    bias = options.dense_bias
+    if bias is not None:
+        logits += _group_heads(bias, kv_heads=key.shape[1])
+    probabilities = _masked_softmax(soft_cap(logits, options.logit_cap), options)
+    probabilities = probabilities.astype(value.dtype)
+    if options.dropout is not None:
+        probabilities = options.dropout(probabilities)
+    read = jnp.einsum("bngqk,bnkd->bngqd", probabilities, value)
+    return jnp.swapaxes(read.reshape(batch, heads, queries, value.shape[-1]), 1, 2)
+
+
+def _scaled_logits(query: jax.Array, key: jax.Array, scale: float) -> jax.Array:
+    """Return scale·q·k as float32 `[batch, kv_heads, group, queries, keys]`."""
+    batch, heads, queries, head_dim = query.shape
+    kv_heads = key.shape[1]
+    # Scaling the queries is cheaper than scaling the logits, but would round low precision again.
+    scale_queries = query.dtype == jnp.float32
+    if scale_queries:
+        query = query * scale
+    grouped = query.reshape(batch, kv_heads, heads // kv_heads, queries, head_dim)
+    logits = jnp.einsum("bngqd,bnkd->bngqk", grouped, key, preferred_element_type=jnp.float32)
+    return logits if scale_queries else logits * scale
+
+
+def _group_heads(bias: jax.Array, *, kv_heads: int) -> jax.Array:
+    """Reshape `[batch, heads, …]` to float32 `[batch, kv_heads, group, queries, keys]`."""
+    batch, heads, *rest = bias.shape
+    groups = (1, 1) if heads == 1 else (kv_heads, heads // kv_heads)
+    return bias.astype(jnp.float32).reshape(batch, *groups, *rest)
+
+
+def _masked_softmax(logits: jax.Array, options: AttentionOptions) -> jax.Array:
+    mask, sinks = options.mask, options.sinks
+    allowed = None if mask is None else mask.dense()[:, :, None]  # [batch, 1, 1, queries, keys]
+    if allowed is not None:
+        logits = jnp.where(allowed, logits, MASKED_LOGIT)
+    if sinks is None:
+        probabilities = jax.nn.softmax(logits, axis=-1)
+    else:
+        _, kv_heads, group, *_ = logits.shape
+        sink = sinks.astype(jnp.float32).reshape(1, kv_heads, group, 1, 1)
+        sink = jnp.broadcast_to(sink, (*logits.shape[:-1], 1))
+        with_sink = jnp.concatenate([logits, sink], axis=-1)
+        probabilities = jax.nn.softmax(with_sink, axis=-1)[..., :-1]
+    if options.zero_fully_masked_rows and allowed is not None:
+        probabilities = jnp.where(allowed.any(axis=-1, keepdims=True), probabilities, 0.0)
+    return probabilities
+
+
+_NUM_BLOCKS = 4
+# With shorter blocks, a step saves less than the compilation of the blocks costs.
+_SMALLEST_BLOCK = 64
+
+
+def uses_causal_blocks(call: AttentionCall, sharding: BoundSharding | None) -> bool:
+    """Return whether `attend_by_causal_blocks` is faster than `xla_attention`, and equal to it.
+
+    Dropout draws its random numbers for all pairs at once, and a prefix makes later keys visible.
+
+    Args:
+      call: The attention.
+      sharding: Sharding of the model; None or without a mesh for JAX's devices.
+    """
+    block, rest = divmod(call.num_queries, _NUM_BLOCKS)
+    fits = rest == 0 and block >= _SMALLEST_BLOCK
+    hides_later_keys = call.is_causal and call.is_self_attention and not call.has_prefix
+    is_on_cpu = call.platform == "cpu" and is_single_cpu(sharding)
+    return fits and hides_later_keys and not call.has_dropout and is_on_cpu
+
+
+def attend_by_causal_blocks(
+    query: jax.Array, key: jax.Array, value: jax.Array, options: AttentionOptions
+) -> jax.Array:
+    """Compute causal attention of whole rows, queries and keys `[batch, length, heads, head_dim]`.
+
+    See `xla_attention` for all arguments and the result.
+    """
+    size = query.shape[1] // _NUM_BLOCKS
+    mask, bias = options.mask, options.dense_bias
+    assert mask is not None
+
+    def attend(end: int) -> jax.Array:
+        queries, keys = slice(end - size, end), slice(end)
+        part = dataclasses.replace(
+            options,
+            mask=mask.part(queries, keys),
+            bias=None if bias is None else bias[:, :, queries, keys],
+        )
+        return xla_attention(query[:, queries], key[:, keys], value[:, keys], part)
+
+    # Model FLOPs count half of all pairs of queries and keys, which is this share of the computed.
+    with jax.named_scope(f"rows_{_NUM_BLOCKS}_of_{_NUM_BLOCKS + 1}"):
+        return jnp.concatenate([attend(size * (i + 1)) for i in range(_NUM_BLOCKS)], axis=1)

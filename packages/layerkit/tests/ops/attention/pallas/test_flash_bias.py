@@ -12,9 +12,8 @@ import pytest
 
 from layerkit.base.sharding import BoundSharding
 from layerkit.ops.attention.distance_bias import DistanceBias
-from layerkit.ops.attention.dot_product import dot_product_attention
+from layerkit.ops.attention.dot_product import AttentionOptions, dot_product_attention
 from layerkit.ops.attention.masks import AttentionMask
-from layerkit.ops.attention.options import AttentionOptions
 
 BATCH = 2
 # Smallest block of a kernel, and lengths and blocks that a draw selects from in this unit.

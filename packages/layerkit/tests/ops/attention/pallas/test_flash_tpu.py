@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from layerkit.base.sharding import BoundSharding
-from layerkit.ops.attention.dot_product import dot_product_attention
+from layerkit.ops.attention.dot_product import AttentionOptions, dot_product_attention
 from layerkit.ops.attention.masks import AttentionMask
-from layerkit.ops.attention.options import AttentionOptions
 from layerkit.ops.attention.pallas.flash_tpu import splash_kernel
 
 BATCH, LENGTH, HEADS, KV_HEADS = 2, 256, 4, 2

@@ -16,11 +16,10 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, use_abstract_mesh
 
 from layerkit.base.sharding import BoundSharding
-from layerkit.ops.attention import dot_product
+from layerkit.ops.attention import cudnn
 from layerkit.ops.attention.distance_bias import DistanceBias
-from layerkit.ops.attention.dot_product import dot_product_attention
+from layerkit.ops.attention.dot_product import AttentionOptions, dot_product_attention
 from layerkit.ops.attention.masks import AttentionMask
-from layerkit.ops.attention.options import AttentionOptions
 
 BATCH, LENGTH = 4, 256
 
@@ -92,7 +91,7 @@ def as_if_cudnn_were_here(monkeypatch):
     from jax._src.cudnn import fused_attention_stablehlo
 
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
-    monkeypatch.setattr(dot_product, "has_cudnn", lambda: True)
+    monkeypatch.setattr(cudnn, "has_cudnn", lambda: True)
 
 
 @pytest.mark.parametrize(("backend", "platform", "call", "target"), KERNELS)

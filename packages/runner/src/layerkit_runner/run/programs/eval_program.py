@@ -182,8 +182,7 @@ class EvalProgram(BaseProgram):
                 model = type(self.task.model).__qualname__
                 observers.message(
                     f"warning: {self.name}: {counted}. Weight each row by"
-                    f" layerkit.models.batch_weights.example_weights(batch, num_rows) in"
-                    f" {model}.compute_loss."
+                    f" layerkit.models.example_weights(batch, num_rows) in {model}.compute_loss."
                 )
         others: dict[str, float] = {}
         if self._scores_examples:

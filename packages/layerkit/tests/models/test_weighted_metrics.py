@@ -8,7 +8,7 @@ import numpy as np
 
 from layerkit.config.nested_map import NestedMap
 from layerkit.models import ClassificationModel
-from layerkit.models.token_metrics import row_scores, token_metrics
+from layerkit.models.weighted_metrics import row_scores, token_metrics
 
 
 def test_score_is_the_weighted_log_probability_of_the_labels():
