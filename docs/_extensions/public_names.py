@@ -21,7 +21,7 @@ PAGES: dict[str, tuple[str, ...]] = {
         "layerkit",
         "layerkit.config.checks",
         "layerkit.errors",
-        "layerkit.config.field_checks",
+        "layerkit.config.hparams",
         "layerkit.config.field_types",
         "layerkit.base.sharding",
         "layerkit.testing",

@@ -9,7 +9,8 @@ all of them, so that programs and tests read attributes instead of sentences:
     │       └── UnknownFieldError   also a TypeError: a field that a class does not have
     └── layerkit_runner's UsageError   a request that the command line refuses
 
-`near_names` and `find_near_names` suggest valid names for an unknown one.
+`near_names` and `find_near_names` suggest valid names for an unknown one. `naming_layer` and
+`layer_of` tell in which layer an error of any class was raised.
 
 This module imports nothing that takes time, so that command lines and data workers can use it.
 """
@@ -18,15 +19,20 @@ from __future__ import annotations
 
 import difflib
 import enum
+import functools
 import json
 import os
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 _MAX_VALUE_LENGTH = 100
 _MAX_CHOICES = 12
+
+_NOTE = "In layer "
+# The owner of a UserError, or the start of the text of another error: "Linear(lm/softmax).w: …".
+_LAYER = re.compile(r"\w+\([\w/]*\)(?=[.:]|$)")
 
 
 class _Missing(enum.Enum):
@@ -243,3 +249,34 @@ def near_names(name: str, valid: Iterable[str]) -> str:
 
 def _fold(name: str) -> str:
     return name.lower().lstrip("-").replace("-", "_")
+
+
+def naming_layer(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method of a layer so that errors name the innermost layer.
+
+    A `UserError` without owner gets the layer as its owner, any other error gets a note.
+    """
+
+    @functools.wraps(method)
+    def named(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            if isinstance(error, UserError) and error.owner is None:
+                error.owner = self.path_name
+            elif layer_of(error) is None:
+                error.add_note(f"{_NOTE}{self.path_name}")
+            raise
+
+    return named
+
+
+def layer_of(error: BaseException) -> str | None:
+    """Return the class and path of the layer that raised an error, or None if no layer did."""
+    text = error.owner or "" if isinstance(error, UserError) else error_text(error)
+    if named := _LAYER.match(text):
+        return named[0]
+    for note in getattr(error, "__notes__", ()):
+        if note.startswith(_NOTE):
+            return str(note.removeprefix(_NOTE))
+    return None

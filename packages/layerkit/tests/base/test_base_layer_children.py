@@ -15,8 +15,8 @@ from layerkit.base.base_layer import BaseLayer
 from layerkit.base.sharding import BoundSharding, ShardingRules
 from layerkit.base.weights import WeightInit
 from layerkit.config import Config, sub_config_field
-from layerkit.config.field_checks import derive_fields
 from layerkit.config.field_types import FieldTypeError
+from layerkit.config.hparams import derive_fields
 from layerkit.errors import ConfigError
 from layerkit.layers.basic.linears import FeedForward, Linear
 

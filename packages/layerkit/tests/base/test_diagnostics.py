@@ -10,10 +10,9 @@ import pytest
 
 from layerkit.base.base_layer import AUX_LOSS, RANDOM, BaseLayer
 from layerkit.base.base_model import BaseModel, WeightedScalar
-from layerkit.base.diagnostics import layer_of
 from layerkit.config import build, sub_config_field
 from layerkit.config.nested_map import NestedMap
-from layerkit.errors import ConfigError
+from layerkit.errors import ConfigError, layer_of
 from layerkit.layers.basic.dropout import Dropout
 from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.transformer.feed_forward import TransformerFeedForward

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from layerkit.base.base_layer import SUMMARIES, SUMMARY_ARRAYS, BaseLayer
-from layerkit.base.summaries import LOG_EDGES, BinCounts, Summary
+from layerkit.base.step_reports import LOG_EDGES, BinCounts, Summary
 from layerkit.config import sub_config_field
 from layerkit.errors import ConfigError
 from layerkit.layers.transformer.pipeline import Pipeline

@@ -10,8 +10,8 @@ import pytest
 import layerkit.layers as L  # noqa: N812 - the index is read as one name, a layer a line
 from layerkit.base.base_layer import BaseLayer
 from layerkit.config import Config, build
-from layerkit.config.field_checks import Conditions
 from layerkit.config.field_types import FieldTypeError
+from layerkit.config.hparams import Conditions
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.basic.dots import unused_templates

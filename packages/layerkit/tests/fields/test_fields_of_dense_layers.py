@@ -15,7 +15,7 @@ from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import Config
 from layerkit.config.checks import require
-from layerkit.config.field_checks import Conditions
+from layerkit.config.hparams import Conditions
 from layerkit.layers.basic.dots import Dot
 from layerkit.layers.basic.embeddings import ClassSoftmax
 from layerkit.layers.quantization.block_scaling import BlockScaledDot

@@ -18,9 +18,8 @@ import traceback
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from layerkit.base.diagnostics import layer_of
 from layerkit.config.field_types import FieldTypeError
-from layerkit.errors import UnknownNameError, UserError, error_text
+from layerkit.errors import UnknownNameError, UserError, error_text, layer_of
 from layerkit_inputs.base.errors import MissingExtraError, input_of
 
 

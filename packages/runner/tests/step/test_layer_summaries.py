@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.base.summaries import LOG_EDGES
+from layerkit.base.step_reports import LOG_EDGES
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.linears import Linear
 from layerkit.layers.transformer.repeat import Repeat

@@ -30,7 +30,7 @@ import numpy as np
 
 from layerkit.config import Configurable
 from layerkit.config.checks import check_integers, require
-from layerkit.config.field_checks import check_fields
+from layerkit.config.hparams import check_fields
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_inputs.base import state as state_lib

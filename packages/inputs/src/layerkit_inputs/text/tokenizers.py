@@ -30,7 +30,7 @@ import numpy as np
 
 from layerkit.config import Config, Configurable
 from layerkit.config.checks import check_choice, require
-from layerkit.config.field_checks import check_fields
+from layerkit.config.hparams import check_fields
 from layerkit.errors import ConfigError, first_names
 from layerkit_inputs.base.errors import require_extra
 from layerkit_inputs.base.tokenizer_interface import prefix_id

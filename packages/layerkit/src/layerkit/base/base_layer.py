@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, dataclass_transform
 import jax
 from flax import linen as nn
 
-from layerkit.base.diagnostics import naming_layer
 from layerkit.base.layer_methods import CACHE as CACHE
 from layerkit.base.layer_methods import COLLECTIONS as COLLECTIONS
 from layerkit.base.layer_methods import INHERITED_FIELDS as INHERITED_FIELDS
@@ -38,15 +37,15 @@ from layerkit.base.layer_methods import RANDOM as RANDOM
 from layerkit.base.layer_methods import LayerMethods, mark_plain_methods
 from layerkit.base.sharding import BoundSharding
 from layerkit.base.step_reports import AUX_LOSS as AUX_LOSS
-from layerkit.base.summaries import SUMMARIES as SUMMARIES
-from layerkit.base.summaries import SUMMARY_ARRAYS as SUMMARY_ARRAYS
+from layerkit.base.step_reports import SUMMARIES as SUMMARIES
+from layerkit.base.step_reports import SUMMARY_ARRAYS as SUMMARY_ARRAYS
 from layerkit.base.weights import WeightHParams as WeightHParams
 from layerkit.base.weights import WeightInit
 from layerkit.config import BaseHParams, nested_map
 from layerkit.config import instance_field as instance_field
 from layerkit.config import sub_config_field as sub_config_field
-from layerkit.config.field_checks import Conditions, checking_fields
-from layerkit.config.hparams import MYPY, TypedHParams, adopt_hparams
+from layerkit.config.hparams import MYPY, Conditions, TypedHParams, adopt_hparams, checking_fields
+from layerkit.errors import naming_layer
 
 if TYPE_CHECKING:
     from layerkit.config.hparams import HParamsDescriptor
@@ -82,7 +81,7 @@ class BaseLayer(LayerMethods, nn.Module, metaclass=TypedHParams, kw_only=True):
     elif not MYPY:
         HParams: ClassVar = HParamsDescriptor()
     used_only_if: ClassVar[Conditions] = {}
-    """Conditions under which fields have an effect; see `layerkit.config.field_checks`."""
+    """Conditions under which fields have an effect; see `layerkit.config.hparams`."""
 
     dtype: Any = None
     fprop_dtype: Any = None

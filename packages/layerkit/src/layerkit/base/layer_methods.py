@@ -17,12 +17,19 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from layerkit.base.diagnostics import immutable_error, unknown_name, warn_of_unset_train
-from layerkit.base.shared_layers import SharedLayers
-from layerkit.base.step_reports import AUX_LOSS, REPORTS, sow_aux_loss
-from layerkit.base.summaries import DEFAULT_VERBOSITY, Kind, sow_summary
+from layerkit.base.step_reports import (
+    AUX_LOSS,
+    DEFAULT_VERBOSITY,
+    REPORTS,
+    Kind,
+    immutable_error,
+    sow_aux_loss,
+    sow_summary,
+    warn_of_unset_train,
+)
 from layerkit.base.weight_formats import StoredWeight, create_stored
 from layerkit.base.weights import (
+    SharedLayers,
     WeightHParams,
     WeightInit,
     check_declaration,
@@ -33,9 +40,9 @@ from layerkit.base.weights import (
 )
 from layerkit.config import build, is_config, target_of
 from layerkit.config.checks import require
-from layerkit.config.field_checks import derive_fields
 from layerkit.config.field_types import FieldTypeError
-from layerkit.errors import ConfigError
+from layerkit.config.hparams import derive_fields
+from layerkit.errors import ConfigError, UnknownNameError
 
 if TYPE_CHECKING:
     _Module = nn.Module
@@ -82,7 +89,8 @@ class _Theta:
         self._layer.run_setup()
         weights = self._layer._records("weights")
         if name not in weights:
-            raise unknown_name(self._layer, "weight", name, weights)
+            owner = self._layer.path_name
+            raise UnknownNameError("unknown weight", owner=owner, value=name, choices=weights)
         if isinstance(weights[name], StoredWeight):
             return weights[name].restored(self._layer.compute_dtype)
         return self._layer.cast(weights[name])
@@ -314,7 +322,8 @@ class LayerMethods(_Module):
         self.run_setup()
         variables = self._records("variables")
         if name not in variables:
-            raise unknown_name(self, "variable", name, variables)
+            owner = self.path_name
+            raise UnknownNameError("unknown variable", owner=owner, value=name, choices=variables)
         return variables[name]
 
     def _root(self) -> Any:

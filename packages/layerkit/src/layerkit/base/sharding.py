@@ -19,7 +19,6 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from layerkit.config import html_display
 from layerkit.config.checks import check_choice, require
 from layerkit.errors import ConfigError
 
@@ -52,6 +51,8 @@ class ShardingRules:
 
     def _repr_html_(self) -> str:
         """Return a table of the rules, which notebooks show."""
+        from layerkit.config import html_display
+
         rows = [(name, ", ".join(self.mesh_axes(name)) or "–") for name, _ in self.table]
         return html_display.table(("logical axis", "mesh axes"), rows)
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from layerkit.config.config import changed_fields as changed_fields
     from layerkit.config.config import instance_field as instance_field
     from layerkit.config.config import sub_config_field as sub_config_field
-    from layerkit.config.field_checks import Conditions as Conditions
     from layerkit.config.graphs import assigned_fields as assigned_fields
     from layerkit.config.graphs import copy_config as copy_config
     from layerkit.config.graphs import field_names as field_names
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from layerkit.config.graphs import target_of as target_of
     from layerkit.config.graphs import walk_configs as walk_configs
     from layerkit.config.hparams import BaseHParams as BaseHParams
+    from layerkit.config.hparams import Conditions as Conditions
     from layerkit.config.hparams import Configurable as Configurable
     from layerkit.errors import UnknownFieldError as UnknownFieldError
 
@@ -33,8 +33,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     {
         "config": "Config Partial build changed_fields instance_field sub_config_field",
         "graphs": "assigned_fields copy_config field_names is_config target_of walk_configs",
-        "hparams": "BaseHParams Configurable",
-        "field_checks": "Conditions",
+        "hparams": "BaseHParams Conditions Configurable",
         ".errors": "UnknownFieldError",
     },
 )

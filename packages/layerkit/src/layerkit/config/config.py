@@ -37,7 +37,6 @@ from layerkit.config.graphs import (
     target_of,
     walk_configs,
 )
-from layerkit.config.html_display import ConfigDisplay
 from layerkit.errors import UnknownFieldError
 
 T = TypeVar("T")
@@ -71,7 +70,7 @@ def _empty_config(kind: Any, target: Any) -> fdl.Buildable:
     return config
 
 
-class _Editable(ConfigDisplay, Generic[T_co]):
+class _Editable(Generic[T_co]):
     """Base of `Config` and `Partial`, which checks names and types and copies defaults.
 
     Fiddle sets and deletes arguments by two methods, `_arguments_set_value` and
@@ -137,6 +136,11 @@ class _Editable(ConfigDisplay, Generic[T_co]):
 
     def __eq__(self, other: object) -> bool:
         return equal_configs(self, other)
+
+    def _repr_html_(self) -> str:
+        from layerkit.config.html_display import config_html
+
+        return config_html(self)
 
     def __copy__(self) -> Self:
         """Return a shallow copy that can be edited."""

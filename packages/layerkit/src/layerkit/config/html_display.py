@@ -51,13 +51,6 @@ def config_html(config: Any) -> str:
     )
 
 
-class ConfigDisplay:
-    """The display of configs in notebooks."""
-
-    def _repr_html_(self) -> str:
-        return config_html(self)
-
-
 def _field_rows(fields: Mapping[Any, Any]) -> str:
     rows = "".join(
         f'<tr><td style="vertical-align:top">{text(str(name))}</td>'

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from layerkit.base.base_layer import PARAMS, BaseLayer, visit_layers
 from layerkit.base.sharding import BoundSharding, is_single_cpu, model_device
-from layerkit.base.shared_layers import shared_ids
+from layerkit.base.weights import shared_ids
 from layerkit.config import is_config, target_of
 from layerkit.layers.transformer.repeat import is_unrolled_by_default
 from layerkit.layers.transformer.stacks import (

@@ -16,7 +16,7 @@ from flax import linen as nn
 from layerkit.base.base_layer import CACHE, BaseLayer
 from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import require
-from layerkit.config.field_checks import Conditions
+from layerkit.config.hparams import Conditions
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.basic.dropout import Dropout

@@ -16,7 +16,7 @@ from flax import linen as nn
 from layerkit.base.base_layer import BaseLayer
 from layerkit.config import Config, build, sub_config_field
 from layerkit.config.checks import require
-from layerkit.config.field_checks import Conditions, derive_fields
+from layerkit.config.hparams import Conditions, derive_fields
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.dropout import Dropout
 from layerkit.layers.basic.embeddings import ClassSoftmax, SharedEmbeddingSoftmax

@@ -27,7 +27,7 @@ from layerkit.base.base_layer import AUX_LOSS, CACHE, NON_TRAINABLE, RANDOM, SUM
 from layerkit.base.sharding import BoundSharding
 from layerkit.base.weights import WeightInit, is_box, logical_axes, unbox
 from layerkit.config import Config, build, is_config, target_of
-from layerkit.config.field_checks import conditions_of
+from layerkit.config.hparams import conditions_of
 
 # The tests of the base layer cover its fields.
 _OF_EVERY_LAYER = frozenset(field.name for field in dataclasses.fields(BaseLayer))

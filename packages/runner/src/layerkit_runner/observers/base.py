@@ -97,7 +97,7 @@ class Histogram:
 
     @classmethod
     def of(cls, counts: Any) -> Histogram:
-        """Convert `layerkit.base.summaries.BinCounts` `[bins]` on the host."""
+        """Convert `layerkit.base.step_reports.BinCounts` `[bins]` on the host."""
         edges, bins = (np.asarray(x, np.float64) for x in (counts.edges, counts.counts))
         return cls(edges, bins, float(counts.sum), float(counts.sum_of_squares))
 

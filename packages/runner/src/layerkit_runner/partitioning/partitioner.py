@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from layerkit.base.sharding import DEFAULT_RULES, HOST_MEMORY, BoundSharding, ShardingRules
-from layerkit.config import Configurable, html_display
+from layerkit.config import Configurable
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
@@ -80,6 +80,8 @@ class Partitioner(Configurable):
 
     def _repr_html_(self) -> str | None:
         """Return a table of the mesh axes, which notebooks show; None before the start."""
+        from layerkit.config import html_display
+
         if self._mesh is None:
             return None
         return html_display.table(

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from layerkit.base.diagnostics import layer_of
-from layerkit.errors import UserError, error_text
+from layerkit.errors import UserError, error_text, layer_of
 from layerkit_runner.config.config_tree import NOT_SET, field_value, target_name, walk
 from layerkit_runner.config.requests import ROOTS, ResolvedExperiment
 from layerkit_runner.errors import (

@@ -21,8 +21,7 @@ import numpy as np
 from flax import struct
 
 from layerkit.base.base_model import WeightedScalar
-from layerkit.base.step_reports import AuxLoss
-from layerkit.base.summaries import BinCounts
+from layerkit.base.step_reports import AuxLoss, BinCounts
 from layerkit_runner.errors import UsageError
 
 

@@ -26,12 +26,12 @@ from layerkit.base.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.base.sharding import BoundSharding
 from layerkit.base.step_reports import (
     AUX_MEANS,
+    DEFAULT_VERBOSITY,
     STEP_TOTALS,
     AuxLoss,
     apply_totals,
     aux_losses,
 )
-from layerkit.base.summaries import DEFAULT_VERBOSITY
 from layerkit.base.weights import unbox
 from layerkit.config import Configurable, instance_field
 from layerkit.config.checks import check_integers, require

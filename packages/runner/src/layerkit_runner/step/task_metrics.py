@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base.base_model import Metrics, WeightedScalar
-from layerkit.base.summaries import BinCounts
+from layerkit.base.step_reports import BinCounts
 from layerkit.config import Configurable
 from layerkit.config.checks import check_sizes, require
 from layerkit.config.nested_map import NestedMap

@@ -16,7 +16,7 @@ from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_positive, check_sizes, require
-from layerkit.config.field_checks import Conditions
+from layerkit.config.hparams import Conditions
 from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.layers.basic.dropout import Dropout
 from layerkit.layers.basic.normalizations import BaseNormalization

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from layerkit.base.base_layer import BaseLayer
 from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_sizes
-from layerkit.config.field_checks import Conditions
+from layerkit.config.hparams import Conditions
 from layerkit.layers.attention.base_attention import BaseAttention
 from layerkit.layers.attention.biases import add_bias_of_rows, add_relative_bias
 from layerkit.layers.attention.cache import (

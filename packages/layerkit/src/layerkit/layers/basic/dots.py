@@ -44,7 +44,7 @@ from layerkit.config import (
     walk_configs,
 )
 from layerkit.config.checks import check_regex
-from layerkit.config.field_checks import unmet_conditions
+from layerkit.config.hparams import unmet_conditions
 from layerkit.errors import ConfigError
 
 

@@ -26,7 +26,7 @@ from layerkit.config.checks import (
     check_sizes,
     require,
 )
-from layerkit.config.field_checks import Conditions
+from layerkit.config.hparams import Conditions
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.dots import merge_tokens
 from layerkit.ops.losses import (

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config.checks import check_last_axis, check_non_negative, check_sizes
-from layerkit.config.field_checks import Conditions
+from layerkit.config.hparams import Conditions
 from layerkit.ops.remat import is_in_remat, save_inputs
 
 

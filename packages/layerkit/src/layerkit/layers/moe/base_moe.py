@@ -17,7 +17,7 @@ from layerkit.config.checks import (
     check_positive,
     check_sizes,
 )
-from layerkit.config.field_checks import Conditions
+from layerkit.config.hparams import Conditions
 from layerkit.layers.basic.activations import BaseActivation, SiLU
 from layerkit.layers.basic.dots import Dot, add_bias, batched_matmul, create_dot
 from layerkit.layers.basic.dropout import Dropout

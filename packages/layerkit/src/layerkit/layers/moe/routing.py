@@ -38,7 +38,7 @@ from layerkit.config.checks import (
     check_sizes,
     require,
 )
-from layerkit.config.field_checks import Conditions
+from layerkit.config.hparams import Conditions
 from layerkit.ops.losses import soft_cap
 from layerkit.ops.remat import save_inputs
 

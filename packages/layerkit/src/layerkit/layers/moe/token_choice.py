@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from layerkit.base.base_layer import CACHE
 from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_positive
-from layerkit.config.field_checks import Conditions
+from layerkit.config.hparams import Conditions
 from layerkit.layers.basic.dots import grouped_arrays, grouped_matmul
 from layerkit.layers.moe.base_moe import BaseMoeFeedForward
 from layerkit.layers.moe.experts import OUTPUT_BIAS, PRODUCTS, WEIGHT_AXES

@@ -9,7 +9,7 @@ import jax
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import WeightInit
 from layerkit.config import Config, sub_config_field
-from layerkit.config.field_checks import Conditions
+from layerkit.config.hparams import Conditions
 from layerkit.layers.basic.activations import BaseActivation, ReLU
 from layerkit.layers.basic.dots import constrain_tokens, merge_tokens
 from layerkit.layers.basic.dropout import Dropout

@@ -18,7 +18,7 @@ import numpy as np
 from flax import linen as nn
 
 from layerkit.base.base_layer import CACHE, BaseLayer
-from layerkit.base.shared_layers import shared_ids
+from layerkit.base.weights import shared_ids
 from layerkit.config import (
     Config,
     assigned_fields,
@@ -26,7 +26,7 @@ from layerkit.config import (
     sub_config_field,
 )
 from layerkit.config.checks import check_rates, check_same_shape, check_sizes, require
-from layerkit.config.field_checks import Conditions, derive_fields
+from layerkit.config.hparams import Conditions, derive_fields
 from layerkit.layers.attention.biases import add_bias_of_rows, add_relative_bias
 from layerkit.layers.transformer.repeat import Repeat, check_not_shared
 from layerkit.layers.transformer.transformer import Transformer, drop_none

@@ -27,7 +27,7 @@ import jax
 from layerkit.base.base_layer import BaseLayer
 from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_same_shape, require
-from layerkit.config.field_checks import Conditions
+from layerkit.config.hparams import Conditions
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.basic.dropout import Dropout, StochasticResidual
 from layerkit.layers.basic.normalizations import BaseNormalization, LayerNorm

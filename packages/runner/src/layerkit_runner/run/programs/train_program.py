@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from layerkit.base.summaries import BinCounts, Summary
+from layerkit.base.step_reports import BinCounts, Summary
 from layerkit.config.nested_map import NestedMap
 from layerkit_runner.data.host_inputs import SkippedRecords
 from layerkit_runner.data.train_inputs import TrainInput, TrainInputs
