@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from layerkit.layers.basic.activations import SiLU
 from layerkit.layers.moe.token_choice import MoeFeedForward
-from layerkit.layers.transformer.feed_forward import TransformerFeedForward
+from layerkit.layers.transformer.transformer import TransformerFeedForward
 
 
 def layers(dims: int, hidden: int, *, bf16: bool) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError, layer_of
 from layerkit.layers.basic.dropout import Dropout
 from layerkit.layers.moe.token_choice import MoeFeedForward
-from layerkit.layers.transformer.feed_forward import TransformerFeedForward
 from layerkit.layers.transformer.stacks import (
     StackedTransformer,
     StackedTransformerRepeated,
 )
+from layerkit.layers.transformer.transformer import TransformerFeedForward
 from layerkit.models.transformer_lm import TransformerLm
 
 KEY = jax.random.key(0)

@@ -18,7 +18,7 @@ from layerkit.layers.basic.dots import unused_templates
 from layerkit.layers.basic.embeddings import Embedding, FullSoftmax, SharedEmbeddingSoftmax
 from layerkit.layers.basic.linears import Bias
 from layerkit.layers.moe.token_choice import MoeFeedForward
-from layerkit.layers.transformer.feed_forward import TransformerFeedForward
+from layerkit.layers.transformer.transformer import TransformerFeedForward
 from layerkit.models.encoder_decoder import TransformerEncoderDecoder
 from layerkit.models.transformer_lm import TransformerLm
 

@@ -9,13 +9,12 @@ import pytest
 import layerkit.layers.attention as attention
 from layerkit.base.weights import WeightInit
 from layerkit.config import Config
-from layerkit.layers.attention.base_attention import BaseAttention
+from layerkit.layers.attention.base_attention import BaseAttention, HeadProjection, OutputProjection
 from layerkit.layers.attention.biases import Alibi, RelativeBias
 from layerkit.layers.attention.combined import CombinedProjection
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.attention.latent import MultiHeadLatentAttention
 from layerkit.layers.attention.multi_head import MultiHeadAttention
-from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.layers.basic.linears import Bias
 from layerkit.layers.basic.normalizations import LayerNorm, RmsNorm
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding

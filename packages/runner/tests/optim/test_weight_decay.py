@@ -25,7 +25,7 @@ from layerkit.layers import (
     TrainablePositionalEmbedding,
     TransformerFeedForward,
 )
-from layerkit.layers.attention.projections import HeadProjection
+from layerkit.layers.attention.base_attention import HeadProjection
 from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.quantization.lora import add_lora
 from layerkit_runner.optim.optimizers import (

@@ -26,7 +26,7 @@ from layerkit.layers import (
     SiLU,
     StackedTransformer,
 )
-from layerkit.layers.transformer.sequence_parallel import gather_positions
+from layerkit.layers.transformer.transformer import gather_positions
 from layerkit.models.weighted_metrics import example_weights
 from layerkit.ops.attention.masks import AttentionMask, segments_from_paddings
 

@@ -100,7 +100,7 @@ class ShardingRules:
 # dimension of weights and activations is split over tensor. Rows of activations are split over
 # data, fsdp and expert, so that layers without experts do not repeat work. Rows within an expert
 # are split over data and fsdp only. With residual_length=("context", "tensor"), norms and residuals
-# are split over tensor as well (`layers.sequence_parallel`).
+# are split over tensor as well (`layerkit.layers.transformer.transformer`).
 DEFAULT_RULES = ShardingRules.of(
     # weights
     embed="fsdp",

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from layerkit.config.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from layerkit.layers.attention.base_attention import HeadProjection as HeadProjection
+    from layerkit.layers.attention.base_attention import OutputProjection as OutputProjection
     from layerkit.layers.attention.biases import Alibi as Alibi
     from layerkit.layers.attention.biases import RelativeBias as RelativeBias
     from layerkit.layers.attention.cross import CrossAttention as CrossAttention
@@ -14,8 +16,6 @@ if TYPE_CHECKING:
         MultiHeadLatentAttention as MultiHeadLatentAttention,
     )
     from layerkit.layers.attention.multi_head import MultiHeadAttention as MultiHeadAttention
-    from layerkit.layers.attention.projections import HeadProjection as HeadProjection
-    from layerkit.layers.attention.projections import OutputProjection as OutputProjection
     from layerkit.layers.basic.activations import ELU as ELU
     from layerkit.layers.basic.activations import GELU as GELU
     from layerkit.layers.basic.activations import BaseActivation as BaseActivation
@@ -80,9 +80,6 @@ if TYPE_CHECKING:
     from layerkit.layers.quantization.nvfp4 import NvFp4Dot as NvFp4Dot
     from layerkit.layers.quantization.stored_weights import dequantize_model as dequantize_model
     from layerkit.layers.quantization.stored_weights import quantize_model as quantize_model
-    from layerkit.layers.transformer.feed_forward import (
-        TransformerFeedForward as TransformerFeedForward,
-    )
     from layerkit.layers.transformer.pipeline import Pipeline as Pipeline
     from layerkit.layers.transformer.pipelined_transformer import (
         PipelinedTransformer as PipelinedTransformer,
@@ -107,6 +104,9 @@ if TYPE_CHECKING:
         StackedTransformerRepeated as StackedTransformerRepeated,
     )
     from layerkit.layers.transformer.transformer import Transformer as Transformer
+    from layerkit.layers.transformer.transformer import (
+        TransformerFeedForward as TransformerFeedForward,
+    )
     from layerkit.ops.attention.masks import AttentionMask as AttentionMask
     from layerkit.ops.pipeline_schedule import bubble_fraction as bubble_fraction
     from layerkit.ops.rotary_scaling import LinearScaling as LinearScaling
@@ -127,12 +127,11 @@ __getattr__, __dir__, __all__ = lazy_names(
         "attention.cross": "CrossAttention",
         "attention.latent": "MultiHeadLatentAttention",
         "attention.multi_head": "MultiHeadAttention",
-        "attention.projections": "HeadProjection OutputProjection",
+        "attention.base_attention": "HeadProjection OutputProjection",
         "basic.batch_norm": "BatchNorm GroupNorm",
         "basic.sequential": "MLPBlock Sequential StackingOverTime",
         "basic.einsum": "Einsum",
         "basic.embeddings": "Embedding FullSoftmax SharedEmbeddingSoftmax",
-        "transformer.feed_forward": "TransformerFeedForward",
         "basic.flax_module": "FlaxModule",
         "basic.linears": "Bias FeedForward Linear",
         "basic.masked_lm_augmenter": "MaskedLmAugmenter",
@@ -162,6 +161,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         "basic.sigmoid_cross_entropy": "SigmoidCrossEntropy",
         "transformer.stacks": "StackedTransformer StackedTransformerRepeated",
         "basic.dropout": "Dropout StochasticResidual",
-        "transformer.transformer": "Transformer",
+        "transformer.transformer": "Transformer TransformerFeedForward",
     },
 )

@@ -22,9 +22,8 @@ from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.basic.dropout import Dropout
 from layerkit.layers.basic.embeddings import ClassSoftmax, SharedEmbeddingSoftmax
 from layerkit.layers.basic.normalizations import BaseNormalization, LayerNorm
-from layerkit.layers.transformer.sequence_parallel import gather_positions
 from layerkit.layers.transformer.stacks import StackedTransformer
-from layerkit.layers.transformer.transformer import Transformer
+from layerkit.layers.transformer.transformer import Transformer, gather_positions
 from layerkit.models.transformer_lm import (
     TIED_EMBEDDING_CONDITIONS,
     create_token_layers,

@@ -22,9 +22,8 @@ from layerkit.layers.basic.dropout import Dropout
 from layerkit.layers.basic.embeddings import ClassSoftmax, SharedEmbeddingSoftmax
 from layerkit.layers.basic.normalizations import BaseNormalization, LayerNorm
 from layerkit.layers.basic.positions import switching_length
-from layerkit.layers.transformer.sequence_parallel import gather_positions
 from layerkit.layers.transformer.stacks import StackedTransformer
-from layerkit.layers.transformer.transformer import drop_none
+from layerkit.layers.transformer.transformer import drop_none, gather_positions
 from layerkit.ops.attention.masks import AttentionMask, row_positions
 
 # A tied softmax does not embed if there is a separate embedding.

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from layerkit.layers.attention.projections import HeadProjection, OutputProjection
+from layerkit.layers.attention.base_attention import HeadProjection, OutputProjection
 
 INTO = HeadProjection(input_dims=6, num_heads=4, head_dim=2, use_bias=True)
 OUT_OF = OutputProjection(output_dims=6, num_heads=4, head_dim=2, use_bias=True)

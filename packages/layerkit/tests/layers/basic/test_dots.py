@@ -16,7 +16,7 @@ from layerkit.base.sharding import BoundSharding, ShardingRules
 from layerkit.base.weights import WeightHParams
 from layerkit.config import Configurable, sub_config_field
 from layerkit.errors import ConfigError
-from layerkit.layers.attention.projections import HeadProjection, OutputProjection
+from layerkit.layers.attention.base_attention import HeadProjection, OutputProjection
 from layerkit.layers.basic.dots import (
     Dot,
     add_bias,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit.layers.attention.projections import HeadProjection
+from layerkit.layers.attention.base_attention import HeadProjection
 from layerkit.layers.basic.linears import Bias, FeedForward, Linear
 from layerkit.layers.basic.normalizations import LayerNorm, RmsNorm
 

@@ -15,8 +15,8 @@ from layerkit.base.base_layer import OVERWRITE_WITH_GRADIENT, PARAMS, BaseLayer
 from layerkit.base.weights import logical_axes
 from layerkit.config import sub_config_field
 from layerkit.errors import ConfigError
+from layerkit.layers.attention.base_attention import HeadProjection, OutputProjection
 from layerkit.layers.attention.combined import CombinedProjection
-from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.layers.basic.dots import replace_dots
 from layerkit.layers.basic.einsum import Einsum
 from layerkit.layers.basic.linears import FeedForward, Linear

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from layerkit.layers.basic.activations import GELU, Identity, ReLU, Sigmoid, SiLU, SquaredReLU
-from layerkit.layers.transformer.feed_forward import TransformerFeedForward
+from layerkit.layers.transformer.transformer import TransformerFeedForward
 
 KEY = jax.random.key(0)
 DIMS = 8

@@ -15,10 +15,9 @@ from layerkit.config import sub_config_field
 from layerkit.layers.attention.biases import RelativeBias
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
-from layerkit.layers.transformer.feed_forward import TransformerFeedForward
 from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
 from layerkit.layers.transformer.stacks import StackedTransformerRepeated
-from layerkit.layers.transformer.transformer import Transformer
+from layerkit.layers.transformer.transformer import Transformer, TransformerFeedForward
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.ops.attention.masks import AttentionMask
 

@@ -13,11 +13,10 @@ from flax.traverse_util import flatten_dict
 from layerkit.base.base_layer import PARAMS
 from layerkit.base.weights import logical_axes
 from layerkit.config import target_of
-from layerkit.layers.attention.projections import OutputProjection
+from layerkit.layers.attention.base_attention import OutputProjection
 from layerkit.layers.basic.activations import SiLU
 from layerkit.layers.basic.linears import Linear
 from layerkit.layers.basic.sequential import Sequential
-from layerkit.layers.transformer.feed_forward import TransformerFeedForward
 from layerkit.layers.transformer.residual_adapters import (
     RESIDUAL_ADAPTER_WEIGHTS,
     AdaptedFeedForward,
@@ -27,6 +26,7 @@ from layerkit.layers.transformer.residual_adapters import (
     add_residual_adapters,
 )
 from layerkit.layers.transformer.stacks import StackedTransformerRepeated
+from layerkit.layers.transformer.transformer import TransformerFeedForward
 
 KEY = jax.random.key(0)
 X = jax.random.normal(KEY, (2, 3, 8))

@@ -15,15 +15,16 @@ from layerkit.base.sharding import DEFAULT_RULES, BoundSharding
 from layerkit.base.weights import is_box
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.cross import CrossAttention
-from layerkit.layers.transformer.sequence_parallel import (
-    gather_positions,
-    split_positions,
-)
 from layerkit.layers.transformer.stacks import (
     StackedTransformer,
     StackedTransformerRepeated,
 )
-from layerkit.layers.transformer.transformer import NormPolicy, Transformer
+from layerkit.layers.transformer.transformer import (
+    NormPolicy,
+    Transformer,
+    gather_positions,
+    split_positions,
+)
 from layerkit.ops.attention.masks import AttentionMask, row_positions
 
 KEY = jax.random.key(0)

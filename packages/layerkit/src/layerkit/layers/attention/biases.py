@@ -161,53 +161,31 @@ class Alibi(BaseLayer):
         return _constrain_bias(self, bias)
 
 
-def add_bias_of_rows(layer: Any, bias: LogitBias | None, mask: AttentionMask) -> LogitBias | None:
-    """Return the sum of a bias and of the output of the layer's child `relative_bias`.
+def add_bias_of_rows(layer: Any, bias: LogitBias | None, mask: AttentionMask) -> LogitBias:
+    """Return the sum of a bias and of the output of a layer of relative biases, for whole rows.
 
     Args:
-      layer: Layer with a field `relative_bias_tpl`, the template of that child or None.
-      bias: float32 `[batch or 1, heads or 1, queries, keys]`, or a bias by distance.
+      layer: Layer that maps positions of queries and keys to a bias.
+      bias: float32 `[batch or 1, heads or 1, queries, keys]`, a bias by distance, or None.
       mask: Mask of self-attention. Its positions define the distances.
 
     Returns:
-      A bias by distance if `mask` is in row order, the child is a `RelativeBias` or `Alibi`, and
-      `bias` is no array, otherwise float32 `[batch or 1, heads, queries, keys]`; None if there is
-      neither bias nor child.
+      A bias by distance if `mask` is in row order, the layer is a `RelativeBias` or `Alibi`, and
+      `bias` is no array, otherwise float32 `[batch or 1, heads, queries, keys]`.
     """
-    if layer.relative_bias_tpl is None:
-        return bias
     # A layer of another class may read the positions themselves.
-    is_by_distance = mask.in_row_order and isinstance(layer.relative_bias, RelativeBias | Alibi)
+    is_by_distance = mask.in_row_order and isinstance(layer, RelativeBias | Alibi)
     if not (is_by_distance and (bias is None or isinstance(bias, DistanceBias))):
         dense = bias.dense() if isinstance(bias, DistanceBias) else bias
-        return add_relative_bias(layer, dense, *mask.distinct_positions())
+        by_pair: jax.Array = layer(*mask.distinct_positions())
+        return by_pair if dense is None else by_pair + dense
     length = mask.key_positions.shape[1]
     # The last query of a row, in the middle of a row of keys that is nearly twice as long.
     query, keys = jnp.array([[length - 1]]), jnp.arange(2 * length - 1)[None]
-    by_distance: jax.Array = layer.relative_bias(query, keys)[:, :, 0]
+    by_distance: jax.Array = layer(query, keys)[:, :, 0]
     # A subclass may learn its slopes.
-    relative = DistanceBias(by_distance, is_learned=type(layer.relative_bias) is not Alibi)
+    relative = DistanceBias(by_distance, is_learned=type(layer) is not Alibi)
     return relative if bias is None else relative.plus(bias)
-
-
-def add_relative_bias(
-    layer: Any, bias: jax.Array | None, query_positions: jax.Array, key_positions: jax.Array
-) -> jax.Array | None:
-    """Return the sum of a bias and of the output of the layer's child `relative_bias`.
-
-    Args:
-      layer: Layer with a field `relative_bias_tpl`, the template of that child or None.
-      bias: float32 `[batch or 1, heads or 1, queries, keys]`.
-      query_positions: int32 `[batch or 1, queries]`.
-      key_positions: int32 `[batch or 1, keys]`.
-
-    Returns:
-      float32 `[batch or 1, heads, queries, keys]`; None if there is neither bias nor child.
-    """
-    if layer.relative_bias_tpl is None:
-        return bias
-    relative: jax.Array = layer.relative_bias(query_positions, key_positions)
-    return relative if bias is None else relative + bias
 
 
 def _constrain_bias(layer: BaseLayer, bias: jax.Array) -> jax.Array:

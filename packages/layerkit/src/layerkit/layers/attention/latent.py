@@ -26,9 +26,13 @@ from layerkit.base.base_layer import BaseLayer
 from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_sizes
 from layerkit.config.hparams import Conditions
-from layerkit.layers.attention.base_attention import attend, check_attention_options
+from layerkit.layers.attention.base_attention import (
+    HeadProjection,
+    OutputProjection,
+    attend,
+    check_attention_options,
+)
 from layerkit.layers.attention.cache import check_time_step, extend_cache, write_cache
-from layerkit.layers.attention.projections import HeadProjection, OutputProjection
 from layerkit.layers.basic.dropout import Dropout
 from layerkit.layers.basic.linears import Bias, Linear
 from layerkit.layers.basic.normalizations import BaseNormalization, RmsNorm

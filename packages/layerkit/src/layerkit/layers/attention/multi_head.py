@@ -21,7 +21,6 @@ from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_sizes
 from layerkit.config.hparams import Conditions
 from layerkit.layers.attention.base_attention import BaseAttention
-from layerkit.layers.attention.biases import add_bias_of_rows, add_relative_bias
 from layerkit.layers.attention.cache import (
     check_time_step,
     extend_cache,
@@ -124,7 +123,10 @@ class MultiHeadAttention(BaseAttention):
           UnsupportedBackendError: The backend does not support this attention.
         """
         query, key, value = self._project(x, positions)
-        bias = add_bias_of_rows(self, bias, mask)
+        if self.relative_bias_tpl is not None:
+            from layerkit.layers.attention.biases import add_bias_of_rows
+
+            bias = add_bias_of_rows(self.relative_bias, bias, mask)
         mask = mask.within(self.window)
         return self._attend(query, key, value, mask, bias, cached=False)
 
@@ -194,7 +196,9 @@ class MultiHeadAttention(BaseAttention):
         mask = AttentionMask.decoding_mask(
             batch, num_tokens, max_length, time_step=time_step, prefix_lengths=prefix_lengths
         )
-        bias = add_relative_bias(self, bias, mask.query_positions[:1], mask.key_positions[:1])
+        if self.relative_bias_tpl is not None:
+            relative = self.relative_bias(mask.query_positions[:1], mask.key_positions[:1])
+            bias = relative if bias is None else relative + bias
         outputs = self._attend(query, keys, values, mask.within(self.window), bias, cached=True)
         return jnp.where(time_step + num_tokens <= max_length, outputs, jnp.nan)
 

@@ -24,7 +24,7 @@ from layerkit.layers.basic.dropout import Dropout
 from layerkit.layers.basic.linears import Linear
 from layerkit.layers.moe.experts import WEIGHT_AXES, ExpertFunction, weight_names
 from layerkit.layers.moe.routing import BaseRouter
-from layerkit.layers.transformer.feed_forward import TransformerFeedForward
+from layerkit.layers.transformer.transformer import TransformerFeedForward
 
 
 class BaseMoeFeedForward(BaseLayer):

@@ -34,13 +34,13 @@ from layerkit.config import (
     walk_configs,
 )
 from layerkit.config.checks import check_integer_arrays, check_last_axis, check_sizes, require
-from layerkit.layers.attention.projections import OutputProjection
+from layerkit.layers.attention.base_attention import OutputProjection
 from layerkit.layers.basic.activations import GELU, BaseActivation, Identity, ReLU
 from layerkit.layers.basic.dots import unused_templates
 from layerkit.layers.basic.embeddings import lookup
 from layerkit.layers.basic.linears import FeedForward
 from layerkit.layers.basic.normalizations import BaseNormalization, LayerNorm
-from layerkit.layers.transformer.feed_forward import TransformerFeedForward
+from layerkit.layers.transformer.transformer import TransformerFeedForward
 
 RESIDUAL_ADAPTER_WEIGHTS = ".*/adapter/(down|up)/.*"
 """Regular expression that matches the paths of residual adapters' weights and no others."""

@@ -27,7 +27,6 @@ from layerkit.config import (
 )
 from layerkit.config.checks import check_rates, check_same_shape, check_sizes, require
 from layerkit.config.hparams import Conditions, derive_fields
-from layerkit.layers.attention.biases import add_bias_of_rows, add_relative_bias
 from layerkit.layers.transformer.repeat import Repeat, check_not_shared
 from layerkit.layers.transformer.transformer import Transformer, drop_none
 from layerkit.ops.attention.distance_bias import LogitBias
@@ -133,10 +132,14 @@ class StackedTransformer(BaseLayer):
         Returns:
           Array with the shape of `x` in the compute dtype.
         """
+        if self.relative_bias_tpl is not None:
+            from layerkit.layers.attention.biases import add_bias_of_rows
+
+            bias = add_bias_of_rows(self.relative_bias, bias, mask)
         shared = drop_none(
             mask=mask,
             positions=positions,
-            bias=add_bias_of_rows(self, bias, mask),
+            bias=bias,
             memory=memory,
             memory_mask=memory_mask,
         )
@@ -187,7 +190,8 @@ class StackedTransformer(BaseLayer):
         if self.relative_bias_tpl is not None:
             slots: jax.Array = self.get_variable(CACHE, "slots")
             queries = time_step + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
-            bias = add_relative_bias(self, bias, queries, slots[:1])
+            relative = self.relative_bias(queries, slots[:1])
+            bias = relative if bias is None else relative + bias
         shared = drop_none(
             time_step=time_step,
             positions=positions,

@@ -14,6 +14,13 @@ Branches run in sequence or, with `parallel`, on the same input (GPT-J, PaLM):
     x = x + attention(attention_norm(x)) + feed_forward(feed_forward_norm(x))
 
 `extend_step` computes the same as `fprop` for the next positions of a cached sequence.
+
+Sequence parallelism splits norms and residuals by position over the mesh axis `tensor` (Korthikanti
+et al., 2022, arXiv:2205.05198). Products with weights need whole rows, of which each device
+computes some heads or hidden units. The all-reduce of their outputs becomes a reduce-scatter, and
+an all-gather precedes the next products. Together they send as much. The rule of `residual_length`
+selects it: `DEFAULT_RULES.replace(residual_length=("context", "tensor"))`. By default it equals the
+rule of `length`, and `gather_positions` and `split_positions` do nothing.
 """
 
 from __future__ import annotations
@@ -25,24 +32,112 @@ from typing import Any, ClassVar, Literal
 import jax
 
 from layerkit.base.base_layer import BaseLayer
+from layerkit.base.sharding import BoundSharding
+from layerkit.base.weights import WeightInit
 from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_same_shape, require
 from layerkit.config.hparams import Conditions
 from layerkit.layers.attention.multi_head import MultiHeadAttention
+from layerkit.layers.basic.activations import BaseActivation, ReLU
+from layerkit.layers.basic.dots import constrain_tokens, merge_tokens
 from layerkit.layers.basic.dropout import Dropout, StochasticResidual
+from layerkit.layers.basic.linears import Bias, Linear
 from layerkit.layers.basic.normalizations import BaseNormalization, LayerNorm
-from layerkit.layers.transformer.feed_forward import TransformerFeedForward
-from layerkit.layers.transformer.sequence_parallel import (
-    gather_positions,
-    split_positions,
-)
 from layerkit.ops.attention.distance_bias import LogitBias
 from layerkit.ops.attention.masks import AttentionMask
 from layerkit.ops.remat import name_activation
 
+# Layouts of a residual, and of the inputs of products with weights.
+_RESIDUAL = ("batch", "residual_length", "act_embed")
+_WHOLE = ("batch", "length", "act_embed")
+
 NormPolicy = Literal["pre", "post", "pre_post", "branch"]
 
 _Branches = dict[str, Callable[[jax.Array], jax.Array]]
+
+
+class TransformerFeedForward(BaseLayer):
+    """A feed-forward block: `[batch, length, dims]` → the same shape.
+
+        down(activation(up(x)))             without a gate
+        down(activation(gate(x)) · up(x))   with a gate
+
+    With a gate (Shazeer, 2020, arXiv:2002.05202) the activation selects the variant: SiLU is
+    SwiGLU, GELU is GEGLU, ReLU is ReGLU, Sigmoid is GLU, Identity is bilinear.
+
+    Attributes:
+      input_dims: Size of the model dimension.
+      hidden_dims: Size of the hidden dimension.
+      has_bias: True to add a bias after each projection, including the gate's.
+      use_gate: True to multiply the hidden activations by a gate.
+      activation_tpl: Activation.
+      dropout_rate: Dropout rate of the hidden activations in training.
+      linear_tpl: Projections.
+      bias_tpl: Biases.
+      down_init: Initializer of the `down` projection; None for that of the others.
+    """
+
+    used_only_if: ClassVar[Conditions] = {"bias_tpl": "has_bias"}
+
+    input_dims: int = 0
+    hidden_dims: int = 0
+    has_bias: bool = False
+    use_gate: bool = False
+    linear_tpl: Config[BaseLayer] = sub_config_field(Linear.HParams)
+    bias_tpl: Config[BaseLayer] = sub_config_field(Bias.HParams)
+    activation_tpl: Config[BaseActivation] = sub_config_field(ReLU.HParams)
+    dropout_rate: float = 0.0
+    down_init: WeightInit | None = None
+
+    def setup(self) -> None:
+        """Create the projections, biases, activation and dropout."""
+        wide = {"input_dims": self.input_dims, "output_dims": self.hidden_dims}
+        widening = ("up", "gate") if self.use_gate else ("up",)
+        for name in widening:
+            self.create_child(name, self.linear_tpl, **wide, weight_axes=("embed", "mlp"))
+            if self.has_bias:
+                bias = {"dims": self.hidden_dims, "axes": ("mlp",)}
+                self.create_child(f"{name}_bias", self.bias_tpl, **bias)
+        down_tpl = self.linear_tpl
+        if self.down_init is not None:
+            down_tpl = down_tpl.clone(weight_init=self.down_init)
+        self.create_child(
+            "down",
+            down_tpl,
+            input_dims=self.hidden_dims,
+            output_dims=self.input_dims,
+            weight_axes=("mlp", "embed"),
+        )
+        if self.has_bias:
+            self.create_child("down_bias", self.bias_tpl, dims=self.input_dims, axes=("embed",))
+        self.create_child("activation", self.activation_tpl)
+        self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
+
+    def fprop(self, x: jax.Array, *, is_token: jax.Array | None = None) -> jax.Array:
+        """Map `[batch, length, input_dims]` to the same shape.
+
+        Args:
+          x: Activations `[batch, length, input_dims]`.
+          is_token: bool `[batch, length]`, False for padding. It has no effect here, since every
+            position is computed separately. Layers in which positions share something, such as the
+            capacity of experts, exclude padding.
+        """
+        del is_token
+        tokens = merge_tokens(self, x)
+        hidden = self._widen("up", tokens)
+        if self.use_gate:
+            hidden = self.activation.gate(self._widen("gate", tokens), hidden)
+        else:
+            hidden = self.activation(hidden)
+        hidden = name_activation(hidden, "feed_forward_hidden")
+        output = self.down(self.dropout(hidden))
+        if self.has_bias:
+            output = self.down_bias(output)
+        return output.reshape(x.shape)
+
+    def _widen(self, name: str, tokens: jax.Array) -> jax.Array:
+        wide = constrain_tokens(self, getattr(self, name)(tokens), "act_mlp")
+        return getattr(self, f"{name}_bias")(wide) if self.has_bias else wide
 
 
 class Transformer(BaseLayer):
@@ -283,3 +378,36 @@ class Transformer(BaseLayer):
 def drop_none(**arguments: Any) -> dict[str, Any]:
     """Return the arguments that are not None, since a layer may lack optional ones."""
     return {name: value for name, value in arguments.items() if value is not None}
+
+
+def is_sequence_parallel(sharding: BoundSharding | None) -> bool:
+    """Return whether a mesh splits the positions of residuals further than those of products."""
+    if sharding is None:
+        return False
+    return sharding.num_shards("residual_length") > sharding.num_shards("length")
+
+
+def gather_positions(layer: BaseLayer, x: jax.Array) -> jax.Array:
+    """Return a residual or normalized `x` `[batch, length, dims]` in the layout of products.
+
+    Args:
+      layer: Layer that reads `x`; its bound sharding is read.
+      x: Activations in any layout.
+    """
+    if not is_sequence_parallel(layer.inherited("sharding")):
+        return x
+    # The first constraint is that of the gradient, too: norms before `x` stay split in the backward
+    # pass.
+    return layer.constrain(layer.constrain(x, *_RESIDUAL), *_WHOLE)
+
+
+def split_positions(layer: BaseLayer, x: jax.Array) -> jax.Array:
+    """Return the output `x` `[batch, length, dims]` of a branch in the layout of residuals.
+
+    Args:
+      layer: Layer that adds `x` to a residual; its bound sharding is read.
+      x: Activations in any layout.
+    """
+    if not is_sequence_parallel(layer.inherited("sharding")):
+        return x
+    return layer.constrain(x, *_RESIDUAL)
