@@ -287,9 +287,6 @@ def locate_in_stack(
     Returns:
       The path of the layer's subtree, and the indices into the leading axes of each leaf there; see
       `StackedTransformer.locate_layer`.
-
-    Raises:
-      IndexError: The stack has no such layer.
     """
     sizes = stack_sizes(model, num_layers=num_layers)
     where = f"{type(model).__qualname__}.{template}"

@@ -101,7 +101,6 @@ class StackedTransformer(BaseLayer):
         Returns:
           (path of the subtree, indices into the leading axes of its leaves). There are no indices
           if the weights of the layer are not stacked.
-
         """
         return (f"layers_{layer}",), ()
 
