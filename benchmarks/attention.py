@@ -35,9 +35,9 @@ import numpy as np  # noqa: E402
 
 from layerkit.base.sharding import BoundSharding  # noqa: E402
 from layerkit.ops.attention.backends import UnsupportedBackendError  # noqa: E402
-from layerkit.ops.attention.dot_product import (
-    AttentionOptions,  # noqa: E402
-    dot_product_attention,  # noqa: E402
+from layerkit.ops.attention.dot_product import (  # noqa: E402
+    AttentionOptions,
+    dot_product_attention,
 )
 from layerkit.ops.attention.masks import AttentionMask  # noqa: E402
 

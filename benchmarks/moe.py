@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from layerkit.layers.basic.activations import SiLU
+from layerkit.layers.basic.elementwise import SiLU
 from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.transformer.transformer import TransformerFeedForward
 

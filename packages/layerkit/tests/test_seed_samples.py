@@ -13,8 +13,8 @@ import pytest
 from layerkit.base import base_layer
 from layerkit.base.base_layer import BaseHParams, WeightHParams, sub_config_field
 from layerkit.config import build, is_config
-from layerkit.layers.basic import activations
-from layerkit.layers.basic.activations import ReLU, Tanh
+from layerkit.layers.basic import elementwise as activations
+from layerkit.layers.basic.elementwise import ReLU, Tanh
 
 KEY = jax.random.key(0)
 X = np.array([[1.0, -2.0]], np.float32)

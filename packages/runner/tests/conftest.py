@@ -18,7 +18,7 @@ from layerkit.base.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import Config, Partial, sub_config_field
 from layerkit.config.nested_map import NestedMap
-from layerkit.layers.basic.dropout import Dropout
+from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.basic.linears import Linear
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_runner.optim.learner import Learner

@@ -13,7 +13,7 @@ from layerkit.base.base_model import BaseModel, WeightedScalar
 from layerkit.config import build, sub_config_field
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError, layer_of
-from layerkit.layers.basic.dropout import Dropout
+from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.transformer.stacks import (
     StackedTransformer,

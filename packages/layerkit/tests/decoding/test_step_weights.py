@@ -10,7 +10,7 @@ import pytest
 from layerkit.base.sharding import BoundSharding
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import BeamSearch, SampleDecoder
-from layerkit.decoding.step_weights import step_weights
+from layerkit.decoding.cached_network import step_weights
 from layerkit.layers import (
     LayerNorm,
     RelativeBias,

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from layerkit.config.nested_map import NestedMap
-from layerkit.layers.basic.activations import Identity
+from layerkit.layers.basic.elementwise import Identity
 from layerkit.layers.basic.linears import FeedForward
 from layerkit.models.classification_model import ClassificationModel
 

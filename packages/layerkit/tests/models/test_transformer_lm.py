@@ -11,7 +11,7 @@ from flax import traverse_util
 from layerkit.base.base_layer import CACHE
 from layerkit.base.weights import logical_axes
 from layerkit.errors import ConfigError
-from layerkit.layers.basic.activations import SiLU
+from layerkit.layers.basic.elementwise import SiLU
 from layerkit.layers.basic.embeddings import Embedding, FullSoftmax
 from layerkit.layers.basic.normalizations import RmsNorm
 from layerkit.layers.basic.positions import (

@@ -6,7 +6,7 @@ from typing import assert_type
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.config import BaseHParams, Config, Configurable, sub_config_field
-from layerkit.layers.basic.activations import BaseActivation, ReLU
+from layerkit.layers.basic.elementwise import BaseActivation, ReLU
 from layerkit.layers.basic.linears import Linear
 from layerkit.models.language_model import LanguageModel
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.config import Config, Configurable, sub_config_field
-from layerkit.layers.basic.activations import BaseActivation, ReLU
+from layerkit.layers.basic.elementwise import BaseActivation, ReLU
 from layerkit.layers.basic.linears import Linear
 
 

@@ -16,28 +16,28 @@ if TYPE_CHECKING:
         MultiHeadLatentAttention as MultiHeadLatentAttention,
     )
     from layerkit.layers.attention.multi_head import MultiHeadAttention as MultiHeadAttention
-    from layerkit.layers.basic.activations import ELU as ELU
-    from layerkit.layers.basic.activations import GELU as GELU
-    from layerkit.layers.basic.activations import BaseActivation as BaseActivation
-    from layerkit.layers.basic.activations import CubedReLU as CubedReLU
-    from layerkit.layers.basic.activations import Exp as Exp
-    from layerkit.layers.basic.activations import Identity as Identity
-    from layerkit.layers.basic.activations import LeakyReLU as LeakyReLU
-    from layerkit.layers.basic.activations import ReLU as ReLU
-    from layerkit.layers.basic.activations import ReLU6 as ReLU6
-    from layerkit.layers.basic.activations import Sigmoid as Sigmoid
-    from layerkit.layers.basic.activations import SiLU as SiLU
-    from layerkit.layers.basic.activations import SineOfReLU as SineOfReLU
-    from layerkit.layers.basic.activations import Softplus as Softplus
-    from layerkit.layers.basic.activations import SquaredReLU as SquaredReLU
-    from layerkit.layers.basic.activations import Tanh as Tanh
     from layerkit.layers.basic.batch_norm import BatchNorm as BatchNorm
     from layerkit.layers.basic.batch_norm import GroupNorm as GroupNorm
     from layerkit.layers.basic.dots import Dot as Dot
     from layerkit.layers.basic.dots import replace_dots as replace_dots
-    from layerkit.layers.basic.dropout import Dropout as Dropout
-    from layerkit.layers.basic.dropout import StochasticResidual as StochasticResidual
     from layerkit.layers.basic.einsum import Einsum as Einsum
+    from layerkit.layers.basic.elementwise import ELU as ELU
+    from layerkit.layers.basic.elementwise import GELU as GELU
+    from layerkit.layers.basic.elementwise import BaseActivation as BaseActivation
+    from layerkit.layers.basic.elementwise import CubedReLU as CubedReLU
+    from layerkit.layers.basic.elementwise import Dropout as Dropout
+    from layerkit.layers.basic.elementwise import Exp as Exp
+    from layerkit.layers.basic.elementwise import Identity as Identity
+    from layerkit.layers.basic.elementwise import LeakyReLU as LeakyReLU
+    from layerkit.layers.basic.elementwise import ReLU as ReLU
+    from layerkit.layers.basic.elementwise import ReLU6 as ReLU6
+    from layerkit.layers.basic.elementwise import Sigmoid as Sigmoid
+    from layerkit.layers.basic.elementwise import SiLU as SiLU
+    from layerkit.layers.basic.elementwise import SineOfReLU as SineOfReLU
+    from layerkit.layers.basic.elementwise import Softplus as Softplus
+    from layerkit.layers.basic.elementwise import SquaredReLU as SquaredReLU
+    from layerkit.layers.basic.elementwise import StochasticResidual as StochasticResidual
+    from layerkit.layers.basic.elementwise import Tanh as Tanh
     from layerkit.layers.basic.embeddings import Embedding as Embedding
     from layerkit.layers.basic.embeddings import FullSoftmax as FullSoftmax
     from layerkit.layers.basic.embeddings import SharedEmbeddingSoftmax as SharedEmbeddingSoftmax
@@ -118,9 +118,9 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "basic.activations": (
-            "ELU GELU BaseActivation CubedReLU Exp Identity LeakyReLU ReLU "
-            "ReLU6 Sigmoid SiLU SineOfReLU Softplus SquaredReLU Tanh"
+        "basic.elementwise": (
+            "ELU GELU BaseActivation CubedReLU Dropout Exp Identity LeakyReLU ReLU ReLU6 "
+            "Sigmoid SiLU SineOfReLU Softplus SquaredReLU StochasticResidual Tanh"
         ),
         "quantization.lora": "LORA_WEIGHTS add_lora merge_lora remove_lora",
         "attention.biases": "Alibi RelativeBias",
@@ -160,7 +160,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         ".ops.rotary_scaling": "LinearScaling Llama3Scaling LongRopeScaling NtkScaling YarnScaling",
         "basic.sigmoid_cross_entropy": "SigmoidCrossEntropy",
         "transformer.stacks": "StackedTransformer StackedTransformerRepeated",
-        "basic.dropout": "Dropout StochasticResidual",
         "transformer.transformer": "Transformer TransformerFeedForward",
     },
 )

@@ -19,7 +19,7 @@ from layerkit.config.checks import require
 from layerkit.config.hparams import Conditions
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.attention.cross import CrossAttention
-from layerkit.layers.basic.dropout import Dropout
+from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.basic.embeddings import ClassSoftmax, SharedEmbeddingSoftmax
 from layerkit.layers.basic.normalizations import BaseNormalization, LayerNorm
 from layerkit.layers.transformer.stacks import StackedTransformer
@@ -251,9 +251,6 @@ class TransformerEncoderDecoder(BaseLayer):
         Returns:
           The path of its subtree, and the indices into the leading axes of each leaf there; see
           `StackedTransformer.locate_layer`.
-
-        Raises:
-          IndexError: The stack has no such layer.
         """
         return locate_in_stack(
             self,

@@ -18,7 +18,7 @@ from layerkit.config import Config, build, sub_config_field
 from layerkit.config.checks import require
 from layerkit.config.hparams import Conditions, derive_fields
 from layerkit.config.nested_map import NestedMap
-from layerkit.layers.basic.dropout import Dropout
+from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.basic.embeddings import ClassSoftmax, SharedEmbeddingSoftmax
 from layerkit.layers.basic.normalizations import BaseNormalization, LayerNorm
 from layerkit.layers.basic.positions import switching_length
@@ -99,9 +99,6 @@ class TransformerLm(BaseLayer):
         Returns:
           The path of its subtree, and the indices into the leading axes of each leaf there; see
           `StackedTransformer.locate_layer`.
-
-        Raises:
-          IndexError: The model has no such layer.
         """
         return locate_in_stack(
             self, layer, child="stack", template="stack_tpl", num_layers=self.num_layers

@@ -31,7 +31,7 @@ from layerkit.interop.hugging_face.families.mixtral import MIXTRAL
 from layerkit.interop.hugging_face.families.t5 import T5
 from layerkit.interop.hugging_face.importing import read_weights
 from layerkit.interop.hugging_face.tensors import dissect, pieces_of, their_shapes
-from layerkit.layers.basic.activations import ReLU
+from layerkit.layers.basic.elementwise import ReLU
 from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
 from layerkit.layers.transformer.residual_adapters import (
     RESIDUAL_ADAPTER_WEIGHTS,

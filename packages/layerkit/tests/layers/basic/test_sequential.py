@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit.layers.basic.activations import ReLU, Tanh
+from layerkit.layers.basic.elementwise import ReLU, Tanh
 from layerkit.layers.basic.linears import Linear
 from layerkit.layers.basic.sequential import MLPBlock, Sequential, StackingOverTime
 

@@ -10,7 +10,7 @@ import pytest
 from layerkit.base.base_layer import AUX_LOSS
 from layerkit.config import Config
 from layerkit.errors import ConfigError
-from layerkit.layers.basic.activations import Identity, ReLU
+from layerkit.layers.basic.elementwise import Identity, ReLU
 from layerkit.layers.moe.expert_choice import ExpertChoiceFeedForward
 from layerkit.layers.moe.routing import ExpertChoiceRouter, TopKRouter
 from layerkit.layers.moe.token_choice import MoeFeedForward

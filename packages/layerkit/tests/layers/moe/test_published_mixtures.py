@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.layers.basic.activations import SiLU
+from layerkit.layers.basic.elementwise import SiLU
 from layerkit.layers.moe.routing import TopKRouter
 from layerkit.layers.moe.token_choice import MoeFeedForward
 

@@ -12,8 +12,8 @@ import pytest
 from layerkit.base.base_layer import AUX_LOSS, CACHE, NON_TRAINABLE, SUMMARIES
 from layerkit.base.weights import logical_axes
 from layerkit.errors import ConfigError
-from layerkit.layers.basic.activations import ReLU, SiLU
 from layerkit.layers.basic.dots import Dot
+from layerkit.layers.basic.elementwise import ReLU, SiLU
 from layerkit.layers.moe.routing import TopKRouter
 from layerkit.layers.moe.token_choice import MoeFeedForward
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.layers.basic.activations import GELU, Identity, ReLU, Sigmoid, SiLU, SquaredReLU
+from layerkit.layers.basic.elementwise import GELU, Identity, ReLU, Sigmoid, SiLU, SquaredReLU
 from layerkit.layers.transformer.transformer import TransformerFeedForward
 
 KEY = jax.random.key(0)

@@ -16,7 +16,7 @@ from layerkit.base.sharding import DEFAULT_RULES, BoundSharding
 from layerkit.base.weights import WeightHParams, WeightInit, logical_axes
 from layerkit.config import sub_config_field
 from layerkit.errors import ConfigError
-from layerkit.layers.basic.dropout import Dropout
+from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.basic.linears import Linear
 from layerkit.layers.transformer.repeat import Repeat
 

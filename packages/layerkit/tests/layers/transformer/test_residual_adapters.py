@@ -14,7 +14,7 @@ from layerkit.base.base_layer import PARAMS
 from layerkit.base.weights import logical_axes
 from layerkit.config import target_of
 from layerkit.layers.attention.base_attention import OutputProjection
-from layerkit.layers.basic.activations import SiLU
+from layerkit.layers.basic.elementwise import SiLU
 from layerkit.layers.basic.linears import Linear
 from layerkit.layers.basic.sequential import Sequential
 from layerkit.layers.transformer.residual_adapters import (

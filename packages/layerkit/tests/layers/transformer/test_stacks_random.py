@@ -11,7 +11,7 @@ import pytest
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.config import sub_config_field
-from layerkit.layers.basic.dropout import Dropout
+from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.transformer.stacks import (
     StackedTransformer,
     StackedTransformerRepeated,

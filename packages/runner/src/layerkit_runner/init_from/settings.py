@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar
 
 from layerkit.config import Conditions, Configurable, instance_field
 from layerkit.config.checks import check_choice, check_integers, check_regex, check_regexes
-from layerkit.config.field_checks import check_fields
+from layerkit.config.hparams import check_fields
 from layerkit.layers.quantization.lora import LORA_WEIGHTS
 from layerkit.layers.transformer.residual_adapters import RESIDUAL_ADAPTER_WEIGHTS
 from layerkit_runner.errors import UsageError

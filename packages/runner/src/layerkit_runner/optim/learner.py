@@ -26,7 +26,7 @@ from layerkit.config.checks import (
     check_regexes,
     require,
 )
-from layerkit.config.field_checks import check_fields
+from layerkit.config.hparams import check_fields
 from layerkit_runner.optim.optimizer_groups import (
     MAIN,
     NamedOptimizer,

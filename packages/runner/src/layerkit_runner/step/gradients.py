@@ -23,8 +23,16 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 
 from layerkit.base.base_layer import NON_TRAINABLE, SUMMARIES
-from layerkit.base.step_reports import STEP_TOTALS, AuxLoss, aux_losses
-from layerkit.base.step_reports import DEFAULT_VERBOSITY, LOG_EDGES, MAX_IMAGES, BinCounts, Summary
+from layerkit.base.step_reports import (
+    DEFAULT_VERBOSITY,
+    LOG_EDGES,
+    MAX_IMAGES,
+    STEP_TOTALS,
+    AuxLoss,
+    BinCounts,
+    Summary,
+    aux_losses,
+)
 from layerkit.config import Configurable
 from layerkit.errors import first_names
 from layerkit_runner.errors import UsageError

@@ -13,7 +13,7 @@ from layerkit.config.checks import (
     check_sizes,
     require,
 )
-from layerkit.config.field_checks import check_fields
+from layerkit.config.hparams import check_fields
 from layerkit_runner.optim.learner import Learner
 
 _OWNER = "task.train"

@@ -14,7 +14,7 @@ from layerkit.interop.hugging_face.keys import (
     set_field,
 )
 from layerkit.interop.hugging_face.tensors import Row
-from layerkit.layers.basic.activations import (
+from layerkit.layers.basic.elementwise import (
     GELU,
     Identity,
     LeakyReLU,

@@ -22,7 +22,7 @@ from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_last_axis, check_positive, check_sizes, require
 from layerkit.config.hparams import Conditions
 from layerkit.layers.basic.dots import Dot, add_bias, create_dot, matmul
-from layerkit.layers.basic.dropout import Dropout
+from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.basic.normalizations import BaseNormalization
 from layerkit.ops.attention.backends import BackendName
 from layerkit.ops.attention.distance_bias import LogitBias

@@ -33,7 +33,7 @@ from layerkit.layers.attention.base_attention import (
     check_attention_options,
 )
 from layerkit.layers.attention.cache import check_time_step, extend_cache, write_cache
-from layerkit.layers.basic.dropout import Dropout
+from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.basic.linears import Bias, Linear
 from layerkit.layers.basic.normalizations import BaseNormalization, RmsNorm
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding

@@ -15,8 +15,8 @@ from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_last_axis, check_sizes
 from layerkit.config.hparams import Conditions
-from layerkit.layers.basic.activations import BaseActivation, ReLU
 from layerkit.layers.basic.dots import Dot, add_bias, create_dot, matmul
+from layerkit.layers.basic.elementwise import BaseActivation, ReLU
 
 
 class Linear(BaseLayer):

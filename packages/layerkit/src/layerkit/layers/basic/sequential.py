@@ -12,7 +12,7 @@ from layerkit.base.base_layer import BaseLayer
 from layerkit.config import Config, sub_config_field, target_of
 from layerkit.config.checks import check_integers, check_sizes, require
 from layerkit.config.hparams import Conditions
-from layerkit.layers.basic.activations import BaseActivation, Identity, ReLU
+from layerkit.layers.basic.elementwise import BaseActivation, Identity, ReLU
 from layerkit.layers.basic.linears import FeedForward
 
 

@@ -18,9 +18,8 @@ from layerkit.config.checks import (
     check_sizes,
 )
 from layerkit.config.hparams import Conditions
-from layerkit.layers.basic.activations import BaseActivation, SiLU
 from layerkit.layers.basic.dots import Dot, add_bias, batched_matmul, create_dot
-from layerkit.layers.basic.dropout import Dropout
+from layerkit.layers.basic.elementwise import BaseActivation, Dropout, SiLU
 from layerkit.layers.basic.linears import Linear
 from layerkit.layers.moe.experts import WEIGHT_AXES, ExpertFunction, weight_names
 from layerkit.layers.moe.routing import BaseRouter

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import jax
 
-from layerkit.layers.basic.activations import BaseActivation
+from layerkit.layers.basic.elementwise import BaseActivation
 
 _WIDEN, _NARROW = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
 WEIGHT_AXES = {

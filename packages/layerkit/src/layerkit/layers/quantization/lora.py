@@ -45,7 +45,7 @@ from layerkit.layers.basic.dots import (
     edit_products,
     weight_of_dot,
 )
-from layerkit.layers.basic.dropout import Dropout
+from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.quantization.stored_weights import dequantize_model
 
 LORA_WEIGHTS = ".*/lora_[ab]"

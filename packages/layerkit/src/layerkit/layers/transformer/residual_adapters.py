@@ -35,8 +35,8 @@ from layerkit.config import (
 )
 from layerkit.config.checks import check_integer_arrays, check_last_axis, check_sizes, require
 from layerkit.layers.attention.base_attention import OutputProjection
-from layerkit.layers.basic.activations import GELU, BaseActivation, Identity, ReLU
 from layerkit.layers.basic.dots import unused_templates
+from layerkit.layers.basic.elementwise import GELU, BaseActivation, Identity, ReLU
 from layerkit.layers.basic.embeddings import lookup
 from layerkit.layers.basic.linears import FeedForward
 from layerkit.layers.basic.normalizations import BaseNormalization, LayerNorm

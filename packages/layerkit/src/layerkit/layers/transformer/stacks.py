@@ -265,7 +265,7 @@ class StackedTransformerRepeated(StackedTransformer):
 
     Attributes:
       unroll: Number of layers, or of periods with a pattern, in one iteration of the loop; None
-        for the default of `Repeat` and, in decoding, of `layerkit.decoding.step_weights`.
+        for the default of `Repeat` and, in decoding, of `layerkit.decoding.cached_network`.
       stacked_shape: Sizes of the axes on which the weights are stacked, outermost first. Their
         product is the number of layers, or of whole periods with a pattern. None for a single
         axis. See `Repeat.num_repeats`.

@@ -38,9 +38,8 @@ from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_same_shape, require
 from layerkit.config.hparams import Conditions
 from layerkit.layers.attention.multi_head import MultiHeadAttention
-from layerkit.layers.basic.activations import BaseActivation, ReLU
 from layerkit.layers.basic.dots import constrain_tokens, merge_tokens
-from layerkit.layers.basic.dropout import Dropout, StochasticResidual
+from layerkit.layers.basic.elementwise import BaseActivation, Dropout, ReLU, StochasticResidual
 from layerkit.layers.basic.linears import Bias, Linear
 from layerkit.layers.basic.normalizations import BaseNormalization, LayerNorm
 from layerkit.ops.attention.distance_bias import LogitBias
