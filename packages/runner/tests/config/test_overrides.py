@@ -32,3 +32,8 @@ def test_fields_are_read_by_their_annotations():
     annotations = {"LAYERS": "int", "NAME": "str", "ANY": None}
     overrides = [Override("LAYERS", "3"), Override("NAME", "3"), Override("task.x", "1")]
     assert parse_fields("Small", annotations, overrides) == {"LAYERS": 3, "NAME": "3"}
+
+
+def test_a_whole_root_is_no_value(raises):
+    with raises(UsageError, field="--fdl.task", value="3"):
+        parse_fields("Small", {"LAYERS": "int"}, [Override("task", "3")])

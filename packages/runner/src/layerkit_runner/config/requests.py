@@ -182,6 +182,9 @@ def parse_fields(
         name = override.path
         if override.is_deep:
             continue
+        if name in ROOTS:
+            expected = f"a field of it, as in --fdl.{name}.NAME=VALUE"
+            raise FieldError(field=f"--fdl.{name}", value=override.text, expected=expected)
         if name not in annotations:
             raise unknown_field(experiment, name, annotations)
         try:
