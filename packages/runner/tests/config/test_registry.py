@@ -196,6 +196,7 @@ def test_ambiguous_name_raises(raises):
         ("lm.small.Smal", "'lm.small.Small'"),
         ("tasks.lm.params.small.Smal", "'lm.small.Small'"),
         ("Wied", "'Wide'"),
+        ("lm.small", "'lm.small.Small'"),
     ],
 )
 @pytest.mark.usefixtures("folder")

@@ -187,6 +187,8 @@ def _choices(name: str, index: Mapping[str, ExperimentEntry]) -> list[str]:
     if module in sys.modules:
         return [f"{module}.{name}" for name in _class_names(sys.modules[module])]
     names = [entry.name for entry in index.values()]
+    if inside := [inner for inner in names if inner.startswith(f"{name}.")]:
+        return inside
     names += [f"{path.stem}.{class_name}" for path in Path.cwd().glob("*.py")]
     if (spec := _spec(module.partition(".")[0])) is not None:
         inner = pkgutil.iter_modules(spec.submodule_search_locations or [])
