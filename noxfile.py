@@ -338,13 +338,15 @@ print(f"layerkit stands alone: {len(modules)} modules imported, none of {', '.jo
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check formatting, lint rules, prose, types and imports between packages."""
+    """Check formatting, lint rules, prose, types, imports, structure and generated docs."""
     install_sources(session, LINT_TOOLS)
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")
     session.run("python", "scripts/check_prose.py")
     session.run("mypy")
     session.run("lint-imports")
+    session.run("python", "scripts/measure_house.py")
+    session.run("python", "scripts/renew_docs.py", "--check")
     for folder in PACKAGES:
         if (ROOT / "packages" / folder / "LICENSE").read_bytes() != (ROOT / "LICENSE").read_bytes():
             session.error(f"packages/{folder}/LICENSE differs from LICENSE")
