@@ -180,6 +180,9 @@ class RunOptions:
         default="hugging_face",
         choices=("hugging_face", "stablehlo"),
     )
+    bakes_weights: bool = _switch(
+        "put the weights into the functions of --export_format=stablehlo", ("export",)
+    )
     prompt: tuple[str, ...] | None = _option(
         "text to continue, which may be given several times; by default that of the standard input,"
         " or of a dialog on a terminal",

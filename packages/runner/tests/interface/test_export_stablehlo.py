@@ -56,6 +56,19 @@ def test_documented_program_that_has_only_jax_gets_the_same_numbers(
     assert found["new_ids"][0, len(ids) : found["new_lengths"][0]].tolist() == expected.tolist()
 
 
+@pytest.mark.slow
+def test_baked_weights_need_no_file(model: LoadedModel, tmp_path: Path):
+    pytest.importorskip("flatbuffers")
+    from jax import export
+
+    export_stablehlo(tmp_path, model.config, model.model, model.variables, bakes_weights=True)
+    assert not (tmp_path / "weights.safetensors").exists()
+    function = export.deserialize(bytearray((tmp_path / "logits.stablehlo").read_bytes()))
+    ids = np.array([[1, 5, 9], [1, 7, 8]], np.int32)
+    found = function.call(ids, np.array([3, 3], np.int32))
+    np.testing.assert_allclose(found, model.logits(ids), atol=1e-5)
+
+
 def test_model_without_next_tokens_cannot_be_exported(
     raises: Any, lines: ModuleType, tmp_path: Path
 ):

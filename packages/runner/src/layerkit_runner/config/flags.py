@@ -46,6 +46,7 @@ _NEEDS = {
     "num_trials": "study",
     "study_storage": "study",
     "init_draw": "init_from",
+    "bakes_weights": "export_format",
 }
 # Flags that absl itself defines.
 _LOG_FLAGS = ("alsologtostderr", "logtostderr", "v", "stderrthreshold", "log_dir")

@@ -8,7 +8,7 @@ StableHLO has compiled functions that need only JAX:
     DIR/signature.json         names, shapes and dtypes of the arguments, and facts about the model
     DIR/logits.stablehlo       a serialized `jax.export.Exported`, as is the next file
     DIR/generate.stablehlo
-    DIR/weights.safetensors    first argument of both
+    DIR/weights.safetensors    first argument of both; no such file if the weights are baked in
 
 The number of rows and their length are open. docs/serving.md has a program that calls them.
 """
@@ -74,6 +74,7 @@ def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
                     resolved.task.model,
                     job.task.model,
                     variables,
+                    bakes_weights=options.bakes_weights,
                     facts={"experiment": resolved.name, "step": step},
                 )
             else:
@@ -109,6 +110,7 @@ def export_stablehlo(
     model: BaseModel,
     variables: Mapping[str, Any],
     *,
+    bakes_weights: bool = False,
     facts: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the functions `logits` and `generate` of a language model.
@@ -118,9 +120,10 @@ def export_stablehlo(
       config: Config of the model.
       model: The model.
       variables: Variables of the model by collection.
+      bakes_weights: True to put the weights into both functions, as constants.
       facts: Entries that `signature.json` has in addition; None for none.
     """
-    for package in ["flatbuffers", "safetensors"]:
+    for package in ["flatbuffers"] if bakes_weights else ["flatbuffers", "safetensors"]:
         if importlib.util.find_spec(package) is None:
             raise MissingExtraError(
                 f"--export_format=stablehlo needs the package {package}",
@@ -159,6 +162,7 @@ def export_stablehlo(
     signature: dict[str, Any] = {
         **(facts or {}),
         "jax": jax.__version__,
+        "bakes_weights": bakes_weights,
         "eos_ids": list(decoder.eos_ids),
         "largest_max_new_tokens": steps,
         "functions": {},
@@ -167,16 +171,17 @@ def export_stablehlo(
         ("logits", logits, _ids(longest)),
         ("generate", _generate(model), {**prompts, **options, "seed": seed}),
     ):
-        exported = _export(name, function, weights, arguments)
+        exported = _export(name, function, weights, arguments, bakes_weights=bakes_weights)
         atomic_write(path / f"{name}.stablehlo", bytes(exported.serialize()))
         signature["functions"][name] = {
             "arguments": {key: _text(spec) for key, spec in arguments.items()},
             "outputs": jax.tree.map(_text, exported.out_avals),
             "platforms": list(exported.platforms),
         }
-    from safetensors.numpy import save
+    if not bakes_weights:
+        from safetensors.numpy import save
 
-    atomic_write(path / "weights.safetensors", save(weights))
+        atomic_write(path / "weights.safetensors", save(weights))
     atomic_write(path / "signature.json", json.dumps(signature, indent=2) + "\n")
 
 
@@ -211,15 +216,26 @@ def _export(
     function: Callable[..., Any],
     weights: Mapping[str, Any],
     arguments: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    bakes_weights: bool,
 ) -> export.Exported:
-    def call(flat: Mapping[str, Any], *rest: Any) -> Any:
+    def call_nested(flat: Mapping[str, Any], *rest: Any) -> Any:
         return function(unflatten_dict(flat, sep="/"), *rest)
 
-    like = {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in weights.items()}
+    call: Callable[..., Any] = call_nested
+    specs: list[Any] = list(arguments.values())
+    if bakes_weights:
+        constants = {key: jnp.asarray(value) for key, value in weights.items()}
+
+        def call(*rest: Any) -> Any:
+            return call_nested(constants, *rest)
+    else:
+        like = {key: jax.ShapeDtypeStruct(x.shape, x.dtype) for key, x in weights.items()}
+        specs = [like, *specs]
     platform = jax.default_backend()
     platforms = _PLATFORMS if platform == "cpu" else None
     try:
-        return export.export(jax.jit(call), platforms=platforms)(like, *arguments.values())
+        return export.export(jax.jit(call), platforms=platforms)(*specs)
     except (jax.errors.InconclusiveDimensionOperation, TypeError) as error:
         raise UsageError(
             f"cannot export {name} with an open number of rows: {str(error).splitlines()[0]}",
