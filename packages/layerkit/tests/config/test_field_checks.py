@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar
 
 import jax
@@ -36,6 +37,12 @@ class Numbers(BaseLayer):
 
     def setup(self):
         raise AssertionError("setup runs after the checks")
+
+
+@pytest.mark.parametrize(("field", "value"), [("scale", math.nan), ("limit", -math.inf)])
+def test_float_that_is_not_finite_raises(raises, field, value):
+    with raises(ConfigError, field=field, value=value, expected="a finite number"):
+        build(Config(Numbers, **{field: value})).init(KEY)
 
 
 @pytest.mark.parametrize(("field", "value"), [("count", "8"), ("count", True), ("sizes", (1, 2.5))])

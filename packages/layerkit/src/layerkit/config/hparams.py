@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import (
     TYPE_CHECKING,
@@ -193,12 +194,19 @@ def check_fields(layer: Any, *, owner: str) -> None:
 
     Raises:
       FieldTypeError: A value does not have the type of its field.
-      ConfigError: A field is set although another one switches it off.
+      ConfigError: A float field holds NaN or infinity, or a field is set although another one
+        switches it off.
     """
     cls: Any = type(layer)
-    if not was_built(layer):
-        for name in field_annotations(cls):
-            convert_field(cls, name, getattr(layer, name), owner=owner)
+    is_converted = was_built(layer)
+    for name, annotation in field_annotations(cls).items():
+        value = getattr(layer, name)
+        if not is_converted:
+            convert_field(cls, name, value, owner=owner)
+        # NaN would pass every comparison, and show only as losses that are NaN.
+        is_number = isinstance(value, float) and "float" in annotation
+        if is_number and not math.isfinite(value):
+            raise ConfigError(owner=owner, field=name, value=value, expected="a finite number")
     for path, condition in unmet_conditions(layer):
         for changed, value in _changes(layer, path):
             switch = condition.removeprefix(_NEGATION)
