@@ -70,7 +70,9 @@ def test_the_code_of_a_page_runs(page: str, monkeypatch: pytest.MonkeyPatch):
     own = [value for value in names.values() if getattr(value, "__module__", None) == "documented"]
     for cls in filter(inspect.isclass, own):
         if issubclass(cls, BaseExperiment) and cls.task is not BaseExperiment.task:
-            resolve(cls())
+            made = cls()
+            resolve(made)
+            made.start_notes()
 
 
 @pytest.mark.slow

@@ -147,9 +147,10 @@ def test_wrong_flag_is_an_error(
     [
         ("class Mine(:\n", "mine.py:1"),
         ("import nowhere\n", "mine"),
+        ("x = undefined\n", "mine.py:1"),
         ("from layerkit_runner import BaseExperiment\n\nclass Mine(BaseExperiment):\n  N = 1\n", 3),
     ],
-    ids=["syntax", "import", "undeclared field"],
+    ids=["syntax", "import", "undefined name", "undeclared field"],
 )
 def test_module_that_fails_is_an_error(
     refusal: Refusal,

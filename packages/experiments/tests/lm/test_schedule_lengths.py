@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import optax
 import pytest
 
+from layerkit.config import Config
 from layerkit.errors import ConfigError
 from layerkit_experiments.lm.bert import BertBase
 from layerkit_experiments.lm.c4 import C4Spmd1BAdam4Replicas
@@ -26,6 +28,17 @@ class Ending(LocalText):
     """Flat until the last steps."""
 
     DECAY_START = 1500
+
+
+@pytest.mark.parametrize("rate", [1e-4, None, optax.constant_schedule(1e-4)])
+def test_a_learner_without_a_schedule_has_no_notes(rate: Any):
+    class Constant(LocalText):
+        def learner(self) -> Config:
+            return super().learner().set(learning_rate=rate)
+
+    made = Constant()
+    assert resolve(made).task.train.learner.learning_rate == rate
+    assert made.start_notes() == []
 
 
 @pytest.mark.parametrize("num_steps", [1, 2, 9, 60, 200])

@@ -55,7 +55,8 @@ UNREADABLE_DATA = 74
 """Exit code of training whose data could not be read after its first step, such as a network file
 system that failed for a while."""
 
-# The code that called these packages is what a person can change.
+# The code that called these packages is what a person can change, before the experiments that come
+# with them.
 _LIBRARIES = sys.stdlib_module_names | {
     *("layerkit", "layerkit_inputs", "layerkit_runner"),
     *("fiddle", "flax", "jax", "jaxlib", "numpy", "optax"),
@@ -135,13 +136,20 @@ def naming_line() -> Iterator[None]:
 
 
 def line_of(error: BaseException) -> str | None:
-    """Return `file:line` of the innermost code outside of these packages and their libraries."""
-    result = None
+    """Return `file:line` of the innermost code outside of these packages and their libraries.
+
+    A line of the experiments that come with them is returned if there is no other.
+    """
+    users, shipped = None, None
     for frame, line in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__package__") or frame.f_globals.get("__name__", "")
-        if module.partition(".")[0] not in _LIBRARIES:
-            result = f"{os.path.relpath(frame.f_code.co_filename)}:{line}"
-    return result
+        package, place = module.partition(".")[0], f"{frame.f_code.co_filename}:{line}"
+        if package == "layerkit_experiments":
+            shipped = place
+        elif package not in _LIBRARIES:
+            users = place
+    result = users or shipped
+    return result and os.path.relpath(result)
 
 
 def unknown_field(experiment: str, name: str, valid: Iterable[str]) -> FieldError:

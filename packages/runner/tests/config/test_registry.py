@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -219,12 +220,16 @@ def test_class_that_is_no_runnable_experiment_raises(raises, name: str):
     [
         ("class Broken(:\n", "{folder}/reg_broken.py:1"),
         ("import reg_not_installed\nclass Broken: pass\n", "reg_broken"),
+        ("from json import Nothing\n", "{line}:1"),
+        ("\nx = undefined\n", "{line}:2"),
+        ("\nfrom layerkit.config import Partial\nPartial(dict).set(1)\n", "{line}:3"),
     ],
-    ids=["syntax error", "missing library"],
+    ids=["syntax error", "missing library", "missing name", "undefined name", "any other error"],
 )
 def test_module_that_cannot_be_imported_raises(raises, folder: Path, text: str, owner: str):
     write(folder, {"reg_broken.py": text})
-    with raises(UsageError, owner=owner.format(folder=folder)):
+    line = os.path.relpath(folder / "reg_broken.py")
+    with raises(UsageError, owner=owner.format(folder=folder, line=line)):
         load("reg_broken.Broken")
 
 

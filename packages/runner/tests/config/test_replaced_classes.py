@@ -47,6 +47,13 @@ LAYER = "task.model.lm_tpl.stack_tpl.layer_tpl"
 PATH = f"{LAYER}.attention_tpl"
 
 
+class Scheduled(Small):
+    def task(self) -> Config:
+        task = super().task()
+        task.train.learner.learning_rate = Config(optax.constant_schedule, 1.0)
+        return task
+
+
 def attention(*overrides: tuple[str, str]) -> tuple[Any, str]:
     resolved = resolve(Small(), [Override(path, text) for path, text in overrides])
     return resolved.task.model.lm_tpl.stack_tpl.layer_tpl.attention_tpl, "".join(resolved.notes)
@@ -69,6 +76,12 @@ def test_field_that_does_not_fit_is_dropped_and_named():
 def test_value_that_is_no_class_is_an_error(raises, text):
     with raises(UsageError, owner=f"--fdl.{PATH}", field=PATH):
         attention((PATH, text))
+
+
+def test_number_replaces_a_config_where_the_field_takes_one():
+    rate = "task.train.learner.learning_rate"
+    resolved = resolve(Scheduled(), [Override(rate, "1e-4")])
+    assert resolved.task.train.learner.learning_rate == 1e-4
 
 
 def test_class_of_another_kind_is_an_error(raises):

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import optax
 
 from layerkit.base.sharding import DEFAULT_RULES, ShardingRules
-from layerkit.config import Config, Partial, assigned_fields
+from layerkit.config import Config, Partial, assigned_fields, is_config
 from layerkit.config.checks import check_non_negative, check_positive, check_rates, check_sizes
 from layerkit.errors import ConfigError
 from layerkit_runner.config.experiment import BaseExperiment
@@ -217,8 +217,10 @@ def number_of_steps(fields: Any, name: str) -> int:
 
 def schedule_notes(experiment: Any) -> list[str]:
     """Return a line for the start report if the learner has a shortened schedule."""
-    steps = assigned_fields(experiment.learner().learning_rate)
-    changes = []
+    rate = experiment.learner().learning_rate
+    if not is_config(rate):
+        return []
+    steps, changes = assigned_fields(rate), []
     for name, argument in (("WARMUP_STEPS", "warmup_steps"), ("DECAY_START", "decay_start")):
         is_set = argument in steps and getattr(experiment, name) is not None
         if is_set and number_of_steps(experiment, name) != steps[argument]:

@@ -158,6 +158,16 @@ def _is_like(cls: Any, old: Any) -> bool:
     return any(base.__module__ not in sys.stdlib_module_names for base in shared)
 
 
+def _is_number(text: str, annotation: str | None) -> bool:
+    """Return whether a text is a number and the annotation of the field names numbers."""
+    if annotation in (None, "Any"):
+        return False
+    try:
+        return isinstance(field_types.parse_value(text, annotation), int | float)
+    except field_types.FieldTypeError:
+        return False
+
+
 class PathSetter:
     """Sets overrides; each walks down its path and rebuilds containers on the way back."""
 
@@ -216,10 +226,11 @@ class PathSetter:
         raise self._error("no fields below this value", field=here, value=node)
 
     def _parse(self, old: Any, here: str, annotation: str | None) -> Any:
-        if is_config(old) and self._override.text != "None":
+        text = self._override.text
+        if is_config(old) and text != "None" and not _is_number(text, annotation):
             return self._replace_class(old, here)
         try:
-            return field_types.parse_value(self._override.text, annotation)
+            return field_types.parse_value(text, annotation)
         except field_types.FieldTypeError as error:
             raise self._mismatch(error, here) from None
 

@@ -26,8 +26,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from layerkit.errors import UserError
 from layerkit_runner.config import flags
-from layerkit_runner.errors import FieldError, UsageError, line_of
+from layerkit_runner.errors import UsageError, line_of, to_usage_error
 from layerkit_runner.files.text import aligned, cut
 
 if TYPE_CHECKING:
@@ -316,9 +317,10 @@ def _imported(name: str) -> types.ModuleType:
         raise UsageError(f"cannot be imported: {error}", owner=name) from error
     except SyntaxError as error:
         raise UsageError(error.msg, owner=f"{error.filename}:{error.lineno}") from None
-    except FieldError as error:
-        error.owner = f"{line_of(error)}: {error.owner}"
-        raise
+    except UserError as error:
+        raise to_usage_error(error, owner=line_of(error)) from error
+    except Exception as error:  # anything that the user's code raises
+        raise UsageError(f"{type(error).__name__}: {error}", owner=line_of(error)) from error
 
 
 def _short(dotted: str, packages: Collection[str]) -> str:
