@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from layerkit.config import Config
 from layerkit.config.nested_map import NestedMap
+from layerkit.errors import ConfigError
 from layerkit_experiments.lm.c4 import C4Spmd1BAdam4Replicas
 from layerkit_experiments.lm.jaxformer import Jaxformer1B
 from layerkit_experiments.lm.lm_cloud import LmCloudSpmdTest
@@ -48,6 +50,18 @@ def test_prompts_of_seqio_are_texts_of_the_held_out_split(tmp_path: Path):
     # The first id of a row is the start id.
     assert batch.prompt_lengths.tolist() == [5, 5]
     assert source.ids_to_strings(batch.ids[:, 1:], batch.prompt_lengths - 1) == ["two ", "two "]
+
+
+def test_rows_of_another_input_name_the_field_and_the_way_out():
+    class Rows(BaseInput):
+        pass
+
+    class Mine(C4Spmd1BAdam4Replicas):
+        def datasets(self) -> list[Config]:
+            return [Rows.HParams.config()]
+
+    with pytest.raises(ConfigError, match=r"PROMPTS_PER_DEVICE=2.0.*\(RowPrompts, Rows\)"):
+        Mine(PROMPTS_PER_DEVICE=2.0).decode_datasets()
 
 
 def test_prompt_ends_with_the_first_document_of_a_packed_row():

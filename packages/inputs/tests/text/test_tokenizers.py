@@ -18,6 +18,7 @@ from layerkit_inputs.text.tokenizers import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
+    tokenizer_config,
 )
 
 END = "<|endoftext|>"
@@ -155,10 +156,15 @@ def test_the_fingerprint_is_that_of_the_file(sentencepiece_file, tokenizer_json,
 
 def test_missing_file_raises_when_built(raises, tmp_path):
     (tmp_path / "c4.model").touch()
-    with raises(MissingFileError, field="path", value="c4.modl", choices=("c4.model",)):
-        SentencePieceTokenizer(path=str(tmp_path / "c4.modl"))
-    with raises(MissingFileError, field="path", value="tokenizer.json"):
+    wrong, right = str(tmp_path / "c4.modl"), str(tmp_path / "c4.model")
+    with raises(MissingFileError, field="path", value=wrong, choices=("bytes", right)):
+        SentencePieceTokenizer(path=wrong)
+    with raises(MissingFileError, field="path", value=str(tmp_path / "tokenizer.json")):
         HuggingFaceTokenizer(path=str(tmp_path))
+    with pytest.raises(MissingFileError, match="path='byte'.* Did you mean 'bytes'"):
+        tokenizer_config("byte").Instantiate()
+    with pytest.raises(MissingFileError, match="folder: nowhere: path='nowhere/c4.model'.*'bytes'"):
+        tokenizer_config("nowhere/c4.model").Instantiate()
 
 
 @pytest.mark.parametrize("content", [b"", b"no model", b"\x00" * 100, None])

@@ -72,7 +72,7 @@ class Bert(Corpus, LmExperiment, abstract=True):
     WARMUP_STEPS = 10_000
     MAX_STEPS = 1_000_000
 
-    unused_fields = ("DECAYED_WEIGHTS", "DECAY_START", "DECAY_END", "MIN_LEARNING_RATE_RATIO")
+    unused_fields = ("DECAYED_WEIGHTS", "MIN_LEARNING_RATE_RATIO")
     reduced_fields: ClassVar[Mapping[str, Any]] = {"DROPOUT_RATE": 0.0}
     learner = adamw_linear
 

@@ -28,6 +28,7 @@ from layerkit.layers import (
     TrainablePositionalEmbedding,
 )
 from layerkit.models import LanguageModel, TransformerLm
+from layerkit.ops.attention.backends import BackendName
 from layerkit_experiments.recipes.training import (
     adamw_cosine,
     schedule_notes,
@@ -103,7 +104,7 @@ class LmExperiment(BaseExperiment, abstract=True):
     SOFTMAX_CHUNK_SIZE: int | None = None
     """Number of positions whose logits are in memory at a time; None for all, or for 512 from a
     vocabulary of 65,536 on."""
-    ATTENTION_BACKEND: str = "auto"
+    ATTENTION_BACKEND: BackendName = "auto"
     DROPOUT_RATE: float = 0.0
     INPUT_DROPOUT_RATE: float | None = None
     """Dropout rate of embeddings; None for DROPOUT_RATE."""

@@ -84,5 +84,12 @@ def row_prompts(experiment: Any, rows: Config) -> Config:
     kind = target_of(rows)
     if kind not in _PROMPTS:
         names = [known.__name__ for known in _PROMPTS]
-        raise ConfigError(owner="prompts", field="class of the input", value=kind, choices=names)
+        raise ConfigError(
+            owner=type(experiment).__qualname__,
+            field="PROMPTS_PER_DEVICE",
+            value=experiment.PROMPTS_PER_DEVICE,
+            expected=f"0, or rows of {' or '.join(names)}",
+            hint=f"For rows of {kind.__name__}, define decode_datasets() that returns a Config of"
+            f" `class Prompts(RowPrompts, {kind.__name__})`, with RowPrompts of {__name__}.",
+        )
     return Config(_PROMPTS[kind], **fields)

@@ -199,12 +199,17 @@ def check_file(tokenizer: Any, path: str) -> None:
     """Raise `MissingFileError` unless the file of a tokenizer exists."""
     if not Path(path).is_file():
         folder = Path(path).parent
+        problem, choices = f"no such folder: {folder}", []
+        if folder.is_dir():
+            files = [str(file) for file in folder.iterdir() if file.suffix in (".model", ".json")]
+            problem, choices = "file not found", ["bytes", *sorted(files)]
         raise MissingFileError(
-            f"file not found in {folder}",
+            problem,
             owner=type(tokenizer).__qualname__,
             field="path",
-            value=Path(path).name,
-            choices=sorted(entry.name for entry in folder.iterdir()) if folder.is_dir() else (),
+            value=path,
+            expected="'bytes', or the path of a .model file, of a tokenizer.json, or of its folder",
+            choices=choices,
             hint=hub_hint(path),
         )
 
