@@ -195,23 +195,22 @@ def _model_ids(content: Mapping[str, Any], *, owner: str) -> dict[str, tuple[int
     return known
 
 
-def check_file(tokenizer: Any, path: str) -> None:
-    """Raise `MissingFileError` unless the file of a tokenizer exists."""
-    if not Path(path).is_file():
-        folder = Path(path).parent
-        problem, choices = f"no such folder: {folder}", []
-        if folder.is_dir():
-            files = [str(file) for file in folder.iterdir() if file.suffix in (".model", ".json")]
-            problem, choices = "file not found", ["bytes", *sorted(files)]
-        raise MissingFileError(
-            problem,
-            owner=type(tokenizer).__qualname__,
-            field="path",
-            value=path,
-            expected="'bytes', or the path of a .model file, of a tokenizer.json, or of its folder",
-            choices=choices,
-            hint=hub_hint(path),
-        )
+def missing_file(tokenizer: Any, path: str) -> MissingFileError:
+    """Return the error about a file of a tokenizer that does not exist."""
+    folder = Path(path).parent
+    problem, choices = f"no such folder: {folder}", []
+    if folder.is_dir():
+        files = [str(file) for file in folder.iterdir() if file.suffix in (".model", ".json")]
+        problem, choices = "file not found", ["bytes", *sorted(files)]
+    return MissingFileError(
+        problem,
+        owner=type(tokenizer).__qualname__,
+        field="path",
+        value=path,
+        expected="'bytes', or the path of a .model file, of a tokenizer.json, or of its folder",
+        choices=choices,
+        hint=hub_hint(path),
+    )
 
 
 def unreadable_file(

@@ -37,7 +37,7 @@ from layerkit_inputs.base.tokenizer_interface import prefix_id
 from layerkit_inputs.text.declared_tokens import (
     ROLES,
     DeclaredTokens,
-    check_file,
+    missing_file,
     read_declared_tokens,
     unreadable_file,
 )
@@ -117,7 +117,8 @@ class _FileTokenizer(Configurable):
     def __post_init__(self) -> None:
         """Check the fields, and that the file exists."""
         check_fields(self, owner=type(self).__qualname__)
-        check_file(self, self.path)
+        if not Path(self.path).is_file():
+            raise missing_file(self, self.path)
 
     @functools.cached_property
     def _roles(self) -> dict[str, int | None]:
