@@ -304,7 +304,9 @@ def _check_shapes(
 ) -> None:
     """Raise `ConfigError` for shapes that would broadcast, or fail without naming the array."""
     (batch, queries, heads, head_dim), (keys, kv_heads) = query.shape, key.shape[1:3]
-    mask, bias, sinks, rows = options.mask, options.bias, options.sinks, {1, batch}
+    mask, bias, sinks = options.mask, options.bias, options.sinks
+    # Sizes may be symbolic, which have no order.
+    rows, bias_heads = dict.fromkeys((1, batch)), dict.fromkeys((1, heads))
     shapes: list[tuple[str, Any, list[tuple[int, ...]]]] = [
         ("key", key, [(batch, keys, kv_heads, head_dim)] if heads % kv_heads == 0 else []),
         ("value", value, [(batch, keys, kv_heads, value.shape[-1])]),
@@ -323,11 +325,11 @@ def _check_shapes(
         expected = "True with a bias by distance"
         require(in_row_order, "attention", "mask.in_row_order", in_row_order, expected)
     elif bias is not None:
-        shapes.append(("bias", bias, [(n, h, queries, keys) for n in rows for h in {1, heads}]))
+        shapes.append(("bias", bias, [(n, h, queries, keys) for n in rows for h in bias_heads]))
     if sinks is not None:
         shapes.append(("sinks", sinks, [(heads,)]))
     for name, array, allowed in shapes:
-        expected = " or ".join(str(list(sizes)) for sizes in sorted(allowed))
+        expected = " or ".join(str(list(sizes)) for sizes in allowed)
         expected = expected or f"key heads that divide {heads} query heads"
         field, shape = f"shape of {name}", list(array.shape)
         require(array.shape in allowed, "attention", field, shape, expected)
