@@ -95,7 +95,7 @@ def assert_names(
         (TEXT, {"POSITIONS": "trainable", "MAX_DECODE_STEPS": 9}, {}),
         # Files.
         (TEXT, {"TEXT_FILES": "['/nowhere/*.txt']"}, {"value": "/nowhere/*.txt"}),
-        (TEXT, {"TOKENIZER": "/nowhere/tokenizer.json"}, {"value": "tokenizer.json"}),
+        (TEXT, {"TOKENIZER": "/nowhere/t.json"}, {"value": "/nowhere/t.json"}),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )

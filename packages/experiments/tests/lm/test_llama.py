@@ -65,5 +65,5 @@ def test_tokenizer_is_required_without_initial_weights(raises):
 
 
 def test_folder_without_tokenizer_file_raises(raises, tmp_path: Path):
-    with raises(UsageError, field="path", value="tokenizer.json"):
+    with raises(UsageError, field="path", value=str(tmp_path / "tokenizer.json")):
         resolve(llama.Llama7BLora(INIT_FROM=str(tmp_path)))
