@@ -27,7 +27,7 @@ import pytest
 from etils import epath
 
 from layerkit_runner.checkpointing import CheckpointPolicy, folders
-from layerkit_runner.checkpointing.folders import SavedStep, read_evaluations
+from layerkit_runner.checkpointing.policy import SavedStep, read_evaluations
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.tools import checkpoints as checkpoints_tool
 

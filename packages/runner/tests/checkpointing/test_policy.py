@@ -12,7 +12,7 @@ from etils import epath
 
 from layerkit.errors import ConfigError
 from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy, SavedStep
-from layerkit_runner.checkpointing.folders import read_evaluations, write_evaluations
+from layerkit_runner.checkpointing.policy import read_evaluations, write_evaluations
 
 START = datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from layerkit_runner.checkpointing.folders import EVALUATIONS_FILE, write_evaluations
+from layerkit_runner.checkpointing.policy import EVALUATIONS_FILE, write_evaluations
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import (
     UnsafePathError,

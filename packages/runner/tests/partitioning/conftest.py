@@ -25,7 +25,7 @@ from layerkit.models import LanguageModel, TransformerLm
 from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner, SpmdPartitioner
-from layerkit_runner.partitioning.mesh import axes_by_path, map_with_axes
+from layerkit_runner.partitioning.padding import axes_by_path, map_with_axes
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_hparams import TrainHParams
 

@@ -14,7 +14,7 @@ from optax import contrib
 
 from layerkit.config import Partial
 from layerkit_runner.optim.optimizers import elastic_weight_consolidation
-from layerkit_runner.partitioning.mesh import split_over
+from layerkit_runner.partitioning.padding import split_over
 
 STEPS = 3
 SPLIT = {"shard_optimizer_over_data": True}

@@ -29,7 +29,7 @@ from layerkit_runner.checkpointing.stored_state import join, named_leaves
 from layerkit_runner.init_from import InitFrom, Source, plan_first_state
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.partitioning.mesh import UnevenArray
+from layerkit_runner.partitioning.padding import UnevenArray
 from layerkit_runner.run.output_provenance import weights_digest_fn
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.tools.inspect.model import parameter_table, table_text

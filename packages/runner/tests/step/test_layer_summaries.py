@@ -15,7 +15,7 @@ from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.linears import Linear
 from layerkit.layers.transformer.repeat import Repeat
 from layerkit_runner.observers import Histogram
-from layerkit_runner.step.gradients import array_summaries, has_arrays, split_layers
+from layerkit_runner.step.layer_summaries import array_summaries, has_arrays, split_layers
 from layerkit_runner.step.metrics import GLOBAL_BATCH
 
 

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layerkit_runner.observers import Histogram
-from layerkit_runner.step.gradients import weight_histograms_fn
+from layerkit_runner.step.layer_summaries import weight_histograms_fn
 
 
 @pytest.fixture(params=["one device", "mesh", "pmap"])

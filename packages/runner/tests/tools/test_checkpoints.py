@@ -22,7 +22,7 @@ from layerkit_runner.checkpointing import (
     folders,
     stored_state,
 )
-from layerkit_runner.checkpointing.folders import read_evaluations
+from layerkit_runner.checkpointing.policy import read_evaluations
 from layerkit_runner.tools import checkpoints
 
 STATE = {

@@ -10,9 +10,9 @@ from layerkit_runner.checkpointing.errors import NewerManifestError as NewerMani
 from layerkit_runner.checkpointing.errors import ProcessCountError as ProcessCountError
 from layerkit_runner.checkpointing.errors import SaveError as SaveError
 from layerkit_runner.checkpointing.errors import SaveTimeoutError as SaveTimeoutError
-from layerkit_runner.checkpointing.folders import CheckpointPolicy as CheckpointPolicy
-from layerkit_runner.checkpointing.folders import SavedStep as SavedStep
 from layerkit_runner.checkpointing.manager import CheckpointManager as CheckpointManager
+from layerkit_runner.checkpointing.policy import CheckpointPolicy as CheckpointPolicy
+from layerkit_runner.checkpointing.policy import SavedStep as SavedStep
 from layerkit_runner.checkpointing.stored_state import RestoredCheckpoint as RestoredCheckpoint
 from layerkit_runner.checkpointing.stored_state import StateFormat as StateFormat
 from layerkit_runner.checkpointing.stored_state import (

@@ -15,7 +15,7 @@ import numpy as np
 from etils import epath
 
 from layerkit_runner.checkpointing import folders, handlers, integrity, stored_state
-from layerkit_runner.checkpointing.folders import read_evaluations, write_evaluations
+from layerkit_runner.checkpointing.policy import read_evaluations, write_evaluations
 from layerkit_runner.checkpointing.stored_state import StateFormat
 from layerkit_runner.files.atomic_write import atomic_write
 

@@ -21,7 +21,7 @@ from etils import epath
 
 from layerkit_runner.checkpointing import folders, integrity, stored_state
 from layerkit_runner.checkpointing.errors import SaveError, naming_damage
-from layerkit_runner.checkpointing.folders import CheckpointPolicy, Evaluations, SavedStep
+from layerkit_runner.checkpointing.policy import CheckpointPolicy, Evaluations, SavedStep
 from layerkit_runner.distributed.cluster import gather_results
 from layerkit_runner.files.atomic_write import read_regular
 

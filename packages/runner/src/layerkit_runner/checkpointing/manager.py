@@ -32,7 +32,7 @@ from layerkit_runner.checkpointing.errors import (
     save_error,
     silence_tracebacks,
 )
-from layerkit_runner.checkpointing.folders import (
+from layerkit_runner.checkpointing.policy import (
     CheckpointPolicy,
     Evaluations,
     read_evaluations,

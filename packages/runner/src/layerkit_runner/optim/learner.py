@@ -391,11 +391,8 @@ class Learner(Configurable):
         """Return weights or gradients in the dtypes in which optimizers compute."""
         if not self.stochastic_rounding:
             return tree
-
-        def widen(leaf: Any) -> Any:
-            return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
-
-        return jax.tree.map(widen, tree)
+        wide = {jnp.dtype(jnp.bfloat16): jnp.float32}
+        return jax.tree.map(lambda leaf: leaf.astype(wide.get(leaf.dtype, leaf.dtype)), tree)
 
     def _add_updates(self, trained: Any, updates: Any, step: jax.Array) -> tuple[Any, Any]:
         """Return (new weights, their change in float32)."""

@@ -21,12 +21,12 @@ from layerkit.config import Configurable
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
-from layerkit_runner.partitioning import mesh
-from layerkit_runner.partitioning.mesh import (
+from layerkit_runner.partitioning import padding
+from layerkit_runner.partitioning.mesh import make_mesh
+from layerkit_runner.partitioning.padding import (
     Uneven,
     UnevenArray,
     axes_by_path,
-    make_mesh,
     map_uneven,
     map_with_axes,
     split_over,
@@ -164,7 +164,7 @@ class Partitioner(Configurable):
 
     def padding_text(self, task: SingleTask) -> str:
         """Return one line about the padded weights; see `padding.padding_text`."""
-        return mesh.padding_text(self._place(task).padded)
+        return padding.padding_text(self._place(task).padded)
 
     def state_shardings(self, task: SingleTask) -> TrainState:
         """Return the shardings of the state on the devices."""

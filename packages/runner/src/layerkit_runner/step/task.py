@@ -48,14 +48,8 @@ from layerkit_runner.optim.weight_selection import (
     declarations_of,
     declared,
 )
-from layerkit_runner.step.gradients import (
-    ArraySummaries,
-    LossAggregator,
-    Variables,
-    array_summaries,
-    compute_gradients,
-    scalars_and_marks,
-)
+from layerkit_runner.step.gradients import LossAggregator, Variables, compute_gradients
+from layerkit_runner.step.layer_summaries import ArraySummaries, array_summaries, scalars_and_marks
 from layerkit_runner.step.metrics import LossSum, StepContext
 from layerkit_runner.step.task_metrics import example_metrics, named_metrics, step_metrics
 from layerkit_runner.step.train_hparams import TrainHParams

@@ -27,7 +27,7 @@ from etils import epath
 
 from layerkit.errors import UserError
 from layerkit_runner.checkpointing import errors, folders, integrity, stored_state
-from layerkit_runner.checkpointing.folders import (
+from layerkit_runner.checkpointing.policy import (
     CheckpointPolicy,
     Evaluations,
     SavedStep,

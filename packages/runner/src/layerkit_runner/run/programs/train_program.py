@@ -37,11 +37,7 @@ from layerkit_runner.observers import (
 )
 from layerkit_runner.observers.step_profiler import STEP_EVENT
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.step.gradients import (
-    has_arrays,
-    split_layers,
-    weight_histograms_fn,
-)
+from layerkit_runner.step.layer_summaries import has_arrays, split_layers, weight_histograms_fn
 from layerkit_runner.step.metrics import OverBatches
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_state import TrainState

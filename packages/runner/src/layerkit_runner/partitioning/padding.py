@@ -1,0 +1,238 @@
+"""Logical axes of the arrays of a state, and padding of those that the mesh does not divide.
+
+An optimizer keeps arrays shaped like the weights in trees with the same paths. Such an array has
+the axes of the weight whose path is the end of its path; dimensions reduced to size 1 have no axis.
+Arrays of other shapes (counters, the moments of `optax.adafactor`) are replicated.
+
+Between steps, JAX holds arrays in equal parts only, so a dimension such as 50257 words on 8 devices
+is rounded up with zeros at its end. A compiled step removes them first and adds them last, which
+needs no communication. A checkpoint does not depend on the mesh:
+
+    on the devices   [50264/tensor, 768]     equal parts, zeros at the end
+    within a step    [50257/tensor, 768]
+    in storage       [50257, 768/tensor]     equal parts of another dimension, or whole
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.tree_util import DictKey, KeyPath
+
+from layerkit.base.weights import is_box
+from layerkit.errors import first_names
+from layerkit_runner.files.text import size_text
+
+Axes = tuple[str | None, ...]
+Path = tuple[Any, ...]
+
+
+def axes_by_path(boxed: Any) -> dict[Path, tuple[Axes, tuple[int, ...]]]:
+    """Return (axes, shape) of each weight of boxed variables `{collection: …}` by layer path."""
+    leaves = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box)
+    return {
+        # The collection is a field of a state and not part of the layer's path.
+        _dict_keys(path)[1:]: (box.axes, box.value.shape)
+        for path, box in leaves
+        if is_box(box)
+    }
+
+
+def map_with_axes(
+    fn: Callable[[str, Axes, Any], Any], state: Any, weights: dict[Path, tuple[Axes, tuple]]
+) -> Any:
+    """Map `fn(path, axes, leaf)` over every array of a state, given `axes_by_path`."""
+
+    def visit(path: KeyPath, leaf: Any) -> Any:
+        return fn(jax.tree_util.keystr(path), _axes_of(_dict_keys(path), leaf, weights), leaf)
+
+    return jax.tree_util.tree_map_with_path(visit, state)
+
+
+def _axes_of(keys: Path, leaf: Any, weights: dict[Path, tuple[Axes, tuple]]) -> Axes:
+    # The longest end comes first, so that `lm/final_norm/scale` does not match a weight
+    # `final_norm/scale`.
+    for start in range(len(keys)):
+        axes, shape = weights.get(keys[start:], ((), ()))
+        sizes = tuple(zip(leaf.shape, shape, strict=False))
+        if len(shape) == leaf.ndim > 0 and all(size in (1, full) for size, full in sizes):
+            return tuple(
+                axis if size == full else None
+                for axis, (size, full) in zip(axes, sizes, strict=True)
+            )
+    return (None,) * leaf.ndim
+
+
+def _dict_keys(path: KeyPath) -> Path:
+    """Return the dict keys that a path ends with."""
+    entries = itertools.takewhile(lambda entry: isinstance(entry, DictKey), reversed(path))
+    return tuple(entry.key for entry in entries)[::-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class UnevenArray:
+    """An array that its mesh axes do not divide, with its forms on devices and in storage.
+
+    `axes` has the logical name of each dimension, and `sharding` divides `shape` unevenly.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    axes: Axes
+    sharding: NamedSharding
+
+    @property
+    def padded_shape(self) -> tuple[int, ...]:
+        """Shape on the devices: each dimension is rounded up to a multiple of its parts."""
+        return tuple(
+            -(-size // parts) * parts for size, parts in zip(self.shape, self.parts, strict=True)
+        )
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Number of parts that each dimension is split into."""
+        axes = mesh_axes(self.sharding.spec, self.shape)
+        return tuple(_num_parts(names, self.sharding.mesh) for names in axes)
+
+    @property
+    def on_devices(self) -> jax.ShapeDtypeStruct:
+        """Form on the devices between steps."""
+        return jax.ShapeDtypeStruct(self.padded_shape, self.dtype, sharding=self.sharding)
+
+    @property
+    def in_storage(self) -> jax.ShapeDtypeStruct:
+        """Form that storage reads and writes.
+
+        Mesh axes of uneven dimensions split the largest dimension that they divide, if any.
+        """
+        axes = mesh_axes(self.sharding.spec, self.shape)
+        uneven = [d for d, parts in enumerate(self.parts) if self.shape[d] % parts]
+        moved = tuple(axis for dim in uneven for axis in axes[dim])
+        for dim in uneven:
+            axes[dim] = ()
+        split_largest(axes, moved, shape=self.shape, mesh=self.sharding.mesh)
+        even = NamedSharding(self.sharding.mesh, PartitionSpec(*(entry or None for entry in axes)))
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=even)
+
+    def padded(self, x: jax.Array) -> jax.Array:
+        """Return `x` `[...]` with zeros at the end of uneven dimensions, in traced code."""
+        x = jax.lax.with_sharding_constraint(x, self.sharding)
+        more = [(0, to - size, 0) for size, to in zip(self.shape, self.padded_shape, strict=True)]
+        return jax.lax.pad(x, jnp.zeros((), x.dtype), more)
+
+    def cut(self, x: jax.Array) -> jax.Array:
+        """Return `x` `[...]` without the zeros that `padded` added, in traced code."""
+        x = jax.lax.slice(x, (0,) * x.ndim, self.shape)
+        return jax.lax.with_sharding_constraint(x, self.sharding)
+
+    def to_storage(self, x: jax.Array) -> Any:
+        """Return `x` `[...]` on the devices in the form of storage."""
+        return _cutting(self)(x)
+
+    def to_devices(self, x: jax.Array) -> Any:
+        """Return `x` `[...]` from storage in the form of the devices."""
+        return _padding(self)(x)
+
+
+Uneven = Mapping[str, UnevenArray]
+"""Uneven arrays by their path in a state, as `jax.tree_util.keystr` writes it."""
+
+
+def map_uneven(fn: Callable[[UnevenArray, Any], Any], state: Any, uneven: Uneven) -> Any:
+    """Map `fn(array, leaf)` over the uneven arrays of a state; other leaves are not copied."""
+    if not uneven:
+        return state
+
+    def visit(path: Any, x: Any) -> Any:
+        array = uneven.get(jax.tree_util.keystr(path))
+        return x if array is None else fn(array, x)
+
+    return jax.tree_util.tree_map_with_path(visit, state)
+
+
+# All saves and all equal arrays, such as a weight and its moments, share one program.
+@functools.lru_cache
+def _cutting(array: UnevenArray) -> Any:
+    return jax.jit(array.cut, out_shardings=array.in_storage.sharding)
+
+
+@functools.lru_cache
+def _padding(array: UnevenArray) -> Any:
+    return jax.jit(array.padded, out_shardings=array.sharding)
+
+
+def padding_text(uneven: Uneven) -> str:
+    """Return the padded dimensions with their mesh axes and the bytes of padding; "" if none.
+
+    An example is `vocab 50257 → 50264 over tensor (lm/softmax/w); 16.1 kB per device`.
+    """
+    changes: dict[str, list[str]] = {}
+    for path, array in uneven.items():
+        sizes = zip(array.axes, array.shape, array.padded_shape, strict=True)
+        over = mesh_axes(array.sharding.spec, array.shape)
+        for (name, size, to), axes in zip(sizes, over, strict=True):
+            if size != to:
+                change = f"{name} {size} → {to} over {' × '.join(axes)}"
+                changes.setdefault(change, []).append(path)
+    if not changes:
+        return ""
+    extra = 0.0
+    for array in uneven.values():
+        more = math.prod(array.padded_shape) - math.prod(array.shape)
+        extra += more * array.dtype.itemsize / math.prod(array.parts)
+    parts = [f"{change} ({_names(paths)})" for change, paths in changes.items()]
+    return f"{', '.join(parts)}; {size_text(extra)} per device"
+
+
+def _names(paths: list[str]) -> str:
+    weights = [path for path in paths if path.startswith(".params")] or paths
+    return first_names(
+        (path.partition("[")[2].strip("'[]").replace("']['", "/") for path in weights), limit=3
+    )
+
+
+def mesh_axes(spec: PartitionSpec, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
+    """Return the mesh axes that split each dimension."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
+
+
+def split_over(
+    spec: PartitionSpec, shape: tuple[int, ...], *, mesh: Any, axes: Sequence[str]
+) -> PartitionSpec:
+    """Split the largest dimension that allows it over the axes that an array does not use.
+
+    If weights are replicated over `data`, so are the optimizer's state and the averages by the
+    rules. Splitting these, and with them the update, over the replicas is ZeRO stage 1 (Rajbhandari
+    et al., 2020, arXiv:1910.02054): the compiler sums the gradient of a part on the device that
+    updates it, and gathers the new weights.
+    """
+    split = mesh_axes(spec, shape)
+    used = {name for names in split for name in names}
+    added = tuple(axis for axis in axes if axis not in used and mesh.shape[axis] > 1)
+    if added and split_largest(split, added, shape=shape, mesh=mesh):
+        return PartitionSpec(*(names or None for names in split))
+    return spec
+
+
+def split_largest(
+    axes: list[tuple[str, ...]], added: tuple[str, ...], *, shape: tuple[int, ...], mesh: Any
+) -> bool:
+    """Add mesh axes to the largest dimension that they divide; return False if there is none."""
+    for dim in sorted(range(len(shape)), key=lambda dim: -shape[dim]):
+        if shape[dim] % _num_parts(axes[dim] + added, mesh) == 0:
+            axes[dim] += added
+            return True
+    return False
+
+
+def _num_parts(axes: tuple[str, ...], mesh: Any) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
