@@ -138,17 +138,22 @@ def naming_line() -> Iterator[None]:
 def line_of(error: BaseException) -> str | None:
     """Return `file:line` of the innermost code outside of these packages and their libraries.
 
-    A line of the experiments that come with them is returned if there is no other.
+    Code that is not installed comes first, then other installed packages, then the experiments that
+    come with these packages.
     """
-    users, shipped = None, None
+    users, installed, shipped = None, None, None
     for frame, line in traceback.walk_tb(error.__traceback__):
         module = frame.f_globals.get("__package__") or frame.f_globals.get("__name__", "")
         package, place = module.partition(".")[0], f"{frame.f_code.co_filename}:{line}"
-        if package == "layerkit_experiments":
+        if package in _LIBRARIES:
+            continue
+        if package.startswith("layerkit_"):
             shipped = place
-        elif package not in _LIBRARIES:
+        elif f"{os.sep}site-packages{os.sep}" in place:
+            installed = place
+        else:
             users = place
-    result = users or shipped
+    result = users or installed or shipped
     return result and os.path.relpath(result)
 
 

@@ -132,9 +132,9 @@ def test_evaluation_at_schedule_free_averages_equals_that_of_one_device(
     """From what inference keeps of a state."""
     losses = []
     for shape in (mesh, arrangements.one_device):
-        optimizer = contrib.schedule_free_adamw(0.01)
+        optimizer = Partial(contrib.schedule_free_adamw)
         task = arrangements.sgd_task(
-            arrangements.language_model(), optimizer=optimizer, learning_rate=None
+            arrangements.language_model(), optimizer=optimizer, learning_rate=0.01
         )
         partitioner = arrangements.start(shape, task)
         step_fn, batch = partitioner.train_step_fn(task), arrangements.unequal_batch()
