@@ -47,9 +47,9 @@ def targets() -> Iterator[tuple[str, Any]]:
 
 def test_rows_set_fields_of_recipes():
     fields = {name for each in TABLES["recipes"] for name in recipe_fields(each)}
-    found = dict(targets())
-    assert len(found) > 25
-    for name, value in found.items():
+    values = dict(targets())
+    assert len(values) > 25
+    for name, value in values.items():
         if name in PARTS:
             assert value in TABLES["recipes"]
         elif "." not in name:

@@ -198,10 +198,10 @@ def test_each_row_comes_exactly_once(num_rows, seed, epoch):
 
 @given(num_rows=st.integers(1, 300), window=st.integers(1, 320), seed=seeds, epoch=seeds)
 def test_each_row_of_the_windows_comes_exactly_once(num_rows, window, seed, epoch):
-    found = order(num_rows, seed=seed, epoch=epoch, window=window)
-    assert sorted(found) == list(range(num_rows))
+    places = order(num_rows, seed=seed, epoch=epoch, window=window)
+    assert sorted(places) == list(range(num_rows))
     for start in range(0, num_rows, window):
-        rows = found[start : start + window]
+        rows = places[start : start + window]
         # Neighbors in storage, the last row being the first one's.
         gaps = np.diff(np.sort(rows), append=np.sort(rows)[0] + num_rows)
         assert np.sort(gaps)[:-1].tolist() == [1] * (len(rows) - 1)
@@ -271,10 +271,10 @@ def test_every_row_comes_to_every_place_and_after_every_other_equally_often(num_
 
 
 def test_windows_are_shuffled_each_in_its_own_way():
-    found = order(5 * NUM_ORDERS, window=5).reshape(NUM_ORDERS, 5)
-    first = np.min(found, axis=1, keepdims=True)
-    inside = np.max(found - first, axis=1) == 4  # all but the window around the end of the data
-    codes = (found - first)[inside] @ 5 ** np.arange(5)
+    places = order(5 * NUM_ORDERS, window=5).reshape(NUM_ORDERS, 5)
+    first = np.min(places, axis=1, keepdims=True)
+    inside = np.max(places - first, axis=1) == 4  # all but the window around the end of the data
+    codes = (places - first)[inside] @ 5 ** np.arange(5)
     assert abs(excess(np.unique(codes, return_counts=True)[1])) < 4
     # And so are the windows themselves: each tenth of the epoch has some of each tenth of the data.
     tenths = np.histogram2d(first[:, 0], np.arange(NUM_ORDERS), bins=10)[0]

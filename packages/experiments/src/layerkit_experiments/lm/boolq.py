@@ -16,7 +16,7 @@ from layerkit.base.weights import WeightInit
 from layerkit.config import Config
 from layerkit.layers import Embedding, FullSoftmax
 from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
-from layerkit_experiments.recipes.boolq import boolq, with_choice_accuracy
+from layerkit_experiments.recipes.boolq import boolq, report_choice_accuracy
 from layerkit_experiments.recipes.corpora import Corpus
 from layerkit_experiments.recipes.fine_tuning import weights_of
 from layerkit_experiments.recipes.language_model import LmExperiment, decoder
@@ -96,7 +96,7 @@ class LlamaBoolQ(Corpus, LmExperiment, abstract=True):
 
     def model(self) -> Config:
         """Return the config of the model, with adapters if they are asked for."""
-        model = with_choice_accuracy(decoder(self))
+        model = report_choice_accuracy(decoder(self))
         model.lm_tpl.softmax_tpl = FullSoftmax.HParams.config()
         model.lm_tpl.embedding_tpl = Embedding.HParams.config()
         attention = model.lm_tpl.stack_tpl.layer_tpl.attention_tpl

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 from layerkit.config import Config, build, field_names, target_of
 from layerkit.errors import ConfigError
 from layerkit_experiments.recipes.fine_tuning import (
+    add_adapters,
     folder_tokenizer,
     train_adapters,
     weights_of,
-    with_adapters,
 )
 from layerkit_experiments.recipes.language_model import remat_policy
 from layerkit_experiments.recipes.local_files import LocalFiles
@@ -185,7 +185,7 @@ class FineTuneLora(FineTune):
 
     def model(self) -> Config:
         """Return the config of the model with adapters."""
-        return with_adapters(self, super().model())
+        return add_adapters(self, super().model())
 
     def learner(self) -> Config:
         """Return the config of the learner, which trains only adapters."""

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 
 from layerkit.config import Config
 from layerkit_experiments.recipes.corpora import Corpus
-from layerkit_experiments.recipes.experts import MixtureOfExperts, with_experts
+from layerkit_experiments.recipes.experts import MixtureOfExperts, add_experts
 from layerkit_experiments.recipes.language_model import LmExperiment, decoder
-from layerkit_experiments.recipes.latent_attention import with_latent_attention
+from layerkit_experiments.recipes.latent_attention import use_latent_attention
 from layerkit_experiments.recipes.meshes import Pipelined
 
 
@@ -70,7 +70,7 @@ class Jaxformer1B(MixtureOfExperts, Pipelined, Corpus, LmExperiment):
 
     def model(self) -> Config:
         """Return the config of the LanguageModel."""
-        return with_experts(self, with_latent_attention(self, decoder(self)))
+        return add_experts(self, use_latent_attention(self, decoder(self)))
 
     def task(self) -> Config:
         """Return the task; it saves the first weights, and samples with the same random numbers."""

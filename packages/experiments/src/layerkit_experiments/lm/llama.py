@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 from layerkit.config import Config
 from layerkit_experiments.recipes.corpora import Corpus
 from layerkit_experiments.recipes.fine_tuning import (
+    add_adapters,
     folder_tokenizer,
     train_adapters,
     weights_of,
-    with_adapters,
 )
 from layerkit_experiments.recipes.language_model import LmExperiment, untied_decoder
 from layerkit_experiments.recipes.local_files import LocalFiles
@@ -134,7 +134,7 @@ class LlamaLora(LocalFiles, LmExperiment, abstract=True):
 
     def model(self) -> Config:
         """Return the config of the model with adapters."""
-        return with_adapters(self, untied_decoder(self))
+        return add_adapters(self, untied_decoder(self))
 
     def learner(self) -> Config:
         """Return the config of the learner, which trains only adapters."""

@@ -15,9 +15,9 @@ from layerkit.layers import RelativeBias
 from layerkit_experiments.recipes.corpora import Corpus, synthetic_tokens
 from layerkit_experiments.recipes.experts import (
     MixtureOfExperts,
+    add_experts,
     gshard_decoder,
     gshard_mixture,
-    with_experts,
 )
 from layerkit_experiments.recipes.language_model import LmExperiment, decoder
 from layerkit_experiments.recipes.meshes import EXPERT_AXES
@@ -64,7 +64,7 @@ class Glam(MixtureOfExperts, Corpus, LmExperiment, abstract=True):
         model = decoder(self)
         bias = RelativeBias.HParams.config()
         model.lm_tpl.stack_tpl.layer_tpl.attention_tpl.relative_bias_tpl = bias
-        return with_experts(self, model)
+        return add_experts(self, model)
 
 
 class Glam126M64E(Glam):
@@ -161,7 +161,7 @@ class PraxisExperts(MixtureOfExperts, LmExperiment, abstract=True):
     def model(self) -> Config:
         """Return the config of the LanguageModel."""
         model = gshard_decoder(self)
-        return with_experts(self, model, gshard_mixture(self, model))
+        return add_experts(self, model, gshard_mixture(self, model))
 
     def data_summary(self) -> str:
         """Return a short description of the training data."""

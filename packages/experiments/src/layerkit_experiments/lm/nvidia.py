@@ -16,9 +16,9 @@ from layerkit_experiments.lm.pax import PaxLm
 from layerkit_experiments.recipes.corpora import synthetic_tokens
 from layerkit_experiments.recipes.experts import (
     MixtureOfExperts,
+    add_experts,
     gshard_mixture,
     praxis_glam,
-    with_experts,
 )
 from layerkit_experiments.recipes.language_model import LmExperiment, decoder
 from layerkit_experiments.recipes.meshes import EXPERT_AXES, Pipelined
@@ -196,7 +196,7 @@ class MoELarge(MixtureOfExperts, NvidiaLm):
     def model(self) -> Config:
         """Return the config of the LanguageModel."""
         model = capped_decoder(self)
-        return with_experts(self, model, gshard_mixture(self, model))
+        return add_experts(self, model, gshard_mixture(self, model))
 
 
 class GLaM64B64EProxy(PraxisExperts):

@@ -75,7 +75,7 @@ class AnswersInput(SeqIOInput):
         return batch
 
 
-def with_choice_accuracy(model: Config) -> Config:
+def report_choice_accuracy(model: Config) -> Config:
     """Return the config of a ChoiceLanguageModel with the fields of a LanguageModel."""
     fields = ("lm_tpl", "fprop_dtype", "decoder")
     return ChoiceLanguageModel.HParams.config(**{name: getattr(model, name) for name in fields})

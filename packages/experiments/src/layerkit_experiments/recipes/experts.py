@@ -55,10 +55,10 @@ class MixtureOfExperts:
 
     def model(self) -> Config:
         """Return the config of the LanguageModel."""
-        return with_experts(self, decoder(self))
+        return add_experts(self, decoder(self))
 
 
-def with_experts(fields: Any, model: Config, experts: Config | None = None) -> Config:
+def add_experts(fields: Any, model: Config, experts: Config | None = None) -> Config:
     """Return the config of a LanguageModel with experts in every EXPERT_PERIOD-th layer.
 
     Args:
@@ -150,7 +150,7 @@ def praxis_glam(fields: Any) -> Config:
     feed_forward.down_init = unit_variance(model.lm_tpl.hidden_dims)
     experts = gshard_mixture(fields, model)
     experts.activation_tpl = ReLU.HParams.config()
-    return with_experts(fields, model, experts)
+    return add_experts(fields, model, experts)
 
 
 def unit_variance(fan_in: int) -> WeightInit:

@@ -17,7 +17,7 @@ def weights_of(folder: str) -> Config:
     return config
 
 
-def with_adapters(fields: Any, model: Config) -> Config:
+def add_adapters(fields: Any, model: Config) -> Config:
     """Return the config of a model with low-rank adapters (Hu et al., 2021; arXiv:2106.09685).
 
     `--mode=export` merges the adapters into the weights.

@@ -18,7 +18,7 @@ _PLAIN_FIELDS = {
 }
 
 
-def with_latent_attention(fields: Any, model: Config) -> Config:
+def use_latent_attention(fields: Any, model: Config) -> Config:
     """Return the config of a LanguageModel with latent attention.
 
     Args:

@@ -12,7 +12,7 @@ from layerkit_experiments.recipes.training import (
     adamw,
     checked_learner,
     number_of_steps,
-    with_schedule,
+    schedule_learning_rate,
 )
 from layerkit_runner.optim import schedules
 from layerkit_runner.optim.optimizers import adam_with_update_cap
@@ -21,7 +21,7 @@ from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 
 def adamw_linear(fields: Any) -> Config:
     """Return AdamW that decays matrices; a linear warmup, then linear decay to 0 (Devlin, 2018)."""
-    return adamw(fields, with_schedule(fields, schedules.linear_warmup_polynomial_decay))
+    return adamw(fields, schedule_learning_rate(fields, schedules.linear_warmup_polynomial_decay))
 
 
 def adam_exponential(fields: Any) -> Config:
@@ -43,7 +43,7 @@ def capped_cosine(fields: Any) -> Config:
     optimizer = (
         _pax_adafactor(fields, decay_adam=0.99) if fields.USE_ADAFACTOR else _capped_adam(fields)
     )
-    rate = with_schedule(
+    rate = schedule_learning_rate(
         fields, schedules.linear_warmup_cosine_decay, min_ratio=fields.MIN_LEARNING_RATE_RATIO
     )
     return checked_learner(fields, optimizer, rate)
@@ -81,7 +81,7 @@ def adam_inverse_sqrt(fields: Any) -> Config:
 
 
 def _exponential(fields: Any) -> Config:
-    return with_schedule(
+    return schedule_learning_rate(
         fields, schedules.linear_warmup_exponential_decay, min_ratio=fields.MIN_LEARNING_RATE_RATIO
     )
 

@@ -131,7 +131,7 @@ def train_config(fields: Any, learner: Config) -> Config:
 
 def adamw_cosine(fields: Any) -> Config:
     """Return AdamW with a linear warmup, then a cosine down to MIN_LEARNING_RATE_RATIO."""
-    rate = with_schedule(
+    rate = schedule_learning_rate(
         fields, schedules.linear_warmup_cosine_decay, min_ratio=fields.MIN_LEARNING_RATE_RATIO
     )
     return adamw(fields, rate, decays_all=fields.DECAYED_WEIGHTS == "all")
@@ -172,7 +172,7 @@ def checked_learner(fields: Any, optimizer: Partial, learning_rate: Config) -> C
     )
 
 
-def with_schedule(fields: Any, schedule: Callable[..., Any], **options: Any) -> Config:
+def schedule_learning_rate(fields: Any, schedule: Callable[..., Any], **options: Any) -> Config:
     """Return the config of a schedule of the runner with LEARNING_RATE and the schedule's steps.
 
     Args:
