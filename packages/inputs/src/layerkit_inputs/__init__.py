@@ -72,42 +72,4 @@ if TYPE_CHECKING:
     from layerkit_inputs.text.tokenizers import SentencePieceTokenizer as SentencePieceTokenizer
     from layerkit_inputs.text.tokenizers import tokenizer_config as tokenizer_config
 
-_NAMES_BY_MODULE = {
-    "arrays.csv_series": "CsvSeries",
-    "arrays.idx_images": "IdxImages",
-    "base.base_input": "BaseInput",
-    "base.errors": "BadRecordError MissingExtraError",
-    "base.host_batches": "ArraySpec Feed FeedPlan batch_specs check_batch plan_feeds",
-    "base.indexed_input": "IndexedInput",
-    "base.prefetch": "Prefetch",
-    "base.tokenizer_interface": "Tokenizer",
-    "grain.array_records": "ArrayRecordFiles",
-    "grain.iter_input": "GrainIterInput",
-    "grain.map_input": "ArrayRecordRows GrainMapInput",
-    "hugging_face.pairs": "HuggingFacePairs",
-    "hugging_face.stream": "HuggingFaceStream",
-    "hugging_face.text_input": "HuggingFaceInput HuggingFacePrompts",
-    "lingvo": "base_input",
-    "lingvo.adaptor": "LingvoInputAdaptor LingvoInputAdaptorNewBatchSize",
-    "lingvo.eval_adaptors": "LingvoEvalAdaptor LingvoLazyEvalAdaptor",
-    "mixing.mixture": "Mixture",
-    "mixing.multi_input": "MultiInput",
-    "packing.first_fit": "cut_documents plan_packing",
-    "packing.model_features": "encoder_decoder_features lm_features prompt_features",
-    "packing.stream_packer": "StreamPacker",
-    "parquet.parquet_rows": "ParquetRows",
-    "seqio.eval_inputs": "get_eval_hparams_for_seqio",
-    "seqio.seqio_input": "SeqIOInput",
-    "synthetic.generated_digits": "GeneratedDigits",
-    "synthetic.generated_series": "GeneratedSeries",
-    "synthetic.number_words": "NumberWords",
-    "synthetic.random_tokens": "SyntheticInput",
-    "text.local_text": "LocalText LocalTextPrompts",
-    "text.text_pairs": "ParallelText TextPairs",
-    "text.token_records": "TokenRecords",
-    "text.tokenizers": (
-        "ByteTokenizer HuggingFaceTokenizer SentencePieceTokenizer tokenizer_config"
-    ),
-}
-
-__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES_BY_MODULE)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -29,13 +29,4 @@ if TYPE_CHECKING:
     from layerkit.config import sub_config_field as sub_config_field
     from layerkit.config.nested_map import NestedMap as NestedMap
 
-_NAMES_BY_MODULE = {
-    "base.base_layer": "BaseLayer",
-    "base.base_model": "BaseModel WeightedScalar",
-    "config": ("BaseHParams Config Configurable Partial build instance_field sub_config_field"),
-    "config.nested_map": "NestedMap",
-    "base.sharding": "DEFAULT_RULES BoundSharding ShardingRules",
-    "base.weights": "WeightHParams WeightInit",
-}
-
-__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES_BY_MODULE)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -48,30 +48,4 @@ if TYPE_CHECKING:
 
 # A function called as its module (`resolve`) cannot be here: once the module is imported, Python
 # would find that under the name.
-_NAMES = {
-    "config.flags": "Command Mode",
-    "config.experiment": "BaseExperiment",
-    "config.registry": "list_experiments",
-    "config.requests": "Override ResolvedExperiment",
-    "errors": "UsageError",
-    "init_from.settings": "InitFrom Source",
-    "interface.experiments": "get_experiment input_batches",
-    "interface.loaded_model": "LoadedModel",
-    "interface.loading": "load",
-    "interface.scoring": "Score",
-    "interface.training": "MetricsTable TrainResult train",
-    "observers.base": "Observer",
-    "optim.early_stopping": "EarlyStopping StoppingRule",
-    "optim.learner": "AuxiliaryOptimizer Learner",
-    "optim.weight_selection": "VariationalNoise",
-    "partitioning.partitioner": "PmapPartitioner SpmdPartitioner",
-    "run_options": "Flag RunOptions",
-    "run.programs.decode_program": "DecodeProgram",
-    "run.programs.eval_program": "BaseProgram EvalProgram",
-    "run.executor": "Executor",
-    "run.programs.train_program": "TrainProgram",
-    "step.task": "SingleTask",
-    "step.train_hparams": "TrainHParams",
-}
-
-__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -21,10 +21,4 @@ if TYPE_CHECKING:
     )
     from layerkit_inputs.lingvo.preflight import prepare as prepare
 
-_NAMES_BY_MODULE = {
-    "adaptor": "LingvoInputAdaptor LingvoInputAdaptorNewBatchSize",
-    "eval_adaptors": "LingvoEvalAdaptor LingvoLazyEvalAdaptor",
-    "preflight": "prepare",
-}
-
-__getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES_BY_MODULE)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -28,12 +28,4 @@ if TYPE_CHECKING:
     from layerkit.config.hparams import Configurable as Configurable
     from layerkit.errors import UnknownFieldError as UnknownFieldError
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "config": "Config Partial build changed_fields instance_field sub_config_field",
-        "graphs": "assigned_fields copy_config field_names is_config target_of walk_configs",
-        "hparams": "BaseHParams Conditions Configurable",
-        ".errors": "UnknownFieldError",
-    },
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from layerkit.errors import UnknownNameError
 
+# `from package.module import Name as Name` below `if TYPE_CHECKING:`.
+_IMPORT = re.compile(r"^    from ([\w.]+) import \(?\s*(\w+) as \2\b", re.MULTILINE)
 
-def lazy_names(
-    package: str, names_by_module: Mapping[str, str]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+
+def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of a package.
 
+    The public names are those that its source imports below `if TYPE_CHECKING:`, so type checkers
+    and programs read one list.
+
     Args:
-      package: Name of the package.
-      names_by_module: Public names, separated by spaces, by the module that defines them: its
-        relative import without the first dot, such as `basic.linears` or `.ops.remat`.
+      package: Name of the package, `__name__`.
     """
-    module_of = {
-        name: module for module, names in names_by_module.items() for name in names.split()
-    }
+    module = sys.modules[package]
+    source = module.__loader__.get_data(module.__file__).decode()  # type: ignore
+    module_of = {name: origin for origin, name in _IMPORT.findall(source)}
 
     def find(name: str) -> Any:
         if name not in module_of:
             raise UnknownNameError("unknown name", owner=package, value=name, choices=module_of)
-        value = getattr(importlib.import_module(f".{module_of[name]}", package), name)
-        setattr(sys.modules[package], name, value)
+        value = getattr(importlib.import_module(module_of[name]), name)
+        setattr(module, name, value)
         return value
 
-    return find, lambda: sorted({*vars(sys.modules[package]), *module_of}), sorted(module_of)
+    return find, lambda: sorted({*vars(module), *module_of}), sorted(module_of)

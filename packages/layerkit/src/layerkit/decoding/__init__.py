@@ -32,19 +32,4 @@ if TYPE_CHECKING:
     from layerkit.decoding.loop import sample_token as sample_token
     from layerkit.decoding.loop import start_prompts as start_prompts
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "beam_search": "BeamSearch",
-        "cache_rows": "row_axes",
-        "decoder": "Decoder Prompts",
-        "logit_processors": (
-            "BannedIds CountPenalty LogitBias LogitProcessor MinP MinSteps "
-            "NoRepeatNgrams RepetitionPenalty RowOptions RowsSoFar Temperature TopK TopP"
-        ),
-        "cached_network": "cached_step",
-        "loop": (
-            "SampleDecoder SampledRows advance_rows extend_prompts sample_token start_prompts"
-        ),
-    },
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -19,17 +19,4 @@ if TYPE_CHECKING:
     from layerkit.models.weighted_metrics import example_weights as example_weights
     from layerkit.ops.losses import weighted_mean as weighted_mean
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "bert": "BertModel",
-        "classification_model": "ClassificationModel",
-        "encoder_decoder": "TransformerEncoderDecoder",
-        "weighted_metrics": "example_weights",
-        "language_model": "LanguageModel",
-        "preference_model": "DpoModel",
-        "sequence_model": "SequenceModel",
-        "transformer_lm": "TransformerLm",
-        ".ops.losses": "weighted_mean",
-    },
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__)

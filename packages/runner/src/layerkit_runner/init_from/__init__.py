@@ -18,6 +18,4 @@ if TYPE_CHECKING:
     from layerkit_runner.init_from.settings import InitFrom as InitFrom
     from layerkit_runner.init_from.settings import Source as Source
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__, {"first_state": "plan_first_state", "settings": "InitFrom Source"}
-)
+__getattr__, __dir__, __all__ = lazy_names(__name__)
