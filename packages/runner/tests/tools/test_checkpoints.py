@@ -187,20 +187,6 @@ def test_show_of_a_damaged_step_names_the_file(job, capsys, name):
     assert run(capsys, "show", job, "--step=10").endswith("step 4 B)\n")
 
 
-def test_conversion_to_msgpack_and_back_keeps_the_state(written, tmp_path, capsys):
-    one_file, again = tmp_path / "one_file", tmp_path / "again"
-    run(capsys, "convert", written, one_file, "--to=msgpack", "--step=10")
-    assert_is_step(one_file, 10)
-    assert (one_file / "checkpoints/checkpoint_00000010/state/state.msgpack").exists()
-    run(capsys, "convert", one_file, again, "--to=tensorstore")
-    assert_is_step(again, 10)
-    for folder in (one_file, again):
-        assert run(capsys, "verify", folder) == "step 10: intact\n"
-        # The date of the save is kept.
-        date = run(capsys, "list", folder).splitlines()[1].split("  ")[1]
-        assert date in run(capsys, "list", written)
-
-
 def test_convert_writes_weights_as_safetensors(written, tmp_path, capsys):
     path = tmp_path / "weights.safetensors"
     assert run(capsys, "convert", written, path, "--to=safetensors") == (
@@ -229,13 +215,6 @@ def test_list_of_a_later_layout_names_its_version(job, capsys):
     assert "layout_version=9. Expected at most 1." in run(capsys, "list", job, code=2)
 
 
-def test_conversion_from_pax_of_another_checkpoint_is_an_error(job, tmp_path, capsys):
-    new = tmp_path / "new"
-    words = ("convert", job, new, "--to=msgpack", "--from=pax", "--exp=lm.lm_cloud.LmCloudSpmdTest")
-    assert f"DIR='{job}'" in run(capsys, *words, code=2)
-    assert not new.exists()
-
-
 def test_missing_step_is_an_error(written, capsys):
     text = run(capsys, "verify", written, "--step=15", code=2)
     assert "--step=15" in text and "10, 20" in text
@@ -250,12 +229,8 @@ def test_missing_step_is_an_error(written, capsys):
         (["show", "job", "--step=-1"], "--step='-1'"),
         (["list", "job", "--red"], "'--read'"),
         (["convert", "job", "new"], "--to"),
-        (["convert", "job", "--to=msgpack"], "Expected DIR and DEST"),
+        (["convert", "job", "--to=safetensors"], "Expected DIR and DEST"),
         (["convert", "job", "new", "--to=zip"], "safetensors"),
-        (["convert", "job", "new", "--to=msgpack", "--fdl.A=1"], "--fdl.A"),
-        (["convert", "job", "new", "--to=msgpack", "--part=params"], "--part='params'"),
-        (["convert", "job", "new", "--to=msgpack", "--exp=E"], "--from=pax"),
-        (["convert", "job", "new", "--to=msgpack", "--exp=E", "--from=pax"], "DIR='job'"),
     ],
 )
 def test_wrong_command_line_exits_with_2(capsys, words, fact):

@@ -112,24 +112,6 @@ def unfinished_or_damaged(directory: epath.Path) -> list[epath.Path]:
     return sorted([*unfinished(directory), *aside])
 
 
-def new_unfinished(directory: epath.Path, step: int) -> epath.Path:
-    """Create an empty folder in which a step is written before `commit`."""
-    path = step_folder(directory, step)
-    if not _is_without_rename(path):
-        path = path.parent / f"{path.name}{_TEMPORARY_SUFFIX}"
-    if path.exists():
-        path.rmtree()
-    path.mkdir(parents=True)
-    return path
-
-
-def commit(unfinished_path: epath.Path, final: epath.Path) -> None:
-    """Commit a step that was written to a folder of `new_unfinished`."""
-    (unfinished_path / COMMIT_FILE).write_text("Copied or converted completely.")
-    if unfinished_path != final:
-        unfinished_path.rename(final)
-
-
 def move_aside(path: epath.Path) -> epath.Path:
     """Rename the folder of a damaged step to an unused name and return the new path."""
     aside = path.parent / f"{_ASIDE_PREFIX}{path.name}"
@@ -186,11 +168,6 @@ def read_metadata(step_directory: epath.Path) -> dict[str, Any]:
             LayoutVersionError, step_directory, "layout_version", version, LAYOUT_VERSION
         )
     return about
-
-
-def write_metadata(step_directory: epath.Path, about: Mapping[str, Any]) -> None:
-    """Replace the metadata of a step that is not committed yet."""
-    (step_directory / _METADATA_FILE).write_text(json.dumps(about))
 
 
 def policy_of(about: Mapping[str, Any]) -> CheckpointPolicy | None:

@@ -1,14 +1,12 @@
-"""List, verify, copy and convert checkpoints.
+"""List, verify and export checkpoints.
 
     python -m layerkit_runner.tools.checkpoints list DIR             steps, and why each is kept
     python -m layerkit_runner.tools.checkpoints verify DIR           compare digests, find NaN
     python -m layerkit_runner.tools.checkpoints show DIR --step=400  arrays of a step
-    python -m layerkit_runner.tools.checkpoints convert DIR NEW --to=msgpack      or tensorstore
     python -m layerkit_runner.tools.checkpoints convert DIR w.safetensors --to=safetensors
-    python -m layerkit_runner.tools.checkpoints convert PAX NEW --from=pax --exp=E --to=tensorstore
 
-DIR is the folder of a job, or the folder of its checkpoints. `convert` writes a step atomically and
-never overwrites one. No accelerator is used.
+DIR is the folder of a job, or the folder of its checkpoints. `convert` never overwrites a file. No
+accelerator is used.
 
 Exit codes: 0 done, 1 a checkpoint is damaged or not finite, or storage failed, 2 the command line
 is wrong.
@@ -29,20 +27,16 @@ from layerkit.errors import UserError
 from layerkit_runner.checkpointing import errors, folders, integrity, stored_state
 from layerkit_runner.checkpointing.policy import (
     CheckpointPolicy,
-    Evaluations,
     SavedStep,
     read_evaluations,
 )
-from layerkit_runner.config.flags import unknown_flag
 from layerkit_runner.config.help import read_command
 from layerkit_runner.errors import StorageError, UsageError, recast
 from layerkit_runner.files.atomic_write import absolute, read_regular
 from layerkit_runner.files.text import aligned, size_text
 from layerkit_runner.run_options import Flag, non_negative
 
-_SAFETENSORS = "safetensors"
-_TARGETS = (*(kind.value for kind in stored_state.StateFormat), _SAFETENSORS)
-
+_TARGETS = ("safetensors",)
 
 _HELP = Flag("help", bool, "print these flags")
 _NEWEST = Flag("step", non_negative, "the step; by default the newest", "STEP")
@@ -54,20 +48,7 @@ _FLAGS = {
     "convert": (
         Flag("to", str, f"format to write: {', '.join(_TARGETS)}", "FORMAT", choices=_TARGETS),
         _NEWEST,
-        Flag("part", str, "part of the state to write as safetensors; by default params", "PART"),
-        Flag(
-            "from",
-            str,
-            "pax: read a checkpoint of Paxml, with the state of Adam and the step",
-            "pax",
-            choices=("pax",),
-        ),
-        Flag(
-            "exp",
-            str,
-            "experiment that the checkpoint of Paxml is for; --fdl.NAME=VALUE sets its fields",
-            "NAME",
-        ),
+        Flag("part", str, "part of the state to write; by default params", "PART"),
         _HELP,
     ),
 }
@@ -91,29 +72,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    overrides = [word for word in words[1:] if word.startswith("--fdl.")]
-    others = [word for word in words if word not in overrides]
-    command = read_command(others, _FLAGS, kind="command", page=__doc__ or "")
+    command = read_command(words, _FLAGS, kind="command", page=__doc__ or "")
     if command is None:
         return 0
     name, values, paths = command
-    if overrides and "exp" not in values:
-        known = [flag.name for flag in _FLAGS[name]]
-        raise unknown_flag(overrides[0].partition("=")[0], known)
     places = ["DIR", "DEST"] if name == "convert" else ["DIR"]
     if len(paths) != len(places):
         raise UsageError(field="folders", value=paths, expected=" and ".join(places))
-    if name == "convert":
-        if "to" not in values:
-            raise UsageError("missing flag", field="--to", choices=_TARGETS)
-        return _convert(*paths, overrides=overrides, origin=values.pop("from", None), **values)
-    runs: dict[str, Callable[..., int]] = {"list": _list, "verify": _verify, "show": _show}
+    if name == "convert" and "to" not in values:
+        raise UsageError("missing flag", field="--to", choices=_TARGETS)
+    runs: dict[str, Callable[..., int]] = {
+        "list": _list,
+        "verify": _verify,
+        "show": _show,
+        "convert": _convert,
+    }
     return runs[name](*paths, **values)
 
 
 def _list(folder: str, *, read: bool = False) -> int:
     directory = _existing(folder)
-    evaluations = _recorded_evaluations(directory)
+    try:
+        evaluations = read_evaluations(directory)
+    except UserError as error:
+        raise recast(StorageError, error) from error
     check = integrity.verify if read else integrity.compare_sizes
     paths = {step: folders.step_folder(directory, step) for step in _steps(directory, None)}
     damage = {step: [f for f in check(path) if f.is_damage] for step, path in paths.items()}
@@ -221,108 +203,23 @@ def _show(folder: str, *, step: int | None = None) -> int:
 
 
 def _convert(
-    folder: str,
-    destination: str,
-    *,
-    to: str,
-    origin: str | None,
-    overrides: Sequence[str],
-    exp: str | None = None,
-    step: int | None = None,
-    part: str | None = None,
+    folder: str, destination: str, *, to: str, step: int | None = None, part: str = "params"
 ) -> int:
     _use_cpu()
     from layerkit_runner.checkpointing import conversion, handlers
 
-    if part is not None and (origin is not None or to != _SAFETENSORS):
-        expected = f"--to={_SAFETENSORS}; other conversions write the whole state"
-        raise UsageError(field="--part", value=part, expected=expected)
-    if origin is None and exp is not None:
-        raise UsageError(field="--exp", value=exp, expected="--from=pax beside it")
-    if origin is not None:
-        return _convert_pax(folder, destination, to=to, exp=exp, overrides=overrides, step=step)
-    source = _existing(folder)
+    source, path = _existing(folder), absolute(destination)
     step = _steps(source, step)[-1]
-    if to == _SAFETENSORS:
-        path = absolute(destination)
-        try:
-            count = conversion.write_safetensors(source, path, step, part=part or "params")
-        except ImportError as error:
-            hint = "Install it: pip install safetensors"
-            raise UsageError(f"{error}", field="--to", value=to, hint=hint) from None
-        except KeyError:
-            stored = handlers.stored_leaves(folders.step_folder(source, step) / "state")
-            parts = sorted({name[0] for name in stored})
-            raise UsageError(field="--part", value=part, choices=parts) from None
-        print(f"{path}: {count} arrays of step {step}")
-        return 0
-    target = _checkpoints_of(destination)
-    for directory in (source, target):
-        _recorded_evaluations(directory)
-    state_format = stored_state.StateFormat(to)
-    print(conversion.convert_step(source, target, step, state_format=state_format))
-    return 0
-
-
-def _convert_pax(
-    folder: str,
-    destination: str,
-    *,
-    to: str,
-    exp: str | None,
-    overrides: Sequence[str],
-    step: int | None,
-) -> int:
-    """Convert a checkpoint of Paxml. The state must fit in memory.
-
-    The experiment determines which values are read.
-    """
-    import jax
-
-    from layerkit.config import build
-    from layerkit_runner.checkpointing import CheckpointManager
-    from layerkit_runner.config.registry import find_experiment
-    from layerkit_runner.config.requests import parse_override
-    from layerkit_runner.init_from import InitFrom, Source, plan_first_state
-    from layerkit_runner.init_from.pax.paxml_folders import find
-    from layerkit_runner.partitioning import SpmdPartitioner
-    from layerkit_runner.run.resolve import resolve_entry
-
-    if exp is None:
-        raise UsageError(field="--exp", value=None, expected="an experiment with --from=pax")
-    if to == _SAFETENSORS:
-        choices = [kind.value for kind in stored_state.StateFormat]
-        raise UsageError(field="--to", value=to, choices=choices)
-    if find(absolute(folder)) is None:
-        raise UsageError(field="DIR", value=folder, expected="a folder with checkpoints of Paxml")
-    words = (word.removeprefix("--fdl.").partition("=") for word in overrides)
-    parsed = [parse_override(path, text) for path, _, text in words]
-    resolved = resolve_entry(find_experiment(exp), parsed)
-    task = build(resolved.task)
-    source = Source(
-        folder=folder,
-        step=step,
-        opt_state_rules=[(r".*", r"\g<0>")],
-        load_step=True,
-    )
-    # Every axis has size 1, whichever mesh the experiment trains on.
-    partitioner = SpmdPartitioner()
-    if isinstance(build(resolved.partitioner), SpmdPartitioner):
-        sizes = [1] * len(resolved.partitioner.mesh_axis_names)
-        partitioner = build(resolved.partitioner, ici_mesh_shape=sizes, dcn_mesh_shape=None)
-    partitioner.start(jax.devices()[:1])
-    partitioner.bind(task)
-    settings = InitFrom(sources=[source], label=f"convert {folder}")
-    first = plan_first_state(partitioner, task, weights=settings)()
-    target = _checkpoints_of(destination)
-    path = folders.step_folder(target, first.step)
-    if first.step in folders.committed_steps(target):
-        raise FileExistsError(f"{path} already exists; nothing was changed")
-    state_format = stored_state.StateFormat(to)
-    with CheckpointManager(target, state_format=state_format) as checkpoints:
-        state = partitioner.stored_state(task, first.state)
-        checkpoints.save(first.step, state, input_states={}, metadata={}, force=True)
-    print(path)
+    try:
+        count = conversion.write_safetensors(source, path, step, part=part)
+    except ImportError as error:
+        hint = "Install it: pip install safetensors"
+        raise UsageError(f"{error}", field="--to", value=to, hint=hint) from None
+    except KeyError:
+        stored = handlers.stored_leaves(folders.step_folder(source, step) / "state")
+        parts = sorted({name[0] for name in stored})
+        raise UsageError(field="--part", value=part, choices=parts) from None
+    print(f"{path}: {count} arrays of step {step}")
     return 0
 
 
@@ -338,14 +235,6 @@ def _existing(directory: str) -> epath.Path:
     if not folders.committed_steps(path):
         raise UsageError("no checkpoint found", owner=str(path))
     return path
-
-
-def _recorded_evaluations(directory: epath.Path) -> Evaluations:
-    """Return the recorded evaluations, which a command reads before it writes anything."""
-    try:
-        return read_evaluations(directory)
-    except UserError as error:
-        raise recast(StorageError, error) from error
 
 
 def _steps(directory: epath.Path, step: int | None) -> list[int]:
