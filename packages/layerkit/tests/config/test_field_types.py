@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from layerkit.config.field_types import FieldTypeError, convert, parse_value
-from layerkit.config.type_converters import MISMATCH, converter_of
+from layerkit.config.type_converters import MISMATCH, fit
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ class Color(enum.Enum):
 
 @pytest.mark.parametrize("value", ["r", "Color.RED", "RED", Color.RED])
 def test_member_may_be_given_by_value_or_name(value):
-    assert converter_of(Color, ())(value) is Color.RED
-    assert converter_of(Color, ())("Color.BLUE") is MISMATCH
+    assert fit(value, Color) is Color.RED
+    assert fit("Color.BLUE", Color) is MISMATCH
 
 
 _LITERALS = st.recursive(

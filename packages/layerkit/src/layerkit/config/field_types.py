@@ -22,13 +22,7 @@ import typing
 import warnings
 from typing import Any
 
-from layerkit.config.type_converters import (
-    MISMATCH,
-    Converter,
-    converter_of,
-    evaluate,
-    is_union,
-)
+from layerkit.config.type_converters import MISMATCH, fit, is_union, resolve
 from layerkit.errors import ConfigError
 
 # Fields that Flax adds to modules, which belong to no config.
@@ -56,10 +50,9 @@ class Annotation(str):
     modules: tuple[str, ...] = ()
     default: Any = MISMATCH
 
-    @functools.cached_property
-    def converter(self) -> Converter | None:
-        """The function that converts values; None if every value fits."""
-        return converter_of(self.kind, self.modules)
+    def fit(self, value: Any) -> Any:
+        """Return a value as the field holds it, or `MISMATCH`."""
+        return fit(value, self.kind, self.modules)
 
 
 def read_annotation(kind: Any, *modules: str, default: Any = MISMATCH) -> Annotation:
@@ -148,9 +141,9 @@ def convert(value: Any, annotation: str | None) -> Any:
     Raises:
       FieldTypeError: `value` is of another type.
     """
-    if annotation is None or (converter := _as_annotation(annotation).converter) is None:
+    if annotation is None:
         return value
-    converted = converter(value)
+    converted = _as_annotation(annotation).fit(value)
     if converted is not MISMATCH:
         return converted
     if value is getattr(annotation, "default", MISMATCH):
@@ -222,8 +215,7 @@ class _WordsToStrings(ast.NodeTransformer):
 def _takes_text(text: str, annotation: str | None, *, untyped: bool) -> bool:
     if annotation is None:
         return untyped
-    converter = _as_annotation(annotation).converter
-    takes = converter is None or converter(text) == text
+    takes = _as_annotation(annotation).fit(text) == text
     return takes and (untyped or "str" in annotation)
 
 
@@ -240,7 +232,7 @@ def _mismatch(value: Any, annotation: str | None, *, hint: str | None = None) ->
 def _choices(annotation: Annotation) -> tuple[Any, ...]:
     """Return the values of an annotation that is a choice of literals or members."""
     choices: list[Any] = []
-    kind = evaluate(annotation, annotation.modules)
+    kind = resolve(annotation, annotation.modules)
     for member in typing.get_args(kind) if is_union(kind) else (kind,):
         if typing.get_origin(member) is typing.Literal:
             choices.extend(typing.get_args(member))

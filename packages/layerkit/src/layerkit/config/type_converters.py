@@ -1,13 +1,11 @@
-"""Converters from values to annotated types.
+"""Conversion of values to annotated types.
 
-A converter is a function that returns the converted value, or `MISMATCH` if the value does not fit.
 This module imports only the standard library, so that command lines that use it start quickly.
 """
 
 from __future__ import annotations
 
 import builtins
-import collections
 import collections.abc
 import enum
 import functools
@@ -16,66 +14,44 @@ import pathlib
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-Converter = Callable[[Any], Any]
 MISMATCH: Any = object()
+"""Result of `fit` for a value of another type."""
 
-
-class _UnknownMeta(type):
-    def __getitem__(cls, item: Any) -> Any:
-        return cls
-
-    def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return cls
-
-
-class _Unknown(metaclass=_UnknownMeta):
-    """The value of a name that cannot be found. It may be subscripted and joined by `|`."""
-
-
-_WELL_KNOWN = {
-    **{name: getattr(typing, name) for name in typing.__all__},
-    "typing": typing,
-    "collections": collections,
-    "Any": Any,
-}
+_TYPING = {**vars(typing), "typing": typing}
+# Annotations that wrap a type and accept the same values as the type.
+_TRANSPARENT = (typing.ClassVar, typing.Final, typing.Annotated, typing.Required)
 
 
 class _Names(dict[str, Any]):
-    """The names of an annotation, found in modules, in `builtins` or in `typing`."""
+    """The names of an annotation, found in modules, in `builtins` or in `typing`, or else Any."""
 
     def __init__(self, modules: tuple[str, ...]):
         self._scopes = [vars(sys.modules[name]) for name in modules if name in sys.modules]
-        self._scopes += [vars(builtins), _WELL_KNOWN]
+        self._scopes += [vars(builtins), _TYPING]
 
     def __missing__(self, name: str) -> Any:
-        return next((scope[name] for scope in self._scopes if name in scope), _Unknown)
+        return next((scope[name] for scope in self._scopes if name in scope), Any)
 
 
 @functools.cache
-def evaluate(text: str, modules: tuple[str, ...]) -> Any:
-    """Return the type that the text of an annotation describes.
-
-    Names that are not found, and text that cannot be evaluated, become `_Unknown`.
-    """
+def _evaluate(text: str, modules: tuple[str, ...]) -> Any:
     try:
         # The text comes from source code, as for `typing.get_type_hints`.
-        return eval(text, {}, _Names(modules))
+        return resolve(eval(text, {}, _Names(modules)), modules)
     except Exception:
-        return _Unknown
+        return Any
 
 
-# Converters.
+def resolve(kind: Any, modules: tuple[str, ...]) -> Any:
+    """Return the type that an annotation stands for, which may be text.
 
-
-def _resolve(kind: Any, modules: tuple[str, ...]) -> Any:
-    """Return the type that an annotation stands for, which may be text."""
+    Names that are not found, and text that cannot be evaluated, become Any.
+    """
     kind = getattr(kind, "__forward_arg__", kind)
-    return _resolve(evaluate(kind, modules), modules) if isinstance(kind, str) else kind
+    return _evaluate(kind, modules) if isinstance(kind, str) else kind
 
 
 def is_union(kind: Any) -> bool:
@@ -83,53 +59,53 @@ def is_union(kind: Any) -> bool:
     return typing.get_origin(kind) in (typing.Union, types.UnionType)
 
 
-# Annotations that wrap a type and accept the same values as the type.
-_TRANSPARENT = (typing.ClassVar, typing.Final, typing.Annotated, typing.Required)
+def fit(value: Any, kind: Any, modules: tuple[str, ...] = ()) -> Any:
+    """Return a value as a field of a type holds it, or `MISMATCH` if it does not fit.
 
-
-def converter_of(kind: Any, modules: tuple[str, ...]) -> Converter | None:
-    """Return the converter to a type; None if every value fits."""
-    kind = _resolve(kind, modules)
+    Args:
+      value: Any value.
+      kind: Type, which may be text.
+      modules: Names of modules in which names of the text are looked up, earlier ones first.
+    """
+    kind = resolve(kind, modules)
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     for attribute in ("__supertype__", "__value__"):  # the type behind a NewType, a type alias
         if hasattr(kind, attribute):
-            return converter_of(getattr(kind, attribute), modules)
-    if origin is typing.Annotated and arguments[0] is Any:
-        # `Annotated[Any, BaseModel]`: type checkers accept a config, which is built later.
-        return converter_of(arguments[1], modules)
+            return fit(value, getattr(kind, attribute), modules)
     if origin in _TRANSPARENT or origin is typing.NotRequired:
-        return converter_of(arguments[0], modules)
+        # `Annotated[Any, BaseModel]`: type checkers accept a config, which is built later.
+        return fit(value, arguments[-1 if arguments[0] is Any else 0], modules)
     if is_union(kind):
-        return _union([converter_of(member, modules) for member in arguments])
+        results = [fit(value, member, modules) for member in arguments]
+        fitting = [result for result in results if result is not MISMATCH]
+        # A member that keeps the type takes precedence: 3 stays an int in `float | int`.
+        same = [result for result in fitting if type(result) is type(value)]
+        return next(iter(same + fitting), MISMATCH)
     if kind is None or kind is type(None):
-        return lambda value: None if value is None else MISMATCH
-    convert = _plain_converter(origin or kind, arguments, modules)
-    return None if convert is None else functools.partial(_keep_function_config, convert)
-
-
-def _plain_converter(
-    base: Any, arguments: tuple[Any, ...], modules: tuple[str, ...]
-) -> Converter | None:
-    """Return the converter to a type other than a union and None."""
-    if base is typing.Literal:
-        return _literal(arguments)
-    if base in _SCALARS:
-        return _SCALARS[base]
-    if base in _SEQUENCES:
-        return _sequence(base, arguments, modules)
-    if base in _MAPPINGS:
-        return _mapping(arguments, modules)
-    if base is collections.abc.Callable:
-        return lambda value: value if callable(value) or is_config(value) else MISMATCH
-    if base is type:
-        return _class(arguments[0] if arguments else object)
-    return _instance(base, arguments, modules)
-
-
-def _keep_function_config(convert: Converter, value: Any) -> Any:
-    """Convert a value, except the config of a function, whose result has an unknown type."""
+        return None if value is None else MISMATCH
     target = _target_of(value)
-    return convert(value) if target is None or isinstance(target, type) else value
+    if target is not None and not isinstance(target, type):
+        return value  # The result of a function has an unknown type.
+    base = origin or kind
+    if base is typing.Literal:
+        equal = (choice for choice in arguments if type(choice) is type(value) and choice == value)
+        return next(equal, MISMATCH)
+    if base in _SCALARS:
+        return _SCALARS[base](value)
+    if base in (list, tuple, collections.abc.Sequence):
+        return _fit_sequence(value, base, arguments, modules)
+    if base in (dict, collections.abc.Mapping, collections.abc.MutableMapping):
+        return _fit_mapping(value, arguments or (Any, Any), modules)
+    if base is collections.abc.Callable:
+        return value if callable(value) or is_config(value) else MISMATCH
+    if base is type:
+        of = arguments[0] if arguments and isinstance(arguments[0], type) else object
+        return value if isinstance(value, type) and issubclass(value, of) else MISMATCH
+    # Arrays and dtypes have many classes, and those of NumPy are valid in place of JAX's.
+    is_array = getattr(base, "__module__", "").partition(".")[0] in ("jax", "jaxlib", "numpy")
+    if is_array or base is Any or not isinstance(base, type):
+        return value
+    return _fit_class(value, base, arguments, modules)
 
 
 def is_config(value: Any) -> bool:
@@ -145,184 +121,103 @@ def _target_of(value: Any) -> Any:
     return fdl.get_callable(value) if is_call else None
 
 
-def _builds(value: Any, base: Any) -> bool:
-    """Return whether a value is a config of a class or of a subclass."""
-    target = _target_of(value)
-    return isinstance(target, type) and issubclass(target, base)
-
-
 def _is_scalar_array(value: Any) -> bool:
     # Only shape and dtype are read, since a traced scalar of JAX has no value yet.
     return hasattr(value, "dtype") and getattr(value, "shape", None) == ()
 
 
 def _to_int(value: Any) -> Any:
-    if isinstance(value, bool):
-        return MISMATCH
-    if isinstance(value, numbers.Integral):
-        return value
-    is_array = _is_scalar_array(value) and value.dtype.kind in "iu"
-    return value if is_array else MISMATCH
+    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return value if is_int or (_is_scalar_array(value) and value.dtype.kind in "iu") else MISMATCH
 
 
 def _to_float(value: Any) -> Any:
-    if isinstance(value, float):
-        return value
     if isinstance(value, int):
         return MISMATCH if isinstance(value, bool) else float(value)
-    if isinstance(value, numbers.Real):
-        return value
-    return value if _is_scalar_array(value) and value.dtype.kind != "b" else MISMATCH
+    is_array = _is_scalar_array(value) and value.dtype.kind != "b"
+    return value if isinstance(value, numbers.Real) or is_array else MISMATCH
 
 
 def _to_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        return value
-    is_numpy = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
-    return bool(value) if is_numpy and value.dtype.kind == "b" else MISMATCH
+    is_numpy = type(value).__module__ == "numpy" and _is_scalar_array(value)
+    is_bool = isinstance(value, bool) or (is_numpy and value.dtype.kind == "b")
+    return bool(value) if is_bool else MISMATCH
 
 
-def _to_str(value: Any) -> Any:
-    return value if isinstance(value, str) else MISMATCH
+_SCALARS: dict[Any, Callable[[Any], Any]] = {
+    int: _to_int,
+    float: _to_float,
+    bool: _to_bool,
+    str: lambda value: value if isinstance(value, str) else MISMATCH,
+}
 
 
-_SCALARS: dict[Any, Converter] = {int: _to_int, float: _to_float, bool: _to_bool, str: _to_str}
+def _fit_sequence(value: Any, base: Any, kinds: tuple[Any, ...], modules: tuple[str, ...]) -> Any:
+    if not isinstance(value, (list, tuple)):
+        is_other = base is collections.abc.Sequence and isinstance(value, Sequence)
+        return value if is_other and not isinstance(value, (str, bytes)) else MISMATCH
+    if base is not tuple or not kinds or kinds[-1] is Ellipsis:
+        kinds = (kinds or (Any,))[:1] * len(value)
+    if len(value) != len(kinds):
+        return MISMATCH
+    items = [fit(item, kind, modules) for item, kind in zip(value, kinds, strict=True)]
+    if any(item is MISMATCH for item in items):
+        return MISMATCH
+    # An unchanged list stays the same object, since its owner may still edit it.
+    if any(new is not old for new, old in zip(items, value, strict=True)):
+        plain = tuple if isinstance(value, tuple) else list
+        value = value._make(items) if hasattr(value, "_make") else plain(items)
+    return value if isinstance(value, base) else base(value)
 
 
-def _literal(choices: tuple[Any, ...]) -> Converter:
-    valid = {(type(choice), choice) for choice in choices}
-
-    def to_literal(value: Any) -> Any:
-        is_hashable = isinstance(value, collections.abc.Hashable)
-        return value if is_hashable and (type(value), value) in valid else MISMATCH
-
-    return to_literal
-
-
-def _union(members: list[Converter | None]) -> Converter | None:
-    """Return the converter to a union; None if every value fits.
-
-    A member that keeps the type of the value takes precedence: 3 stays an int in `float | int`.
-    Otherwise the first member that fits converts the value.
-    """
-    if None in members:
-        return None
-
-    def to_member(value: Any) -> Any:
-        results = [member(value) for member in members]  # type: ignore[misc]
-        fitting = [result for result in results if result is not MISMATCH]
-        same = [result for result in fitting if type(result) is type(value)]
-        return next(iter(same + fitting), MISMATCH)
-
-    return to_member
+def _fit_mapping(value: Any, kinds: tuple[Any, ...], modules: tuple[str, ...]) -> Any:
+    if not isinstance(value, Mapping):
+        return MISMATCH
+    key, item = kinds
+    items = {fit(k, key, modules): fit(v, item, modules) for k, v in value.items()}
+    if MISMATCH in items or any(v is MISMATCH for v in items.values()):
+        return MISMATCH
+    return value if all(items.get(k) is v for k, v in value.items()) else items
 
 
-# The class to which a list or tuple is converted, by annotated type; None keeps its class.
-_SEQUENCES: dict[Any, Any] = {list: list, tuple: tuple, collections.abc.Sequence: None}
-_MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
-
-
-def _sequence(base: Any, arguments: tuple[Any, ...], modules: tuple[str, ...]) -> Converter:
-    kind = _SEQUENCES[base]
-    has_length = base is tuple and arguments and arguments[-1] is not Ellipsis
-    items = [converter_of(item, modules) for item in arguments if item is not Ellipsis]
-
-    def to_sequence(value: Any) -> Any:
-        if not isinstance(value, (list, tuple)):
-            is_other = kind is None and isinstance(value, collections.abc.Sequence)
-            return value if is_other and not isinstance(value, (str, bytes)) else MISMATCH
-        if has_length and len(value) != len(items):
-            return MISMATCH
-        if any(item is not None for item in items):
-            converters = items if has_length else items * len(value)
-            converted = [item(v) if item else v for item, v in zip(converters, value, strict=True)]
-            if any(item is MISMATCH for item in converted):
-                return MISMATCH
-            # An unchanged list stays the same object, since its owner may still edit it.
-            if any(new is not old for new, old in zip(converted, value, strict=True)):
-                plain = tuple if isinstance(value, tuple) else list
-                value = value._make(converted) if hasattr(value, "_make") else plain(converted)
-        return value if kind is None or isinstance(value, kind) else kind(value)
-
-    return to_sequence
-
-
-def _mapping(arguments: tuple[Any, ...], modules: tuple[str, ...]) -> Converter:
-    key, item = [converter_of(kind, modules) for kind in arguments] or (None, None)
-
-    def to_mapping(value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return MISMATCH
-        if key is None and item is None:
-            return value
-        converted = {key(k) if key else k: item(v) if item else v for k, v in value.items()}
-        if MISMATCH in converted or any(v is MISMATCH for v in converted.values()):
-            return MISMATCH
-        is_same = all(converted.get(k) is v for k, v in value.items())
-        return value if is_same else converted
-
-    return to_mapping
-
-
-def _class(base: Any) -> Converter:
-    def to_class(value: Any) -> Any:
-        fits = isinstance(value, type) and (not isinstance(base, type) or issubclass(value, base))
-        return value if fits else MISMATCH
-
-    return to_class
-
-
-def _instance(base: Any, arguments: tuple[Any, ...], modules: tuple[str, ...]) -> Converter | None:
-    """Return the converter to instances and configs of a class; None if every value fits."""
-    if not isinstance(base, type) or base in (object, _Unknown) or not _can_be_checked(base):
-        return None
+def _fit_class(value: Any, base: Any, kinds: tuple[Any, ...], modules: tuple[str, ...]) -> Any:
+    """Fit a value to a class, of which it may be an instance or a config."""
     if hasattr(base, "_target") and hasattr(base, "config"):
         # `SomeLayer.HParams`, as Praxis annotates templates; `BaseHParams` has no target.
-        return base._target and converter_of(base._target, modules)
+        return fit(value, base._target or Any, modules)
+    if issubclass(base, enum.Enum):
+        return _to_member(value, base)
     fdl: Any = sys.modules.get("fiddle")
+    target = _target_of(value)
     if fdl is not None and issubclass(base, fdl.Buildable):
         # A field for layerkit's configs also accepts those of Fiddle, from which they derive.
         kind = next(k for k in (fdl.Config, fdl.Partial, fdl.Buildable) if issubclass(base, k))
-        target = _resolve(arguments[0] if arguments else object, modules)
-        return functools.partial(_to_config, kind, typing.get_origin(target) or target)
-    if issubclass(base, enum.Enum):
-        return functools.partial(_to_member, base)
-    others = (str,) if issubclass(base, pathlib.PurePath) else ()
-    # Whether a config builds an instance of a protocol is known only once it is built.
-    takes_configs = getattr(base, "_is_protocol", False)
+        described: Any = getattr(value, "__fn_or_cls__", None)
+        expected = resolve((*kinds, Any)[0], modules)
+        expected = typing.get_origin(expected) or expected
+        is_any = expected is Any or not isinstance(expected, type)
+        fits_target = is_any or not isinstance(described, type) or issubclass(described, expected)
+        fits = isinstance(value, kind) and fits_target
+    elif getattr(base, "_is_protocol", False):
+        # Whether a config builds an instance of a protocol is known only once it is built.
+        fits = is_config(value) or _is_instance(value, base)
+    else:
+        is_path = issubclass(base, pathlib.PurePath) and isinstance(value, str)
+        fits = is_path or _is_instance(value, base)
+        fits = fits or (isinstance(target, type) and issubclass(target, base))
+    return value if fits else MISMATCH
 
-    def to_instance(value: Any) -> Any:
-        if isinstance(value, (base, *others)) or (takes_configs and is_config(value)):
-            return value
-        return value if not takes_configs and _builds(value, base) else MISMATCH
 
-    return to_instance
-
-
-def _can_be_checked(cls: type) -> bool:
-    # Arrays and dtypes have many classes, and those of NumPy are valid in place of JAX's.
-    if cls.__module__.partition(".")[0] in ("jax", "jaxlib", "numpy"):
-        return False
+def _is_instance(value: Any, base: Any) -> bool:
     try:
-        isinstance(None, cls)
+        return isinstance(value, base)
     except TypeError:  # a TypedDict, or a protocol that is not runtime_checkable
-        return False
-    return True
+        return True
 
 
-def _to_member(base: Any, value: Any) -> Any:
-    if isinstance(value, base):
-        return value
+def _to_member(value: Any, base: Any) -> Any:
     try:
         return base(value)
     except ValueError:
         name = value.removeprefix(f"{base.__qualname__}.") if isinstance(value, str) else None
         return base.__members__.get(name, MISMATCH)
-
-
-def _to_config(kind: Any, target: Any, value: Any) -> Any:
-    if not isinstance(value, kind):
-        return MISMATCH
-    described = value.__fn_or_cls__
-    is_any = not isinstance(target, type) or target is _Unknown or not isinstance(described, type)
-    return value if is_any or issubclass(described, target) else MISMATCH
