@@ -30,7 +30,6 @@ from layerkit_runner.init_from import InitFrom, Source, plan_first_state
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.partitioning.padding import UnevenArray
-from layerkit_runner.run.output_provenance import weights_digest_fn
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.tools.inspect.model import parameter_table, table_text
 from layerkit_runner.tools.plan.memory import tensor_memory
@@ -346,7 +345,7 @@ def test_checkpoints_restore_on_other_meshes_and_back(
 ):
     """From 2 × 2 × 2 over other meshes to 2 × 2 × 2, to the bit."""
     partitioner, task, state = spread.partitioner, spread.task, spread.state
-    expected, digest = bits(spread.stored), weights_digest_fn(task, partitioner)(state)
+    expected = bits(spread.stored)
     for number, shape in enumerate([*shapes, [2, 2, 2]]):
         stored = partitioner.stored_state(task, state)
         partitioner, task = start(arrangements, shape)
@@ -359,7 +358,6 @@ def test_checkpoints_restore_on_other_meshes_and_back(
         for leaf, wanted in zip(jax.tree.leaves(state), told, strict=True):
             assert (leaf.shape, leaf.sharding) == (wanted.shape, wanted.sharding)
         assert bits(partitioner.stored_state(task, state)) == expected
-        assert weights_digest_fn(task, partitioner)(state) == digest
 
 
 class Given:

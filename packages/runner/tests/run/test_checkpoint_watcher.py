@@ -30,7 +30,7 @@ def test_evaluation_beside_a_training_job(processes: Any):
 @pytest.mark.slow
 def test_decoding_beside_a_training_job(processes: Any):
     follower = processes.start("--mode=decode", "--eval_during_decode")
-    gate = processes.folder / "decode" / "prompts" / "step_{:08d}.made_from.json"
+    gate = processes.folder / "decode" / "prompts" / "step_{:08d}.jsonl"
     processes.ended(processes.start(WAITS_FOR=gate))
     output = processes.ended(follower)
     outputs = sorted((processes.folder / "decode" / "prompts").glob("*.jsonl"))
@@ -40,26 +40,6 @@ def test_decoding_beside_a_training_job(processes: Any):
     assert processes.evaluated() == [2, 4, 6]
     for step in (2, 4, 6):
         assert processes.found(step) == processes.by_training(step)
-
-
-@pytest.mark.slow
-def test_killed_job_repeats_only_the_interrupted_evaluation(processes: Any):
-    processes.run()
-    gate = processes.folder.parent / "gate"
-    follower = processes.start("--mode=eval", SECOND_WAITS_FOR=gate)
-    processes.wait_for(follower, processes.record(6).exists)
-    follower.kill()
-    follower.communicate()
-    written = processes.record(6).stat().st_mtime_ns
-    assert not processes.record(6, "second").exists()
-    gate.touch()
-    output = processes.run("--mode=eval", SECOND_WAITS_FOR=gate)
-    assert f"reusing {processes.record(6)}" in output
-    assert f"reusing {processes.record(6, 'second')}" not in output
-    assert processes.record(6).stat().st_mtime_ns == written
-    assert processes.found(6, "second") == processes.found(6) == processes.by_training(6)
-    beside = read_metrics(metrics_path(processes.folder, mode="eval")).evals
-    assert {name: len(lines) for name, lines in beside.items()} == {"heldout": 1, "second": 1}
 
 
 @pytest.mark.slow

@@ -19,8 +19,7 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.run.executor import EARLY_STOPPING, ENDED
 from layerkit_runner.run.job_folder import recorded_num_train_steps
 
-_MIN_POLL_SECS, _MAX_POLL_SECS = 0.5, 10.0
-_FIRST_REMINDER_SECS, _MAX_REMINDER_SECS = 60.0, 3600.0
+_POLL_SECS = 1.0
 
 
 class CheckpointWatcher:
@@ -53,7 +52,6 @@ def watch_checkpoints(
     directory: epath.Path,
     process_newest: Callable[[], int | None],
     *,
-    has_outputs: Callable[[int], bool],
     own_last_step: int,
     timeout_secs: float | None,
     signals: StopSignals,
@@ -65,8 +63,6 @@ def watch_checkpoints(
       directory: Folder of the checkpoints, which may not exist yet.
       process_newest: Function that processes the newest undamaged checkpoint, and returns its step,
         or None if no checkpoint could be read.
-      has_outputs: Function that returns whether the outputs of a step exist. Skipped older steps
-        without outputs are reported.
       own_last_step: Last step of this job's config, if the training job has not recorded its own.
       timeout_secs: Longest wait for a new checkpoint; None for no limit.
       signals: Active signal handler.
@@ -81,7 +77,7 @@ def watch_checkpoints(
             return
         what = "the first checkpoint" if done is None else f"a checkpoint after step {done}"
         waits = f"waiting for {what} in {directory} (training ends at step {end['last_step']})"
-        new = _wait(watcher, waits, timeout_secs, signals, report, is_first=done is None)
+        new = _wait(watcher, waits, timeout_secs, signals, report)
         if signals.agreed_now():
             return
         if new is None:
@@ -93,9 +89,8 @@ def watch_checkpoints(
                 f"{timeout_secs:g}; the last was step {done}"
             )
             return
-        older = [str(step) for step in new["older"] if not has_outputs(step)]
-        if older:
-            report(f"step {new['step']} is the newest; skipped older steps: {first_names(older)}")
+        if older := first_names(map(str, new["older"])):
+            report(f"step {new['step']} is the newest; skipped older steps: {older}")
         processed = process_newest()
         done = done if processed is None else processed
         if signals.agreed_now():
@@ -141,13 +136,9 @@ def _wait(
     timeout_secs: float | None,
     signals: StopSignals,
     report: Callable[[str], None],
-    *,
-    is_first: bool,
 ) -> dict[str, Any] | None:
     """Wait for a new checkpoint; return None after the timeout or a signal."""
     began = time.monotonic()
-    interval, reminder_interval = _MIN_POLL_SECS, _FIRST_REMINDER_SECS
-    next_reminder = began + reminder_interval
 
     def poll() -> dict[str, Any]:
         new = watcher.poll_newest()
@@ -161,19 +152,8 @@ def _wait(
         if polled["new"] is not None or polled["is_late"]:
             return polled["new"]
         if not has_reported:
-            hint = "; Ctrl-C ends this job, and the same command resumes it"
-            report(waits + (hint if is_first else ""))
+            report(waits)
             has_reported = True
-        elif (now := time.monotonic()) >= next_reminder:
-            report(f"still {waits}: {(now - began) / 60:.0f} min so far")
-            reminder_interval = min(2 * reminder_interval, _MAX_REMINDER_SECS)
-            next_reminder = now + reminder_interval
-        until = time.monotonic() + interval
-        interval = min(2 * interval, _MAX_POLL_SECS)
-        if timeout_secs is not None:
-            until = min(until, began + timeout_secs)
-        # Short waits report progress often enough for any timeout of the watchdog.
-        while (left := until - time.monotonic()) > 0 and signals.received is None:
-            progress(waits, waits_for_others=True)
-            signals.wait(min(left, _MIN_POLL_SECS))
+        progress(waits, waits_for_others=True)
+        signals.wait(_POLL_SECS)
     return None

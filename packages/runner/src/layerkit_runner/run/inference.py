@@ -3,7 +3,7 @@
     --mode=eval, decode              each new checkpoint until the last; see `checkpoint_watcher`
     --mode=eval_once, decode_once    the newest one, or those of --restore_checkpoint_step
 
-Recorded evaluations and finished outputs of decoding are reused, so a killed job resumes.
+A step's record and outputs are replaced if it is evaluated or decoded again.
 """
 
 from __future__ import annotations
@@ -11,31 +11,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
-from etils import epath
 
 from layerkit.config.checks import check_choice
 from layerkit_runner.checkpointing import CheckpointManager, StructureMismatchError
 from layerkit_runner.checkpointing.folders import committed_steps, step_folder
 from layerkit_runner.checkpointing.integrity import step_digest
-from layerkit_runner.config.recorded import differing_names
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.data.train_inputs import check_same_data
 from layerkit_runner.distributed.cluster import gather_values, run_on_process_0
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import phase, progress
 from layerkit_runner.errors import UsageError
-from layerkit_runner.files.atomic_write import atomic_write, read_regular
-from layerkit_runner.files.text import stable_repr
+from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.observers.metrics_log import encode
 from layerkit_runner.run.checkpoint_watcher import watch_checkpoints
 from layerkit_runner.run.end_report import ReportedMetric, sample_text
 from layerkit_runner.run.job import Job, choose_step, start_job
 from layerkit_runner.run.job_folder import check_same_experiment
-from layerkit_runner.run.output_provenance import describe_settings
 from layerkit_runner.run.programs.build_programs import decode_programs, eval_programs, inputs_of
 from layerkit_runner.run.programs.decode_program import DecodeProgram
 from layerkit_runner.run.programs.eval_program import BaseProgram
@@ -59,7 +54,6 @@ def run_inference(mode: str, resolved: ResolvedExperiment, options: RunOptions) 
                 watch_checkpoints(
                     checkpoints.directory,
                     reader.process_newest,
-                    has_outputs=reader.has_outputs,
                     own_last_step=job.task.train.num_train_steps,
                     timeout_secs=options.follow_timeout_secs,
                     signals=signals,
@@ -103,14 +97,9 @@ class CheckpointReader:
     eval_programs: Sequence[BaseProgram]
     decode_programs: Sequence[BaseProgram]
     is_asked_to_stop: Callable[[], bool] = lambda: False
-    _settings: dict[str, dict[str, Any]] = dataclasses.field(init=False)
     # (step, digest) of the checkpoints that are processed.
     _done: set[tuple[int, str | None]] = dataclasses.field(default_factory=set, init=False)
     _has_started: bool = dataclasses.field(default=False, init=False)
-
-    def __post_init__(self) -> None:
-        """Read the settings of the eval programs before they run."""
-        self._settings = {p.name: _program_settings(p) for p in self.eval_programs}
 
     def open(self) -> CheckpointManager:
         """Open the checkpoints of this job's folder, or of --restore_checkpoint_dir."""
@@ -119,7 +108,7 @@ class CheckpointReader:
         )
 
     def process_newest(self) -> int | None:
-        """Run the pending programs on the newest intact checkpoint; return its step.
+        """Run the programs on the newest intact checkpoint, unless they did; return its step.
 
         Return None if there is no checkpoint, or it was deleted while it was read.
         """
@@ -129,7 +118,7 @@ class CheckpointReader:
             return step if step is not None and self.process(checkpoints, step) else None
 
     def process_steps(self, steps: Sequence[int]) -> None:
-        """Run the pending programs on the checkpoints of these steps."""
+        """Run the programs on the checkpoints of these steps."""
         with self.open() as checkpoints:
             folder = checkpoints.directory
             existing = run_on_process_0(lambda: committed_steps(folder))
@@ -140,15 +129,8 @@ class CheckpointReader:
                 if not self.process(checkpoints, step):
                     raise UsageError(f"step {step} was deleted from {folder} while it was read")
 
-    def has_outputs(self, step: int) -> bool:
-        """Return whether every program has outputs of a step, whatever their provenance."""
-        paths = [_record_path(program, step) for program in self.eval_programs]
-        decodings = [p for p in self.decode_programs if isinstance(p, DecodeProgram)]
-        paths += [program.output_path(step) for program in decodings]
-        return all(path is not None and path.exists() for path in paths)
-
     def process(self, checkpoints: CheckpointManager, step: int) -> bool:
-        """Run the pending programs on a checkpoint; return False if it was deleted meanwhile."""
+        """Run the programs on a checkpoint; return False if it was deleted meanwhile."""
         if self.job.options.restore_checkpoint_dir is None:
             # The training job may have started after this one.
             check_same_experiment(self.job.directory, self.job.resolved)
@@ -156,39 +138,18 @@ class CheckpointReader:
         digest = run_on_process_0(lambda: step_digest(step_folder(folder, step)))
         if (step, digest) in self._done:
             return True
-        pending = [p for p in self.eval_programs if not self._is_recorded(p, step, digest)]
-        if pending or self.decode_programs:
-            state = self._restore(checkpoints, step)
-            if state is None:
-                return False
-            for program in pending:
-                if not self.is_asked_to_stop():
-                    self._evaluate(program, state, step, digest)
-            for decoding in self.decode_programs:
-                if not self.is_asked_to_stop():
-                    self._decode(decoding, state, step)
-            self.job.observers.flush()
+        state = self._restore(checkpoints, step)
+        if state is None:
+            return False
+        for program in self.eval_programs:
+            if not self.is_asked_to_stop():
+                self._evaluate(program, state, step, digest)
+        for decoding in self.decode_programs:
+            if not self.is_asked_to_stop():
+                self._decode(decoding, state, step)
+        self.job.observers.flush()
         self._done.add((step, digest))
         return True
-
-    def _is_recorded(self, program: BaseProgram, step: int, digest: str | None) -> bool:
-        """Return whether an evaluation is recorded; if so, report its metric."""
-        path = _record_path(program, step)
-        if path is None:
-            return False
-        provenance = self._provenance(program, digest)
-        metrics = run_on_process_0(lambda: _read_record(path, provenance))
-        if metrics is None:
-            return False
-        self.job.observers.message(
-            f"reusing {path}: {program.name} was evaluated at step {step} with the same checkpoint,"
-            " fields and data set (code is not compared). Delete this file to evaluate again."
-        )
-        self._report(program, metrics)
-        return True
-
-    def _provenance(self, program: BaseProgram, digest: str | None) -> dict[str, Any]:
-        return {"checkpoint": digest, **self._settings[program.name]}
 
     def _restore(self, checkpoints: CheckpointManager, step: int) -> TrainState | None:
         """Restore the state; return None if the training job deleted the step meanwhile."""
@@ -219,23 +180,16 @@ class CheckpointReader:
         _reset(program)
         with phase(f"running {program.name} on step {step}", waits_for_others=True):
             metrics = dict(program.run(state, step, self.job.observers))
-        self._report(program, metrics)
-        path = _record_path(program, step)
-        if path is not None and jax.process_index() == 0:
+        if program.dataset is not None:
+            metric = ReportedMetric.of(self.job.task, token_unit=program.dataset.token_unit)
+            if metric.name in metrics:
+                self.job.observers.message(metric.line(program.name, metrics[metric.name]))
+        if program.folder is not None and jax.process_index() == 0:
             # `encode` replaces NaN, which JSON lacks.
-            record = {
-                "step": step,
-                "metrics": json.loads(encode(metrics)),
-                "made_from": self._provenance(program, digest),
-            }
+            values = json.loads(encode(metrics))
+            record = {"step": step, "metrics": values, "checkpoint": digest}
+            path = program.folder / program.name / f"step_{step:08d}.json"
             atomic_write(path, json.dumps(record, indent=1) + "\n")
-
-    def _report(self, program: BaseProgram, metrics: Mapping[str, float]) -> None:
-        if program.dataset is None:
-            return
-        metric = ReportedMetric.of(self.job.task, token_unit=program.dataset.token_unit)
-        if metric.name in metrics:
-            self.job.observers.message(metric.line(program.name, metrics[metric.name]))
 
     def _decode(self, program: BaseProgram, state: TrainState, step: int) -> None:
         _reset(program)
@@ -253,48 +207,3 @@ def _reset(program: BaseProgram) -> None:
     dataset = program.dataset
     if dataset is not None and not dataset.reset_for_eval:  # others reset themselves
         dataset.reset()
-
-
-# Incremented when metrics change their meaning, so that older records are not reused.
-_FORMAT = 1
-# Attributes that are recorded otherwise, or that name a program or schedule it during training.
-_UNRECORDED = frozenset(
-    {"name", "interval_steps", "task", "partitioner", "dataset", "folder", "metrics"}
-)
-_PLAIN = (bool, int, float, str, type(None))
-
-
-def _record_path(program: BaseProgram, step: int) -> epath.Path | None:
-    """Return the path of the record of an evaluation; None if the program has no folder."""
-    if program.folder is None:
-        return None
-    return program.folder / program.name / f"step_{step:08d}.json"
-
-
-def _program_settings(program: BaseProgram) -> dict[str, Any]:
-    """Return the settings that determine the metrics of an evaluation, as JSON values."""
-    fields = {
-        name: value if isinstance(value, _PLAIN) else stable_repr(value)
-        for name, value in vars(program).items()
-        if not name.startswith("_") and name not in _UNRECORDED
-    }
-    task = program.task
-    return {
-        "program": {"class": type(program).__qualname__, **fields},
-        "averaged weights": task.train.eval_use_ema_states,
-        "loss": [task.loss_name, stable_repr(task.loss_weights)],
-        "metrics": stable_repr(task.task_metrics),
-        **describe_settings(task, program.dataset),
-        "record format": _FORMAT,
-    }
-
-
-def _read_record(path: epath.Path, provenance: dict[str, Any]) -> dict[str, float] | None:
-    """Return the recorded metrics; None if there are none of this provenance."""
-    try:
-        record = json.loads(read_regular(path))
-        if differing_names(record["made_from"], provenance):
-            return None
-        return {name: float(value) for name, value in record["metrics"].items()}
-    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
-        return None

@@ -1,7 +1,7 @@
 """DecodeProgram: decodes one data set and writes a record of each example as JSON lines.
 
 Each process feeds its own rows, gets the outputs of all rows and makes the same records. Process 0
-writes them, and decides whether finished outputs are reused.
+writes them.
 
 The text of a continuation is what follows the text of the prompt if all tokens are decoded
 together. Decoding the new tokens alone loses text. SentencePiece omits the space before the first
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import io
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,32 +19,22 @@ import jax
 import numpy as np
 from etils import epath
 
-from layerkit.base.base_model import BaseModel, WeightedScalar
+from layerkit.base.base_model import WeightedScalar
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.evaluation import ROW_MARKS, example_rows
 from layerkit_inputs.base.tokenizer_interface import Tokenizer
-from layerkit_runner.config.recorded import differing_names
 from layerkit_runner.data.host_inputs import eval_batches, peek_eval_batch, report_skipped
 from layerkit_runner.distributed.cluster import run_on_process_0
 from layerkit_runner.errors import UsageError
-from layerkit_runner.files.atomic_write import read_regular
+from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.observers import DECODE_PREFIX, Observer
 from layerkit_runner.observers.metrics_log import encode
-from layerkit_runner.run.output_provenance import (
-    describe_settings,
-    npz_path,
-    read_provenance,
-    weights_digest_fn,
-    write_outputs,
-)
 from layerkit_runner.run.programs.eval_program import BaseProgram
 from layerkit_runner.step.metrics import ByExample, OverBatches, as_floats
 from layerkit_runner.step.train_state import TrainState
 
 _BATCH_INDEX = jax.ShapeDtypeStruct((), np.int32)
-# Incremented when records change, so that outputs of an older format are decoded again.
-_RECORD_FORMAT = 3
 
 
 class _Processed:
@@ -78,10 +67,6 @@ class DecodeProgram(BaseProgram):
     dataset: BaseInput
 
     @functools.cached_property
-    def _weights_digest(self) -> Callable[[TrainState], str]:
-        return weights_digest_fn(self.task, self.partitioner)
-
-    @functools.cached_property
     def _step(self) -> Callable[..., Any]:
         return self.partitioner.decode_step_fn(self.task)
 
@@ -101,10 +86,7 @@ class DecodeProgram(BaseProgram):
         return None if self.folder is None else self.folder / self.name / f"step_{step:08d}.jsonl"
 
     def run(self, state: TrainState, step: int, observers: Observer) -> list[dict[str, Any]]:
-        """Decode with the weights after `step` steps.
-
-        A finished output is read again if its weights, model settings and prompts are the same. A
-        model that defines `process_decode_out` decodes again, since its metrics are not kept.
+        """Decode with the weights after `step` steps, and replace the outputs of that step.
 
         Returns:
           One record per example, with `example` (its provenance) if the data set numbers its
@@ -117,38 +99,28 @@ class DecodeProgram(BaseProgram):
             follow by their names.
         """
         path = self.output_path(step)
-        provenance: dict[str, Any] = {}
-        if path is not None:
-            settings = describe_settings(self.task, self.dataset)
-            weights = self._weights_digest(state)
-            provenance = {"weights": weights, **settings, "record format": _RECORD_FORMAT}
-            reused = None if self._processes else _reused(path, provenance, observers)
-            if reused is not None:
-                self._report_records(reused, step, observers)
-                return reused
-        decoded, processed = self._decode(state, path, observers)
-        records = processed.records if self._processes else decoded.records
+        decoded, processed = self._decode(state, path)
+        records = processed.records or decoded.records
         if path is not None and jax.process_index() == 0:
-            lines = "".join(encode(record) + "\n" for record in records)
-            write_outputs(path, lines, provenance, npz=decoded.npz())
+            arrays = path.with_suffix(".npz")
+            if (npz := decoded.npz()) is None:
+                arrays.unlink(missing_ok=True)
+            else:
+                atomic_write(arrays, npz)
+            atomic_write(path, "".join(encode(record) + "\n" for record in records))
         self._report_records(records, step, observers, processed.metrics())
         for record in records[:1]:
             observers.text(step, self.name, sample_text(record) or encode(record))
         return records
-
-    @property
-    def _processes(self) -> bool:
-        model = type(self.task.model)
-        return model.process_decode_out is not BaseModel.process_decode_out
 
     def _report_records(
         self,
         records: list[dict[str, Any]],
         step: int,
         observers: Observer,
-        processed: Mapping[str, float] = {},
+        processed: dict[str, float],
     ) -> None:
-        metrics = report_skipped(self.dataset, self.name, observers) | dict(processed)
+        metrics = report_skipped(self.dataset, self.name, observers) | processed
         if self.dataset.has_prediction_metrics:
             if records and "continuation" not in records[0]:
                 problem = "metrics over predicted texts need ids, lengths and log_probs of decode()"
@@ -165,9 +137,9 @@ class DecodeProgram(BaseProgram):
             observers.eval_metrics(step, DECODE_PREFIX + self.name, metrics)
 
     def _decode(
-        self, state: TrainState, path: epath.Path | None, observers: Observer
+        self, state: TrainState, path: epath.Path | None
     ) -> tuple[DecodedRecords, _Processed]:
-        npz_name = None if path is None else npz_path(path).name
+        npz_name = None if path is None else f"{path.stem}.npz"
         decoded = DecodedRecords(self.dataset, self.name, npz_name=npz_name)
         processed = _Processed()
         for index, batch in enumerate(eval_batches(self.dataset)):
@@ -179,38 +151,6 @@ class DecodeProgram(BaseProgram):
             else:
                 processed.add(*results)
         return decoded, processed
-
-
-def _reused(
-    path: epath.Path, provenance: dict[str, Any], observers: Observer
-) -> list[dict[str, Any]] | None:
-    """Return the records of a finished output with this provenance; None to decode again."""
-
-    def read() -> list[dict[str, Any]]:
-        return [json.loads(line) for line in read_regular(path).decode().splitlines()]
-
-    def decide() -> bool:
-        if not path.exists():
-            return False
-        before = read_provenance(path)
-        differing = differing_names(before, provenance)
-        if differing:
-            reason = f"it has different {', '.join(differing)}" if before else "unknown provenance"
-            observers.message(f"replacing {path}: {reason}")
-            return False
-        try:
-            read()
-        except (OSError, ValueError) as error:
-            observers.message(f"replacing {path}: it is damaged ({error})")
-            return False
-        observers.message(
-            f"reusing {path}: its weights, fields and data set are the same (code is not"
-            " compared). Delete this file to decode again."
-        )
-        return True
-
-    # Every process reads the file, which may be large.
-    return read() if run_on_process_0(decide) else None
 
 
 LARGEST_LIST = 1024
