@@ -5,8 +5,8 @@ A flag of a run is a field of `RunOptions`. `FLAGS` has those and the flags that
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -43,42 +43,46 @@ def switch(text: str) -> bool:
     return text.lower() in ("true", "1")
 
 
-def non_negative(text: str) -> int:
-    """Return an integer of 0 or more for its text, or raise ValueError with what was expected."""
-    if not text.isdecimal():
-        raise ValueError("an integer of 0 or more")
-    return int(text)
+def _reader(
+    convert: Callable[[str], Any], is_valid: Callable[[Any], bool], expected: str
+) -> Callable[[str], Any]:
+    """Return a function from text to a valid value, which raises ValueError with `expected`."""
+
+    def read(text: str) -> Any:
+        with contextlib.suppress(ValueError):
+            if is_valid(value := convert(text)):
+                return value
+        raise ValueError(expected)
+
+    return read
 
 
-def positive(text: str) -> int:
-    """Return a positive integer for its text, or raise ValueError with what was expected."""
-    if not text.isdecimal() or int(text) == 0:
-        raise ValueError("a positive integer")
-    return int(text)
+def _decimal(text: str) -> int:
+    return int(text) if text.isdecimal() else -1
 
 
-def _positive_or_off(text: str) -> int | None:
-    try:
-        return None if text.lower() == "off" else positive(text)
-    except ValueError as error:
-        raise ValueError(f"{error}, or off") from None
+def _steps(text: str) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(map(_decimal, text.split(","))))
 
 
-def _integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError("an integer") from None
-
-
-def _number(text: str, *, may_be_zero: bool) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not (0 < value < math.inf or (may_be_zero and value == 0)):
-        raise ValueError("a number of 0 or more" if may_be_zero else "a number above 0")
-    return value
+non_negative = _reader(_decimal, lambda value: value >= 0, "an integer of 0 or more")
+positive = _reader(_decimal, lambda value: value > 0, "a positive integer")
+_positive_or_off = _reader(
+    lambda text: None if text.lower() == "off" else _decimal(text),
+    lambda value: value is None or value > 0,
+    "a positive integer, or off",
+)
+_address = _reader(
+    str,
+    lambda text: text == AUTO_ADDRESS or re.fullmatch(r".+:\d+", text) is not None,
+    f"HOST:PORT, or {AUTO_ADDRESS}",
+)
+# Folders of checkpoints have such names, too.
+_folder_name = _reader(
+    str,
+    lambda text: re.fullmatch(r"(?!checkpoint_)\w[\w.-]*", text) is not None,
+    "a name without / that does not begin with checkpoint_",
+)
 
 
 def _pattern(text: str) -> str:
@@ -87,27 +91,6 @@ def _pattern(text: str) -> str:
     except re.error as error:
         raise ValueError(f"a regular expression ({error})") from None
     return text
-
-
-def _folder_name(text: str) -> str:
-    # Folders of checkpoints have such names, too.
-    if not re.fullmatch(r"\w[\w.-]*", text) or text.startswith("checkpoint_"):
-        raise ValueError("a name without / that does not begin with checkpoint_")
-    return text
-
-
-def _address(text: str) -> str:
-    if text != AUTO_ADDRESS and not re.fullmatch(r".+:\d+", text):
-        raise ValueError(f"HOST:PORT, or {AUTO_ADDRESS}")
-    return text
-
-
-def _steps(text: str) -> tuple[int, ...]:
-    """Return the integers of a list with commas, without repetitions."""
-    parts = text.split(",")
-    if not all(part.isdecimal() for part in parts):
-        raise ValueError("an integer of 0 or more, or several with commas between them")
-    return tuple(dict.fromkeys(map(int, parts)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +184,7 @@ class RunOptions:
         " decoder, as for the next two",
         "T",
         _GENERATE,
-        read=functools.partial(_number, may_be_zero=True),
+        read=_reader(float, lambda value: 0 <= value < math.inf, "a number of 0 or more"),
     )
     top_k: int | None = _option("sample from the K most likely tokens; 0: all", "K", _GENERATE)
     top_p: float | None = _option(
@@ -345,7 +328,7 @@ class RunOptions:
     v: int | None = _option(
         "verbosity of the messages of libraries: -1 warnings, 0 information, 1 and more debugging",
         "LEVEL",
-        read=_integer,
+        read=_reader(int, lambda _: True, "an integer"),
     )
     stderrthreshold: str | None = _option(
         "with --log_dir: lowest level of the messages that also go to stderr",
@@ -367,8 +350,12 @@ _READ: dict[str, Callable[[str], Any]] = {
     "str": str,
     "bool": bool,
     "int": non_negative,
-    "float": functools.partial(_number, may_be_zero=False),
-    "tuple[int, ...]": _steps,
+    "float": _reader(float, lambda value: 0 < value < math.inf, "a number above 0"),
+    "tuple[int, ...]": _reader(
+        _steps,
+        lambda steps: min(steps) >= 0,
+        "an integer of 0 or more, or several with commas between them",
+    ),
     "tuple[str, ...]": str,
 }
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import subprocess
 import sys
 import threading
@@ -11,9 +10,6 @@ from pathlib import Path
 import pytest
 from etils import epath
 
-from layerkit.config import Config
-from layerkit.errors import ConfigError
-from layerkit_runner import UsageError
 from layerkit_runner.observers import (
     Goodput,
     GoodputLog,
@@ -23,7 +19,6 @@ from layerkit_runner.observers import (
     Progress,
     TensorBoard,
     base,
-    build_observers,
 )
 from layerkit_runner.observers.weights_and_biases import WeightsAndBiases
 
@@ -247,34 +242,6 @@ def test_failure_in_the_background_removes_the_observer_or_ends_the_run(run_info
         with pytest.raises(OSError, match="no such channel"):
             observers.close()
     assert failing.calls == ["start", "close"]
-
-
-@dataclasses.dataclass
-class EveryK(Observer):
-    every: int
-
-    def __post_init__(self):
-        if self.every < 1:
-            raise ConfigError(field="every", value=self.every, expected="a positive integer")
-
-
-class NeedsPath(Observer):
-    def __init__(self):
-        raise ValueError("path is empty")
-
-
-@pytest.mark.parametrize(
-    ("config", "owner", "field"),
-    [
-        (Config(EveryK, every=0), "observers.0: EveryK", "every"),
-        (Config(EveryK), "observers.0: EveryK", "every"),
-        (Config(NeedsPath), "observers.0: NeedsPath", None),
-        (Config(dict), "observers.0", None),
-    ],
-)
-def test_config_of_no_observer_raises_with_its_index_and_class(raises, config, owner, field):
-    with raises(UsageError, owner=owner, field=field):
-        build_observers([config])
 
 
 def test_importing_the_package_loads_nothing_heavy():

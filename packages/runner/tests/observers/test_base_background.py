@@ -13,7 +13,7 @@ def test_jobs_run_in_order_without_blocking_submit():
     for number in range(5):
         background.submit(done.append, number)
     assert done == []
-    assert not background.is_idle
+    assert background.num_pending
     gate.set()
     background.close()
     assert done == [0, 1, 2, 3, 4]
@@ -24,7 +24,7 @@ def fail():
 
 
 def wait_until_idle(background):
-    while not background.is_idle:
+    while background.num_pending:
         threading.Event().wait(0.001)
 
 

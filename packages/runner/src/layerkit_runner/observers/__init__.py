@@ -10,7 +10,6 @@ from layerkit_runner.observers.base import Histogram as Histogram
 from layerkit_runner.observers.base import Observer as Observer
 from layerkit_runner.observers.base import Observers as Observers
 from layerkit_runner.observers.base import RunInfo as RunInfo
-from layerkit_runner.observers.base import build_observers as build_observers
 from layerkit_runner.observers.metrics_log import Metrics as Metrics
 from layerkit_runner.observers.metrics_log import MetricsLog as MetricsLog
 from layerkit_runner.observers.metrics_log import metrics_path as metrics_path

@@ -7,37 +7,27 @@ builds the observers to check their fields, but only process 0 calls them.
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import math
 import os
 import queue
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from etils import epath
 
 from layerkit.errors import error_text
-from layerkit_runner.errors import UsageError, to_usage_error
-
-if TYPE_CHECKING:
-    from layerkit.config import Config
 
 DECODE_PREFIX = "decode/"
 """Prefix of a data set's name if the scalars describe its decoded outputs."""
 
 TOTAL_WEIGHT = "total_weight"
 """Name of the scalar with the total weight of the examples of an evaluation."""
-
-_Job = tuple[concurrent.futures.Future[Any], Callable[[], object]]
 
 # Limit of pending reports, beyond which an observer counts as failed.
 _MAX_PENDING_REPORTS = 10_000
@@ -187,58 +177,47 @@ class Background:
 
     def __init__(self) -> None:
         """Start without jobs."""
-        self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._jobs: collections.deque[concurrent.futures.Future[Any]] = collections.deque()
+        self._queue: queue.Queue[Callable[[], object] | None] = queue.Queue()
+        self._error: BaseException | None = None
         self._has_failed = self._is_ended = False
         # A thread pool would wait for its threads when the interpreter exits.
         self._thread = threading.Thread(target=self._work, name="background", daemon=True)
 
     @property
     def num_pending(self) -> int:
-        """Number of jobs that had not ended at the last `submit`."""
-        return len(self._jobs)
-
-    @property
-    def is_idle(self) -> bool:
-        """True if every job has ended."""
-        return all(job.done() for job in self._jobs)
+        """Number of jobs that have not ended."""
+        return self._queue.unfinished_tasks
 
     def raise_failure(self) -> None:
         """Raise the error of a job that has failed since the last call, without waiting."""
-        while self._jobs and self._jobs[0].done():
-            self._jobs.popleft().result()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def submit(self, job: Callable[..., Any], *args: Any) -> None:
         """Schedule `job(*args)`, without waiting; raise the error of an earlier job."""
         self.raise_failure()
         if self._is_ended:
             raise RuntimeError("the background thread is closed")
-        self._jobs.append(self._put(functools.partial(self._run, job, *args)))
+        self._put(lambda: self._has_failed or job(*args))
 
     def close(
-        self, last: Callable[[], object] | None = None, *, seconds: float | None = None
+        self, last: Callable[[], object] = lambda: None, *, seconds: float | None = None
     ) -> bool:
         """Wait for the pending jobs, or cancel them after a failure; then run `last`.
 
         Returns:
           False if a job has not returned after `seconds`; None waits without limit.
         """
-        deadline = None if seconds is None else time.monotonic() + seconds
-        has_ended = True
-        try:
-            while self._jobs and has_ended:
-                has_ended = _has_ended(self._jobs[0], deadline)
-                if has_ended:
-                    self._jobs.popleft().result()
-        finally:
-            ending = self._end(last)
-            has_ended = has_ended and _has_ended(ending, deadline)
-        if has_ended:
-            ending.result()
-        return has_ended
+        self._end(last)
+        self._thread.join(seconds)
+        self._has_failed |= self._thread.is_alive()
+        self.raise_failure()
+        return not self._thread.is_alive()
 
     def abandon(self, last: Callable[[], object]) -> None:
         """Cancel the pending jobs, and run `last` after the current one, without waiting."""
+        self._has_failed = True
         self._end(last)
 
     def blocked_at(self) -> traceback.StackSummary:
@@ -246,48 +225,23 @@ class Background:
         frame = sys._current_frames().get(self._thread.ident or 0)
         return traceback.extract_stack(frame)
 
-    def _run(self, job: Callable[..., Any], *args: Any) -> None:
-        if self._has_failed:
-            return
-        try:
-            job(*args)
-        except BaseException as error:
-            self._has_failed = True
-            if isinstance(error, KeyboardInterrupt):  # Ctrl-C reaches only the main thread
-                raise RuntimeError("KeyboardInterrupt in a background thread") from error
-            raise
-
-    def _put(self, work: Callable[[], object]) -> concurrent.futures.Future[Any]:
+    def _put(self, job: Callable[[], object]) -> None:
         if self._thread.ident is None:
             self._thread.start()
-        job: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        self._queue.put((job, work))
-        return job
+        self._queue.put(job)
 
-    def _end(self, last: Callable[[], object] | None) -> concurrent.futures.Future[Any]:
-        for job in self._jobs:
-            job.cancel()
-        self._jobs.clear()
+    def _end(self, last: Callable[[], object]) -> None:
         self._is_ended = True
-        ending = self._put(last or (lambda: None))
+        self._put(last)
         self._queue.put(None)
-        return ending
 
     def _work(self) -> None:
-        while (next_job := self._queue.get()) is not None:
-            job, work = next_job
-            if not job.set_running_or_notify_cancel():
-                continue
+        while (job := self._queue.get()) is not None:
             try:
-                job.set_result(work())
+                job()
             except BaseException as error:
-                job.set_exception(error)
-
-
-def _has_ended(job: concurrent.futures.Future[Any], deadline: float | None) -> bool:
-    """Wait for a job; return whether it ends before the deadline."""
-    seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
-    return bool(concurrent.futures.wait([job], seconds).done)
+                self._error, self._has_failed = self._error or error, True
+            self._queue.task_done()
 
 
 _Hook = TypeVar("_Hook", bound=Callable[..., None])
@@ -401,8 +355,8 @@ class _Caller:
                 self.observer.close()
             return
         seconds = self.observer.close_timeout_secs
-        last = functools.partial(self._run, "close") if self._is_started else None
-        if not self._background.close(last, seconds=seconds):
+        hooks = ["close"] if self._is_started else []
+        if not self._background.close(lambda: [*map(self._run, hooks)], seconds=seconds):
             place = _place(self.observer, self._background.blocked_at())
             raise TimeoutError(f"{self._hook} has not returned {seconds:g} s after the end {place}")
 
@@ -435,30 +389,3 @@ def _place(observer: Observer, frames: traceback.StackSummary) -> str:
     own_file = getattr(sys.modules.get(type(observer).__module__), "__file__", None)
     frame = next((f for f in reversed(frames) if f.filename == own_file), frames[-1])
     return f"({os.path.basename(frame.filename)}:{frame.lineno})"
-
-
-def build_observers(configs: Iterable[Config]) -> list[Observer]:
-    """Build the observers that an experiment lists."""
-    # Imported late, since an observer needs no config.
-    from layerkit.config import target_of
-
-    observers = []
-    for index, config in enumerate(configs):
-        field = f"observers.{index}"
-        try:
-            observer = config.Instantiate()
-        except (TypeError, ValueError) as error:
-            usage_error = to_usage_error(error, owner=field)
-            if usage_error.owner == field:  # an error of Config names the class itself
-                target = target_of(config)
-                usage_error.owner = f"{field}: {getattr(target, '__name__', repr(target))}"
-            raise usage_error from error
-        if not isinstance(observer, Observer):
-            raise UsageError(
-                "not an observer",
-                owner=field,
-                value=type(observer).__qualname__,
-                expected="a class derived from layerkit_runner.observers.Observer",
-            )
-        observers.append(observer)
-    return observers

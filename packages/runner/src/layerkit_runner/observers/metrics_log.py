@@ -175,7 +175,7 @@ class StoredLines:
     def write(self, line: str) -> None:
         """Append one line, given without a line end."""
         self._content += line.encode() + b"\n"
-        if self._background.is_idle and time.monotonic() >= self._next_rewrite:
+        if not self._background.num_pending and time.monotonic() >= self._next_rewrite:
             self.flush()
 
     def flush(self) -> None:

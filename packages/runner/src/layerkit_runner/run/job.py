@@ -24,7 +24,7 @@ from layerkit_runner.checkpointing import (
     stored_state,
 )
 from layerkit_runner.checkpointing.folders import step_folder
-from layerkit_runner.config.config_tree import config_json
+from layerkit_runner.config.config_tree import check_class, config_json
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.distributed.devices import (
     check_devices,
@@ -42,7 +42,6 @@ from layerkit_runner.observers import (
     Observers,
     Progress,
     TensorBoard,
-    build_observers,
 )
 from layerkit_runner.partitioning import Partitioner, PmapPartitioner
 from layerkit_runner.run.job_folder import (
@@ -220,7 +219,10 @@ def start_job(
     check_devices(options, jax.devices()[0].device_kind)
     partitioner, task = build_parts(resolved)
     # Every process builds the observers, so that all processes fail if a field is wrong.
-    observers = build_observers(resolved.observers)
+    for index, config in enumerate(resolved.observers):
+        check_class(config, f"observers.{index}", Observer)
+    with as_usage_error(ValueError, TypeError):
+        observers = [config.Instantiate() for config in resolved.observers]
     partitioner.start()
     partitioner.bind(task)
     if jax.process_index() == 0:
