@@ -234,20 +234,12 @@ class RunOptions:
         "save one entry per parameter in pmap runs, not one file", JOINING_MODES
     )
     target: str | None = _option(
-        "devices to plan for, such as cpux256, h100x256, v5p:8x8x4 or 2xv4-128. here: those of this"
-        " machine; h100: as many as the mesh has",
+        "devices to plan for, such as cpux256, h100x256, v5p:8x8x4 or v5e:4x4*2. here: those of"
+        " this machine; h100: as many as the mesh has",
         "TARGET",
         _PLAN,
     )
     num_devices: int | None = _option("number of devices", "N", ("plan", "inspect"), read=positive)
-    plan_effort: str = _option(
-        "full: compile for a TPU as a run does; quick: in a third of the time, unless the program"
-        " needs nearly all memory",
-        "EFFORT",
-        _PLAN,
-        default="quick",
-        choices=("quick", "full"),
-    )
     search: bool = _switch(
         "compile and rank other meshes, rematerialization policies and, if nothing fits, more"
         " gradient accumulation",

@@ -42,7 +42,6 @@ def _plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
         devices.check_devices(options, planned[0].device_kind)
         # A program from the compilation cache has no figures.
         jax.config.update("jax_enable_compilation_cache", False)  # noqa: FBT003
-        effort = options.plan_effort
         if options.search:
             describe: Callable[[Any], str] = search.search_page
             result: Any = search.search(
@@ -51,10 +50,9 @@ def _plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
                 target=target,
                 max_compilations=options.max_compilations,
                 max_seconds=options.max_seconds,
-                effort=effort,
             )
         else:
-            plan = make_plan(resolved, planned, parts=parts, target=target, effort=effort)
+            plan = make_plan(resolved, planned, parts=parts, target=target)
             flags = [f"compiled with {line}" for line in devices.flag_lines(options)]
             result = dataclasses.replace(plan, notes=[*flags, *plan.notes])
             describe = page.plan_page

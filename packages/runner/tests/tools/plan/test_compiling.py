@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +15,7 @@ from layerkit_runner.tools.plan.compiling import (
     measured_step,
     refused_sizes,
 )
-from layerkit_runner.tools.plan.hardware import device_kind
 from layerkit_runner.tools.plan.memory import TensorMemory, step_memory
-from layerkit_runner.tools.plan.plan import is_in_doubt
 
 ESTIMATED = (
     "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory"
@@ -58,37 +54,6 @@ def test_measured_step_has_program_and_sizes():
     assert step.sizes is not None
     assert (step.sizes.arguments, step.sizes.outputs, step.sizes.donated) == (1024, 1024, 1024)
     assert "sine" in step.hlo_text
-
-
-@pytest.mark.parametrize(
-    ("platform", "is_here", "effort", "is_quick"),
-    [
-        ("tpu", False, "quick", True),
-        ("tpu", False, "full", False),
-        ("tpu", True, "quick", False),
-        ("gpu", False, "quick", False),
-        ("cpu", False, "quick", False),
-    ],
-)
-def test_quick_effort_applies_to_absent_tpus_alone(platform, is_here, effort, is_quick):
-    lowered = Mock()
-    lowered.compile.return_value = jax.jit(jnp.sin).lower(1.0).compile()
-    step = compile_step(lowered, platform=platform, is_here=is_here, effort=effort)
-    assert step.is_quick == is_quick
-    options = lowered.compile.call_args.kwargs["compiler_options"]
-    assert ("optimization_level" in options) == is_quick
-
-
-@pytest.mark.parametrize(
-    ("peak", "refusal", "expected"),
-    [(0.9, None, False), (0.96, None, True), (0.9, "too large", True), (1.4, "too large", True)],
-)
-def test_a_quick_plan_near_the_memory_is_in_doubt(peak, refusal, expected):
-    device = device_kind("v5e")
-    assert device.usable_bytes is not None
-    nothing = step_memory([], CompiledStep(refusal=""))
-    memory = dataclasses.replace(nothing, peak=round(peak * device.usable_bytes))
-    assert is_in_doubt(memory, device, CompiledStep(refusal=refusal)) == expected
 
 
 def test_other_errors_of_a_compiler_are_not_taken_for_a_lack_of_memory():

@@ -18,14 +18,8 @@ from layerkit_runner.tools.plan.hardware import device_kind, parse_target, sized
         ("a100x4", "a100", 4, 1, ()),
         ("v5p:8x8x4", "v5p", 256, 1, (8, 8, 4)),
         ("v5e:4x4*2", "v5e", 32, 2, (4, 4)),
-        # A chip of these is two devices, and two TensorCores.
+        # A chip of these is two devices.
         ("v7x:2x2x1", "v7x", 8, 1, (2, 2, 1)),
-        ("tpu7x-128", "v7x", 128, 1, (4, 4, 4)),
-        # Google Cloud counts TensorCores of v4 and v5p, and chips of the others.
-        ("v4-128", "v4", 64, 1, (4, 4, 4)),
-        ("2xv4-128", "v4", 128, 2, (4, 4, 4)),
-        ("v5litepod-16", "v5e", 16, 1, (4, 4)),
-        ("v6e-256", "v6e", 256, 1, (16, 16)),
     ],
 )
 def test_target_is_parsed(text, kind, num_devices, num_slices, topology):

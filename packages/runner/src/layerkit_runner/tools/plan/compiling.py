@@ -22,19 +22,12 @@ from layerkit_runner.step.step_cost import temporary_bytes
 _CPU_OPTIONS = {"xla_backend_optimization_level": 0}
 # Without a GPU no kernel can be timed against another.
 _ABSENT_GPU_OPTIONS = {"xla_gpu_autotune_level": 0}
-# O1 of XLA's effort levels takes a third of the time for nearly the same program.
-_QUICK_TPU_OPTIONS = {"optimization_level": 19}
 
 _TOO_LARGE = re.compile(r"Ran out of memory|RESOURCE_EXHAUSTED")
 # Some programs are rejected by a first estimate of temporaries, others with their total bytes.
 _TEMPORARIES = re.compile(r"HLO temporaries \((?P<bytes>[\d.]+[KMGT]?)\) exceeds", re.IGNORECASE)
 _USED = re.compile(r"Used (?P<bytes>[\d.]+[KMGT]?) of [\d.]+[KMGT]? hbm", re.IGNORECASE)
 _SCALES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
-QUICK_NOTE = (
-    "compiled with less effort than a run, in a third of the time; memory and traffic of large"
-    " steps came within 3 % of a run's. --plan_effort=full compiles as a run does"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,15 +51,13 @@ class CompiledStep:
     """The result of compiling a step.
 
     Without a program, `refusal` is the compiler's message that the step is too large, or
-    `unreadable` the error of reading it. `is_quick` tells that the compiler was asked for less
-    effort.
+    `unreadable` the error of reading it.
     """
 
     hlo_text: str = ""
     sizes: Sizes | None = None
     refusal: str | None = None
     unreadable: str | None = None
-    is_quick: bool = False
 
 
 def tracing_for(device: jax.Device) -> contextlib.AbstractContextManager[Any]:
@@ -78,25 +69,19 @@ def tracing_for(device: jax.Device) -> contextlib.AbstractContextManager[Any]:
     return use_abstract_mesh(AbstractMesh((), (), abstract_device=kind))
 
 
-def compile_step(
-    lowered: Any, *, platform: str, is_here: bool, effort: str = "full"
-) -> CompiledStep:
-    """Compile a lowered step; `effort="quick"` asks compilers of absent TPUs for less effort."""
-    is_quick = effort == "quick" and platform == "tpu" and not is_here
+def compile_step(lowered: Any, *, platform: str, is_here: bool) -> CompiledStep:
+    """Compile a lowered step."""
     options: dict[str, Any] = {}
     if platform == "cpu":
         options = _CPU_OPTIONS
     elif platform == "gpu" and not is_here:
         options = _ABSENT_GPU_OPTIONS
-    elif is_quick:
-        options = _QUICK_TPU_OPTIONS
     try:
-        step = measured_step(lowered.compile(compiler_options=options), platform=platform)
+        return measured_step(lowered.compile(compiler_options=options), platform=platform)
     except jax.errors.JaxRuntimeError as error:
         if not _TOO_LARGE.search(str(error)):
             raise
-        step = CompiledStep(refusal=str(error))
-    return dataclasses.replace(step, is_quick=is_quick)
+        return CompiledStep(refusal=str(error))
 
 
 def measured_step(compiled: Any, *, platform: str) -> CompiledStep:
@@ -144,8 +129,6 @@ def compiler_notes(
             f" ({step.unreadable}). The compiler may be newer than JAX: pip install"
             f" 'jax[tpu]=={jax.__version__}' installs the matching one"
         )
-    if step.is_quick:
-        yield QUICK_NOTE
     if platform == "gpu" and not is_here:
         yield (
             "compiled without a GPU: no kernels were timed against each other (autotuning), so a"

@@ -1,9 +1,6 @@
-"""The devices that plans are made for: memory, bandwidths and networks; and `--target`.
+"""The devices that plans are made for, with the figures of hardware.toml; and `--target`.
 
-Figures are of one JAX device: a chip of a TPU (half a chip of TPU7x) or one GPU. The bandwidth of a
-network is the bytes per second that a device can send over all its links. Vendors that add up both
-directions print twice as much. None stands for a figure that is not published. docs/planning.md has
-a table of the forms of `--target`.
+docs/planning.md has a table of the forms of `--target`.
 """
 
 from __future__ import annotations
@@ -12,16 +9,15 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterator
+import tomllib
+from pathlib import Path
 from typing import Any
 
 from layerkit_runner.distributed.devices import GPU_MEMORY_SHARE
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers.speed import peak_flops
 
-_KIB, _MIB, _GIB = 2**10, 2**20, 2**30
-_GIGA = 10**9
-_GIGABIT = 10**9 / 8
+_TABLES = tomllib.loads(Path(__file__).with_name("hardware.toml").read_text(encoding="utf-8"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,103 +51,21 @@ class DeviceKind:
         return None if self.memory_bytes is None else self.memory_bytes - self.reserved_bytes
 
 
-# Sources: docs.cloud.google.com/tpu/docs/v4, /v5p, /v6e and /tpu7x, whose ICI figures add up both
-# directions; TPU v4's links are those of Jouppi et al., "TPU v4", ISCA 2023, table 4, and the
-# network of its hosts is not published. A chip of TPU7x is two devices. "Granted" is the memory
-# that the compiler leaves to a program.
-_TPUS: tuple[tuple[str, str, int, float, float, float, float | None, int], ...] = (
-    # name, device kinds, GiB, GiB granted, memory GB/s, ICI GB/s, DCN Gbit/s, devices per host
-    ("v4", "TPU v4", 32, 30.75, 1200, 300, None, 4),
-    ("v5e", "TPU v5 lite|TPU v5e", 16, 15.75, 819, 200, 200 / 8, 8),
-    ("v5p", "TPU v5|TPU v5p", 96, 95.73, 2765, 600, 50, 4),
-    ("v6e", "TPU v6 lite|TPU v6e", 32, 31.24, 1638, 400, 100, 8),
-    ("v7x", "TPU7x", 96, 94.74, 7380 / 2, 600 / 2, 100 / 2, 8),
-)
-# Sources: memory as CUDA reports it to a program; bandwidths of NVIDIA's data sheets, whose NVLink
-# figures add up both directions; a network card for each GPU, as in DGX.
-_GPUS: tuple[tuple[str, str, str, int, float, float, float], ...] = (
-    # name, device kind, suffix of other device kinds, bytes, memory GB/s, NVLink GB/s, card Gbit/s
-    ("a100", "NVIDIA A100-SXM4-80GB", "", 85_100_068_864, 2039, 300, 200),
-    ("a100-40gb", "NVIDIA A100-SXM4-40GB", "", 42_298_834_944, 1555, 300, 200),
-    ("h100", "NVIDIA H100 80GB HBM3", "", 84_942_979_072, 3350, 450, 400),
-    ("h200", "NVIDIA H200", "( 141GB HBM3e)?", 1398 * _GIB // 10, 4800, 450, 400),
-    ("b200", "NVIDIA B200", "", 191_514_411_008, 8000, 900, 400),
-)
+def _make_kind(name: str, figures: dict[str, Any]) -> DeviceKind:
+    values = {key: value for key, value in figures.items() if key != "chip"}
+    kind = DeviceKind(name, **{"pattern": values["device_kind"], **values})
+    if kind.platform != "gpu" or kind.memory_bytes is None:
+        return kind
+    # The rest is for CUDA's context, NCCL's buffers and libraries, as in a run.
+    reserved = round((1 - GPU_MEMORY_SHARE) * kind.memory_bytes)
+    return dataclasses.replace(kind, reserved_bytes=reserved)
 
 
-def _chip(
-    major: int, multiprocessors: int, fpus: int, shared_kib: int, l2: int, ghz: float
-) -> dict[str, Any]:
-    """Return the properties that CUDA reports of a chip, named as in XLA's `GpuDeviceInfoProto`."""
-    return {
-        "cuda_compute_capability": f"{{ major: {major} minor: 0 }}",
-        "core_count": multiprocessors,
-        "fpus_per_core": fpus,
-        "shared_memory_per_core": shared_kib * _KIB,
-        "shared_memory_per_block_optin": (shared_kib - 1) * _KIB,
-        "l2_cache_size": l2,
-        "clock_rate_ghz": ghz,
-    }
-
-
-_CHIPS = {
-    **dict.fromkeys(("a100", "a100-40gb"), _chip(8, 108, 64, 164, 40 * _MIB, 1.41)),
-    **dict.fromkeys(("h100", "h200"), _chip(9, 132, 128, 228, 50 * _MIB, 1.98)),
-    "b200": _chip(10, 148, 128, 228, 132_644_864, 1.965),
-}
-_EVERY_CHIP = {
-    "threads_per_block_limit": 1024,
-    "threads_per_warp": 32,
-    "shared_memory_per_block": 48 * _KIB,
-    "threads_per_core_limit": 2048,
-    "block_dim_limit_x": 2**31 - 1,
-    "block_dim_limit_y": 2**16 - 1,
-    "block_dim_limit_z": 2**16 - 1,
-    "thread_dim_limit_x": 1024,
-    "thread_dim_limit_y": 1024,
-    "thread_dim_limit_z": 64,
-    "registers_per_core_limit": 65536,
-    "registers_per_block_limit": 65536,
-}
-
-
-def _kinds() -> Iterator[DeviceKind]:
-    for name, kinds, gib, granted, memory, ici, dcn, per_host in _TPUS:
-        yield DeviceKind(
-            name,
-            "tpu",
-            kinds.partition("|")[0],
-            kinds,
-            memory_bytes=gib * _GIB,
-            reserved_bytes=round((gib - granted) * _GIB),
-            memory_bandwidth=memory * _GIGA,
-            fast_bandwidth=ici * _GIGA,
-            slow_bandwidth=None if dcn is None else dcn * _GIGABIT,
-            devices_per_host=per_host,
-        )
-    for name, kind, others, size, memory, nvlink, card in _GPUS:
-        yield DeviceKind(
-            name,
-            "gpu",
-            kind,
-            kind + others,
-            memory_bytes=size,
-            # The rest is for CUDA's context, NCCL's buffers and libraries, as in a run.
-            reserved_bytes=round((1 - GPU_MEMORY_SHARE) * size),
-            memory_bandwidth=memory * _GIGA,
-            fast_bandwidth=nvlink * _GIGA,
-            slow_bandwidth=card * _GIGABIT,
-            devices_per_host=8,
-        )
-    yield DeviceKind("cpu", "cpu", "cpu", "cpu")
-
-
-KINDS = tuple(_kinds())
-_OTHER_NAMES = {"v5litepod": "v5e", "tpu7x": "v7x", "ironwood": "v7x", "trillium": "v6e"}
+KINDS = tuple(_make_kind(name, figures) for name, figures in _TABLES["kinds"].items())
 
 
 def device_kind(name: str) -> DeviceKind:
-    """Return the kind with a name, in any case, or with another name of the same device.
+    """Return the kind with a name, in any case.
 
     Raises:
       UsageError: The name is unknown.
@@ -159,11 +73,10 @@ def device_kind(name: str) -> DeviceKind:
     >>> device_kind("h100").devices_per_host
     8
     """
-    lower = name.lower()
     kinds = {kind.name: kind for kind in KINDS}
-    if match := kinds.get(_OTHER_NAMES.get(lower, lower)):
+    if match := kinds.get(name.lower()):
         return match
-    raise UsageError(field="kind of device", value=name, choices=(*kinds, *_OTHER_NAMES))
+    raise UsageError(field="kind of device", value=name, choices=kinds)
 
 
 def kind_of_device(jax_device_kind: str, *, platform: str) -> DeviceKind:
@@ -181,8 +94,8 @@ def target_config(kind: DeviceKind) -> str:
     """
     assert kind.memory_bandwidth is not None
     device = {
-        **_EVERY_CHIP,
-        **_CHIPS[kind.name],
+        **_TABLES["every_chip"],
+        **_TABLES["chips"][_TABLES["kinds"][kind.name]["chip"]],
         "memory_bandwidth": round(kind.memory_bandwidth),
         "device_memory_size": kind.memory_bytes,
     }
@@ -198,17 +111,18 @@ def target_config(kind: DeviceKind) -> str:
 
 HERE = "here"
 
-_COUNTED = re.compile(r"(?P<kind>[a-z]\w*?(?:-40gb)?)x(?P<count>\d+)")
-_TOPOLOGY = re.compile(r"(?P<kind>\w+):(?P<sizes>\d+(?:x\d+)*)(?:\*(?P<slices>\d+))?")
-_CLOUD = re.compile(r"(?:(?P<slices>\d+)x)?(?P<kind>\w+)-(?P<number>\d+)")
+_FORM = re.compile(
+    r"(?P<kind>[a-z]\w*?(?:-40gb)?)"
+    r"(?:x(?P<count>\d+)|:(?P<sizes>\d+(?:x\d+)*)(?:\*(?P<slices>\d+))?)?"
+)
 
-# Slices of these are three-dimensional, and Google Cloud counts their TensorCores, two per chip.
+# Slices of these are three-dimensional.
 _THREE_DIMENSIONS = ("v4", "v5p", "v7x")
 _DEVICES_PER_CHIP = {"v7x": 2}
 
 _FORMS = (
     "cpux8 (simulated), here (the devices of this machine), v5p:8x8x4 (a TPU slice), v5e:4x4*2 (two"
-    " slices), v4-128 or 2xv4-128 (names of Google Cloud) or h100x256 (GPUs in nodes of 8)"
+    " slices) or h100x256 (GPUs in nodes of 8)"
 )
 
 
@@ -250,33 +164,21 @@ def parse_target(text: str) -> Target:
 def _parse(text: str) -> Target:
     if text == HERE:
         return Target(None)
-    if match := _TOPOLOGY.fullmatch(text):
-        sizes = tuple(int(size) for size in match["sizes"].split("x"))
-        return _slices(_tpu(match["kind"]), sizes, int(match["slices"] or 1))
-    if match := _COUNTED.fullmatch(text):
-        kind = device_kind(match["kind"])
-        if kind.platform == "tpu":
-            cloud = f"{kind.name}-{128 if kind.name in _THREE_DIMENSIONS else 16}"
-            shape = f"the shape of a TPU slice, such as {_example(kind)}"
-            raise UsageError(expected=f"{shape}, or {cloud} as Google Cloud names it")
-        return _counted(kind, int(match["count"]))
-    if (match := _CLOUD.fullmatch(text)) and match["kind"] != "a100":
-        kind, chips = _tpu(match["kind"]), int(match["number"])
-        if kind.name in _THREE_DIMENSIONS:
-            chips, rest = divmod(chips, 2)
-            if rest:
-                raise UsageError(expected="an even number of TensorCores, two on each chip")
-        return _slices(kind, usual_topology(kind, chips), int(match["slices"] or 1))
-    if re.fullmatch(r"[a-z][\w-]*", text):
-        return Target(device_kind(text))
-    raise UsageError(expected=_FORMS)
-
-
-def _tpu(name: str) -> DeviceKind:
-    kind = device_kind(name)
-    if kind.platform != "tpu":
-        raise UsageError(expected=f"a number of devices, such as {kind.name}x8, and no topology")
-    return kind
+    match = _FORM.fullmatch(text)
+    if match is None:
+        raise UsageError(expected=_FORMS)
+    kind = device_kind(match["kind"])
+    if match["sizes"] is not None:
+        if kind.platform != "tpu":
+            expected = f"a number of devices, such as {kind.name}x8, and no topology"
+            raise UsageError(expected=expected)
+        sizes = tuple(map(int, match["sizes"].split("x")))
+        return _slices(kind, sizes, int(match["slices"] or 1))
+    if match["count"] is None:
+        return Target(kind)
+    if kind.platform == "tpu":
+        raise UsageError(expected=f"the shape of a TPU slice, such as {_example(kind)}")
+    return _counted(kind, int(match["count"]))
 
 
 def _example(kind: DeviceKind) -> str:
@@ -333,7 +235,7 @@ def usual_topology(kind: DeviceKind, chips: int) -> tuple[int, ...]:
             expected=f"the shape of a slice, as in {_example(kind)}",
         )
     best = min(fitting, key=sum)
-    # Google Cloud writes the short side of flat slices last: 2x2x1.
+    # The short side of a flat slice comes last: 2x2x1.
     return best[::-1] if is_cube and best[0] == 1 else best
 
 

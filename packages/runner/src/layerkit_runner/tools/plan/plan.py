@@ -33,7 +33,6 @@ from layerkit_runner.tools.plan.bounds import (
 )
 from layerkit_runner.tools.plan.collectives import Traffic, collective_traffic
 from layerkit_runner.tools.plan.compiling import (
-    CompiledStep,
     compile_step,
     compiler_notes,
     tracing_for,
@@ -51,8 +50,6 @@ from layerkit_runner.tools.plan.targets import described_kind
 
 # More than a page shows, for the JSON form.
 _TEMPORARIES = 30
-# Beyond this share of a device's memory a quick plan leaves open whether the step fits.
-_IN_DOUBT = 0.95
 _ABSENT_HOST_NOTE = (
     "JAX places no arrays of absent GPUs in host memory, so the optimizer's state counts as device"
     " memory here"
@@ -107,7 +104,6 @@ class Plan:
     temporaries: list[TemporaryTensor] = dataclasses.field(default_factory=list)
     bounds: Bounds | None = None
     pipelines: list[PipelinePlan] = dataclasses.field(default_factory=list)
-    is_quick: bool = False
     dataset: str | None = None
 
 
@@ -121,7 +117,6 @@ def make_plan(
     *,
     parts: tuple[Partitioner, SingleTask] | None = None,
     target: Target | None = None,
-    effort: str = "full",
     dataset: str | None = None,
     check_state: bool = False,
 ) -> Plan:
@@ -135,8 +130,6 @@ def make_plan(
       devices: Devices to compile for; they need not be able to run the step.
       parts: Partitioner and task if they are built already; they cannot be used again.
       target: Target that the devices represent; None for the devices themselves.
-      effort: See `compile_step`. A quick step that needs nearly all memory, or is rejected, is
-        compiled again with full effort.
       dataset: Name of the training data set whose step is planned; None for all of them.
       check_state: Whether to raise `StateTooLargeError` before compilation.
     """
@@ -155,7 +148,7 @@ def make_plan(
             if sum(tensor.bytes_per_device for tensor in held) > device.usable_bytes:
                 raise StateTooLargeError("weights and optimizer state alone exceed the memory")
         plans = {
-            name: _plan_step(resolved, devices, partitioner, task, batch, target, effort)
+            name: _plan_step(resolved, devices, partitioner, task, batch, target)
             for name, batch in batches.items()
         }
     largest = max(plans, key=lambda name: (plans[name].fits is False, plans[name].memory.peak))
@@ -180,7 +173,6 @@ def _plan_step(
     task: SingleTask,
     batch: Any,
     target: Target,
-    effort: str,
 ) -> Plan:
     device = described_kind(target, devices)
     begun = time.perf_counter()
@@ -194,11 +186,8 @@ def _plan_step(
     stored = partitioner.abstract_stored_state(task)
     tensors = tensor_memory(state, batch, stored=stored)
     is_here, platform = target.kind is None, device.platform
-    step = compile_step(lowered, platform=platform, is_here=is_here, effort=effort)
+    step = compile_step(lowered, platform=platform, is_here=is_here)
     memory, usable = step_memory(tensors, step), device.usable_bytes
-    if step.is_quick and is_in_doubt(memory, device, step):
-        step = compile_step(lowered, platform=platform, is_here=is_here)
-        memory = step_memory(tensors, step)
     compiled = time.perf_counter()
     fits = None if usable is None else memory.peak <= usable
     if platform == "tpu":
@@ -241,15 +230,7 @@ def _plan_step(
         temporaries=largest_temporaries(step.hlo_text, most=_TEMPORARIES),
         bounds=bounds if step.hlo_text else None,
         pipelines=pipeline_plans(resolved.task, rows=batch_plan.rows // batch_plan.parts),
-        is_quick=step.is_quick,
     )
-
-
-def is_in_doubt(memory: Memory, device: DeviceKind, step: CompiledStep) -> bool:
-    """Return whether a quick plan leaves open if the step fits."""
-    # Compilers reject a step before they generate code, so compiling again costs little.
-    usable = device.usable_bytes
-    return step.refusal is not None or usable is None or memory.peak > _IN_DOUBT * usable
 
 
 def _abstract_batch(config: Config, partitioner: Partitioner) -> Any:

@@ -14,7 +14,7 @@ import itertools
 import math
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,9 +24,8 @@ from layerkit_runner.config.requests import Override, ResolvedExperiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.text import seconds_text, size_text
 from layerkit_runner.run.resolve import add_overrides
-from layerkit_runner.tools.plan.bounds import Bounds
-from layerkit_runner.tools.plan.compiling import QUICK_NOTE
-from layerkit_runner.tools.plan.hardware import Target
+from layerkit_runner.tools.plan.bounds import Bounds, DeviceWork
+from layerkit_runner.tools.plan.hardware import DeviceKind, Target, device_kind
 from layerkit_runner.tools.plan.plan import Plan, StateTooLargeError, make_plan
 
 _ICI = "partitioner.ici_mesh_shape"
@@ -41,20 +40,18 @@ _FREE_AXES = ("data", "fsdp", "tensor")
 _FREE_AXES_ACROSS = ("data", "fsdp")
 _REASON_LENGTH = 200
 
-BY_TIME = "step time: the mean of the bounds with full overlap and with no overlap of communication"
-BY_BYTES = (
-    "bytes sent between slices, then all bytes read, written and sent (a rate of the hardware is"
-    " unknown)"
-)
-_REJECTED = "the mesh or the experiment does not allow it"
+_RANKED_BY = "step time: the mean of the bounds with full overlap and with no overlap"
+# Its rates stand in for those of other devices that are unknown, so that candidates have an order.
+_REFERENCE = device_kind("h100")
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """A compiled variant of the experiment, with the flags to add to the command.
 
-    `across` maps each mesh axis that spans several slices to its number of slices. `reason` is the
-    error that prevented compilation.
+    `across` maps each mesh axis that spans several slices to its number of slices. `seconds` is the
+    estimate of the step time by which candidates are ranked. `reason` is the error that prevented
+    compilation.
     """
 
     flags: list[str]
@@ -65,6 +62,7 @@ class Candidate:
     peak: int | None = None
     fits: bool | None = None
     bounds: Bounds | None = None
+    seconds: float | None = None
     reason: str | None = None
 
 
@@ -82,13 +80,11 @@ class Search:
     usable_bytes: int | None
     rows: int
     ranked: list[Candidate]
-    ranked_by: str
     command: list[str] | None
     compilations: int
     left_out: dict[str, int]
     limit: str | None
     seconds: float
-    is_quick: bool = False
 
 
 class Point(NamedTuple):
@@ -133,37 +129,42 @@ def _moved(
             yield tuple(moved)
 
 
-def order(candidate: Candidate, ranked_by: str) -> tuple[float, ...]:
+def order(candidate: Candidate) -> tuple[float, ...]:
     """Return the sort key of a candidate; those that do not fit, or do not compile, come last."""
-    peak, bounds = float(candidate.peak or 0), candidate.bounds
+    peak = float(candidate.peak or 0)
     if candidate.reason is not None:
         return (3.0,)
     if candidate.fits is False:
         return (2.0, peak)
-    if bounds is None:  # the compiled program could not be read
+    if candidate.seconds is None:  # the compiled program could not be read
         return (1.0, peak)
-    work = bounds.work
-    if ranked_by == BY_BYTES:
-        moved = work.memory_bytes + work.fast_bytes + work.slow_bytes
-        return (0.0, work.slow_bytes, moved, peak)
-    seconds = (bounds.step_seconds or 0) + (bounds.step_seconds_no_overlap or 0)
-    return (0.0, seconds, peak)
+    return (0.0, candidate.seconds, peak)
+
+
+def estimate_seconds(work: DeviceWork, device: DeviceKind) -> float:
+    """Return the mean of the bounds of a step's time; `_REFERENCE` has the rates of no figure."""
+    amounts = {
+        "peak_flops": work.flops,
+        "memory_bandwidth": work.memory_bytes,
+        "fast_bandwidth": work.fast_bytes,
+        "slow_bandwidth": work.slow_bytes,
+    }
+    compute, memory, fast, slow = (
+        amount / (getattr(device, rate) or getattr(_REFERENCE, rate))
+        for rate, amount in amounts.items()
+    )
+    return (max(compute, memory, fast, slow) + max(compute, memory) + fast + slow) / 2
 
 
 class _Searcher:
     """The state of one search, with the compiled `candidates` by their points."""
 
     def __init__(
-        self,
-        resolved: ResolvedExperiment,
-        devices: Sequence[jax.Device],
-        *,
-        target: Target,
-        effort: str,
+        self, resolved: ResolvedExperiment, devices: Sequence[jax.Device], *, target: Target
     ):
         self._resolved = resolved
         self._platform = devices[0].platform
-        self._plan = functools.partial(make_plan, devices=devices, target=target, effort=effort)
+        self._plan = functools.partial(make_plan, devices=devices, target=target)
         self._values: dict[str, Any] = config_json(resolved)["config"]
         paths = [path for path in self._values if path.startswith("task.")]
         stages = {path.removesuffix(_STAGE_REMAT) for path in paths if path.endswith(_STAGE_REMAT)}
@@ -175,14 +176,13 @@ class _Searcher:
         ]
         self.first = self._plan(resolved)
         self._axes = tuple(self.first.mesh)
-        self._start = self._own_point()
+        self._start = self._start_point()
         self.candidates = {self._start: self._candidate(self._start, [], **_measured(self.first))}
         self.left_out: collections.Counter[str] = collections.Counter()
-        self.rejected: list[str] = []
-        self.is_quick = self.first.is_quick
+        self._rejection = ""
         self._tried = {self._start}
 
-    def _own_point(self) -> Point:
+    def _start_point(self) -> Point:
         if _ICI not in self._values:
             raise UsageError(
                 owner=self._resolved.name,
@@ -204,41 +204,27 @@ class _Searcher:
             accumulation=self._values.get(_ACCUMULATION, 1),
         )
 
-    def ranked_by(self) -> str:
-        """Return the criterion for ranking: times, if all speeds that they need are known."""
-        bounds = [
-            candidate.bounds
-            for candidate in self.candidates.values()
-            if candidate.bounds is not None
-        ]
-        return BY_BYTES if any(bound.unknown for bound in bounds) else BY_TIME
-
     def next_point(self) -> Point | None:
         """Return an untried neighbor of the best candidate that has one."""
-        ranked_by = self.ranked_by()
-        for point in sorted(
-            self.candidates, key=lambda point: order(self.candidates[point], ranked_by)
-        ):
-            candidate = self.candidates[point]
+        for point, candidate in sorted(self.candidates.items(), key=lambda item: order(item[1])):
             if candidate.reason is None:
-                near = neighbors(point, self._axes, fits=candidate.fits)
-                if untried := [point for point in near if point not in self._tried]:
-                    return untried[0]
+                for near in neighbors(point, self._axes, fits=candidate.fits):
+                    if near not in self._tried:
+                        return near
         return None
 
     def try_point(self, point: Point) -> None:
         """Compile a point, or count the reason for which it is skipped."""
         self._tried.add(point)
-        edits = self._edits(point)
-        flags = [f"--fdl.{path}={text}" for path, text in edits.items()]
+        flags = self._flags(point)
         try:
-            plan = self._plan(self.varied(edits), dataset=self.first.dataset, check_state=True)
-            self.is_quick |= plan.is_quick
+            plan = self._plan(self.varied(flags), dataset=self.first.dataset, check_state=True)
             self.candidates[point] = self._candidate(point, flags, **_measured(plan))
         except StateTooLargeError as error:
             self.left_out[str(error)] += 1
         except UsageError as error:
-            self.rejected.append(" ".join(str(error).split())[:_REASON_LENGTH])
+            self._rejection = self._rejection or f"the experiment rejects it, such as: {error}"
+            self.left_out[" ".join(self._rejection.split())[:_REASON_LENGTH]] += 1
         except (ValueError, TypeError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
             source = "the compiler: " if isinstance(error, jax.errors.JaxRuntimeError) else ""
             reason = (source + " ".join(str(error).split()))[:_REASON_LENGTH]
@@ -248,8 +234,8 @@ class _Searcher:
             jax.clear_caches()
             gc.collect()
 
-    def _edits(self, point: Point) -> dict[str, str]:
-        """Return the configuration paths in which a point differs from the experiment."""
+    def _flags(self, point: Point) -> list[str]:
+        """Return the flags of the configuration paths in which a point differs from the start."""
         start, edits = self._start, dict[str, Any]()
         if point.ici != start.ici:
             edits[_ICI] = point.ici
@@ -259,14 +245,16 @@ class _Searcher:
             edits |= dict.fromkeys(self._remat_paths, point.remat)
         if point.accumulation != start.accumulation:
             edits[_ACCUMULATION] = point.accumulation
-        return {
-            path: f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+        return [
+            f"--fdl.{path}="
+            + (f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value))
             for path, value in edits.items()
-        }
+        ]
 
-    def varied(self, edits: Mapping[str, str]) -> ResolvedExperiment:
-        """Return the experiment with values set at some configuration paths."""
-        return add_overrides(self._resolved, [Override(path, t) for path, t in edits.items()])
+    def varied(self, flags: Sequence[str]) -> ResolvedExperiment:
+        """Return the experiment with the fields that some flags `--fdl.PATH=TEXT` set."""
+        edits = [flag.removeprefix("--fdl.").split("=", 1) for flag in flags]
+        return add_overrides(self._resolved, [Override(path, text) for path, text in edits])
 
     def _candidate(self, point: Point, flags: list[str], **measured: Any) -> Candidate:
         dcn = point.dcn or (1,) * len(point.ici)
@@ -282,7 +270,15 @@ class _Searcher:
 
 
 def _measured(plan: Plan) -> dict[str, Any]:
-    return {"peak": plan.memory.peak, "fits": plan.fits, "bounds": plan.bounds}
+    seconds = None
+    if plan.bounds is not None and plan.device is not None:
+        seconds = estimate_seconds(plan.bounds.work, plan.device)
+    return {
+        "peak": plan.memory.peak,
+        "fits": plan.fits,
+        "bounds": plan.bounds,
+        "seconds": seconds,
+    }
 
 
 def search(
@@ -292,31 +288,24 @@ def search(
     target: Target,
     max_compilations: int,
     max_seconds: float,
-    effort: str = "full",
-    clock: Callable[[], float] = time.monotonic,
 ) -> Search:
     """Compile variants of an experiment, first the experiment itself, and rank them."""
-    begun = clock()
-    searcher = _Searcher(resolved, devices, target=target, effort=effort)
+    begun = time.monotonic()
+    searcher = _Searcher(resolved, devices, target=target)
     limit = None
     while (point := searcher.next_point()) is not None:
         if len(searcher.candidates) >= max_compilations:
             limit = f"{max_compilations} compilations (--max_compilations)"
             break
-        if clock() - begun >= max_seconds:
+        if time.monotonic() - begun >= max_seconds:
             limit = f"{max_seconds:g} s (--max_seconds)"
             break
         searcher.try_point(point)
-    ranked_by, first = searcher.ranked_by(), searcher.first
-    ranked = sorted(searcher.candidates.values(), key=lambda candidate: order(candidate, ranked_by))
+    first, ranked = searcher.first, sorted(searcher.candidates.values(), key=order)
     command = None
     if ranked[0].fits is not False:
-        edits = dict(flag.removeprefix("--fdl.").split("=", 1) for flag in ranked[0].flags)
-        overrides = config_json(searcher.varied(edits))["overrides"]
+        overrides = config_json(searcher.varied(ranked[0].flags))["overrides"]
         command = [f"--fdl.{path}={text}" for path, text in overrides.items()]
-    left_out = dict(searcher.left_out)
-    if searcher.rejected:
-        left_out[f"{_REJECTED}, such as: {searcher.rejected[0]}"] = len(searcher.rejected)
     return Search(
         experiment=resolved.name,
         target=first.target,
@@ -324,13 +313,11 @@ def search(
         usable_bytes=None if first.device is None else first.device.usable_bytes,
         rows=first.batch.rows,
         ranked=ranked,
-        ranked_by=ranked_by,
         command=command,
         compilations=sum(candidate.reason is None for candidate in ranked),
-        left_out=left_out,
+        left_out=dict(searcher.left_out),
         limit=limit,
-        seconds=clock() - begun,
-        is_quick=searcher.is_quick,
+        seconds=time.monotonic() - begun,
     )
 
 
@@ -341,7 +328,6 @@ def search_page(search: Search) -> str:
         f"search for {search.experiment}",
         f"on {search.target}, {search.num_devices} devices{memory}; {search.rows} rows in a batch",
         f"{search.compilations} candidates compiled in {search.seconds:.0f} s",
-        *([QUICK_NOTE] if search.is_quick else []),
         *(f"  {count} left out: {why}" for why, count in search.left_out.items()),
     ]
     if search.limit is not None:
@@ -355,7 +341,7 @@ def search_page(search: Search) -> str:
     axes = " × ".join(search.ranked[0].mesh)
     width = max(map(len, [axes, *meshes]))
     lines += [
-        f"ranked by: {search.ranked_by}",
+        f"ranked by: {_RANKED_BY}",
         "",
         f"      {axes:<{width}}  {'remat':<14}{'peak':>9}  fits {'sent':>9} {'between slices':>15}"
         f"  {'full overlap':<12}  {'no overlap':<10}  MFU",
