@@ -17,7 +17,7 @@ _SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 512
 
 @dataclasses.dataclass(frozen=True)
 class BlockwiseAttention:
-    """A `PartAttention` for every platform, dtype and mask.
+    """A `layerkit.ops.attention.ring.PartAttention` for every platform, dtype and mask.
 
     Attributes:
       scale: Factor of the products of queries and keys.
@@ -30,10 +30,7 @@ class BlockwiseAttention:
     def forward(
         self, query: jax.Array, key: jax.Array, value: jax.Array, mask: AttentionMask
     ) -> tuple[jax.Array, jax.Array]:
-        """Return (outputs `[batch, queries, heads, value_dim]`, log-sum-exp of each query).
-
-        See `layerkit.ops.attention.ring.PartAttention`.
-        """
+        """Return outputs `[batch, queries, heads, dims]` and log-sum-exps; see `PartAttention`."""
         queries, keys = _query_blocks(mask, _grouped(query, key)), _key_blocks(mask, key, value)
 
         def attend(block: Any) -> tuple[jax.Array, jax.Array]:
@@ -74,10 +71,7 @@ class BlockwiseAttention:
         common: jax.Array,
         mask: AttentionMask,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the gradients of query, key and value, for `[batch, queries, heads]` numbers.
-
-        See `layerkit.ops.attention.ring.PartAttention`.
-        """
+        """Return the gradients `[batch, length, heads, dims]` of a part; see `PartAttention`."""
         per_query = (query, out_gradient, log_sum[..., None], common[..., None])
         queries = _query_blocks(mask, *(_grouped(x, key) for x in per_query))
         keys = _key_blocks(mask, key, value)

@@ -15,20 +15,18 @@ def cudnn_attention(
     key: jax.Array,
     value: jax.Array,
     *,
-    mask: AttentionMask | None,
     scale: float,
+    mask: AttentionMask | None = None,
     bias: jax.Array | None = None,
 ) -> jax.Array:
     """Compute attention by cuDNN.
-
-    See `layerkit.ops.attention.dot_product.dot_product_attention`.
 
     Args:
       query: `[batch, queries, heads, head_dim]`.
       key: `[batch, keys, kv_heads, head_dim]`.
       value: `[batch, keys, kv_heads, head_dim]`.
-      mask: Mask in row order, causal or not, with or without a window; None for no mask.
       scale: Factor of the products of queries and keys.
+      mask: Mask in row order, causal or not, with or without a window; None for no mask.
       bias: `[batch or 1, heads or 1, queries, keys]` in the dtype of the queries, added to the
         scaled products.
 
@@ -54,7 +52,7 @@ def has_cudnn() -> bool:
     """Return whether JAX finds cuDNN. Without it, tracing cuDNN attention fails."""
     probe = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
     try:
-        jax.eval_shape(lambda x: cudnn_attention(x, x, x, mask=None, scale=1.0), probe)
+        jax.eval_shape(lambda x: cudnn_attention(x, x, x, scale=1.0), probe)
     except RuntimeError:
         return False
     return True

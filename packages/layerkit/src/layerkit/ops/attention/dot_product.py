@@ -22,13 +22,14 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
 from layerkit.base.sharding import BoundSharding, is_single_cpu, model_device
 from layerkit.config.checks import require
+from layerkit.errors import ConfigError
 from layerkit.ops.attention.backends import (
     GPU_PLATFORMS,
     AttentionCall,
@@ -38,10 +39,6 @@ from layerkit.ops.attention.backends import (
 from layerkit.ops.attention.distance_bias import DistanceBias, LogitBias
 from layerkit.ops.attention.masks import MASKED_LOGIT, AttentionMask
 from layerkit.ops.losses import soft_cap
-
-if TYPE_CHECKING:
-    from layerkit.ops.attention.ring import PartAttention
-
 
 ContextParallel = Literal["all_gather", "ring", "ulysses"]
 
@@ -154,7 +151,7 @@ def dot_product_attention(
             key,
             value,
             mask=options.mask,
-            attention=_part_attention(chosen.name, options),
+            attention=_kernel(chosen.name, options),
             sharding=sharding,
             sinks=options.sinks,
         )
@@ -233,36 +230,12 @@ def _has_cudnn() -> bool:
 def _run_kernel(
     name: str, query: jax.Array, key: jax.Array, value: jax.Array, options: AttentionOptions
 ) -> jax.Array:
-    """Run the fused kernel of a backend, which is imported only if it is used."""
-    arrays = {"sinks": options.sinks, "logit_cap": options.logit_cap, "bias": options.bias}
-    if name == "cudnn":
-        arrays["bias"] = options.dense_bias
-    arguments: dict[str, Any] = {name: array for name, array in arrays.items() if array is not None}
-    if name == "cudnn":
-        from layerkit.ops.attention.cudnn import cudnn_attention
-
-        kernel: Callable[..., jax.Array] = cudnn_attention
-    elif options.platform == "tpu":
-        from layerkit.ops.attention.pallas.flash_tpu import flash_attention_tpu, splash_kernel
-
-        kernel = functools.partial(flash_attention_tpu, **_kernel_options(options))
-        if options.num_length_shards > 1:
-            # It makes the TPU kernel, which `run_kernel_on_mesh` shards.
-            arguments["prepare"] = functools.partial(
-                splash_kernel,
-                query=query,
-                key=key,
-                mask=options.mask,
-                logit_cap=options.logit_cap,
-                num_shards=options.num_length_shards,
-                **_kernel_options(options),
-            )
-    else:
-        from layerkit.ops.attention.pallas.flash_gpu import flash_attention_gpu
-
-        kernel = functools.partial(flash_attention_gpu, **_kernel_options(options))
+    """Run the fused kernel of a backend on the shard of each device."""
     from layerkit.ops.attention.sharded_kernel import run_kernel_on_mesh
 
+    kernel, prepare, num_shards = _kernel(name, options), None, options.num_length_shards
+    if options.platform == "tpu" and num_shards > 1:
+        prepare = functools.partial(kernel.kernel, query, key, options.mask, num_shards=num_shards)
     return run_kernel_on_mesh(
         kernel,
         query,
@@ -270,33 +243,34 @@ def _run_kernel(
         value,
         sharding=options.sharding,
         mask=options.mask,
-        scale=options.scale,
-        **arguments,
+        sinks=options.sinks,
+        bias=options.dense_bias if name == "cudnn" else options.bias,
+        prepare=prepare,
     )
 
 
-def _kernel_options(options: AttentionOptions) -> dict[str, Any]:
-    return {
-        "blocks": options.kernel_blocks,
-        "interpret": options.interpret,
-        "device_kind": model_device(options.sharding).device_kind,
-    }
+def _kernel(name: str, options: AttentionOptions) -> Any:
+    """Return the attention of a backend, which is imported only if it is used.
 
+    All but cuDNN's are a `layerkit.ops.attention.ring.PartAttention`; `xla` is one alone.
+    """
+    if name == "cudnn":
+        from layerkit.ops.attention.cudnn import cudnn_attention
 
-def _part_attention(name: str, options: AttentionOptions) -> PartAttention:
-    """Return the attention of a ring to a part of the keys."""
-    scale, logit_cap = options.scale, options.logit_cap
+        return functools.partial(cudnn_attention, scale=options.scale)
     if name == "xla":
         from layerkit.ops.attention.blockwise import BlockwiseAttention
 
-        return BlockwiseAttention(scale, logit_cap)
+        return BlockwiseAttention(options.scale, options.logit_cap)
+    kind = model_device(options.sharding).device_kind
+    fields = options.scale, options.logit_cap, options.kernel_blocks, kind, options.interpret
     if options.platform == "tpu":
-        from layerkit.ops.attention.pallas.flash_tpu import SplashPartAttention
+        from layerkit.ops.attention.pallas.flash_tpu import SplashAttention
 
-        return SplashPartAttention(scale, logit_cap, **_kernel_options(options))
-    from layerkit.ops.attention.pallas.flash_gpu import FlashPartAttention
+        return SplashAttention(*fields)
+    from layerkit.ops.attention.pallas.flash_gpu import FlashAttention
 
-    return FlashPartAttention(scale, logit_cap, **_kernel_options(options))
+    return FlashAttention(*fields)
 
 
 def _check_shapes(
@@ -307,32 +281,32 @@ def _check_shapes(
     mask, bias, sinks = options.mask, options.bias, options.sinks
     # Sizes may be symbolic, which have no order.
     rows, bias_heads = dict.fromkeys((1, batch)), dict.fromkeys((1, heads))
-    shapes: list[tuple[str, Any, list[tuple[int, ...]]]] = [
-        ("key", key, [(batch, keys, kv_heads, head_dim)] if heads % kv_heads == 0 else []),
-        ("value", value, [(batch, keys, kv_heads, value.shape[-1])]),
-    ]
+
+    def check(name: str, array: Any, *allowed: tuple[int, ...]) -> None:
+        if array.shape not in allowed:
+            expected = " or ".join(str(list(sizes)) for sizes in allowed)
+            raise ConfigError(
+                owner="attention",
+                field=f"shape of {name}",
+                value=list(array.shape),
+                expected=expected or f"key heads that divide {heads} query heads",
+            )
+
+    check("key", key, *([(batch, keys, kv_heads, head_dim)] if heads % kv_heads == 0 else []))
+    check("value", value, (batch, keys, kv_heads, value.shape[-1]))
     if mask is not None:
-        shapes += [
-            ("mask.query_positions", mask.query_positions, [(n, queries) for n in rows]),
-            ("mask.key_positions", mask.key_positions, [(n, keys) for n in rows]),
-        ]
+        check("mask.query_positions", mask.query_positions, *((n, queries) for n in rows))
+        check("mask.key_positions", mask.key_positions, *((n, keys) for n in rows))
     if isinstance(bias, DistanceBias):
-        shapes += [
-            ("query", query, [(batch, keys, heads, head_dim)]),
-            ("bias.by_distance", bias.by_distance, [(1, heads, 2 * keys - 1)]),
-        ]
+        check("query", query, (batch, keys, heads, head_dim))
+        check("bias.by_distance", bias.by_distance, (1, heads, 2 * keys - 1))
         in_row_order = mask is None or mask.in_row_order
         expected = "True with a bias by distance"
         require(in_row_order, "attention", "mask.in_row_order", in_row_order, expected)
     elif bias is not None:
-        shapes.append(("bias", bias, [(n, h, queries, keys) for n in rows for h in bias_heads]))
+        check("bias", bias, *((n, h, queries, keys) for n in rows for h in bias_heads))
     if sinks is not None:
-        shapes.append(("sinks", sinks, [(heads,)]))
-    for name, array, allowed in shapes:
-        expected = " or ".join(str(list(sizes)) for sizes in allowed)
-        expected = expected or f"key heads that divide {heads} query heads"
-        field, shape = f"shape of {name}", list(array.shape)
-        require(array.shape in allowed, "attention", field, shape, expected)
+        check("sinks", sinks, (heads,))
 
 
 def xla_attention(

@@ -8,7 +8,6 @@ length; keys and values stay split by rows and heads.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +38,6 @@ def run_kernel_on_mesh(
     sinks: jax.Array | None = None,
     bias: LogitBias | None = None,
     prepare: Callable[[], Any] | None = None,
-    **options: Any,
 ) -> jax.Array:
     """Run `kernel(query, key, value, mask=…, …)` on the shard of each device.
 
@@ -55,14 +53,12 @@ def run_kernel_on_mesh(
         support it.
       prepare: Function that makes the `kernel` argument of splash attention; each device gets its
         shard of it.
-      **options: Other keyword arguments of `kernel`.
 
     Returns:
       `[batch, queries, heads, value_dim]`.
     """
     arrays = {"mask": mask, "sinks": sinks, "bias": bias}
     arrays = {name: array for name, array in arrays.items() if array is not None}
-    kernel = functools.partial(kernel, **({"mask": None} if mask is None else {}), **options)
     if sharding is None or sharding.mesh is None or sharding.mesh.size == 1:
         return kernel(query, key, value, **arrays)
     if mask is not None:

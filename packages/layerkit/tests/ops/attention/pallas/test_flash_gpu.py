@@ -13,7 +13,7 @@ from jax.extend import core
 from layerkit.ops.attention.backends import UnsupportedBackendError, select_backend
 from layerkit.ops.attention.dot_product import AttentionOptions, describe_call, xla_attention
 from layerkit.ops.attention.masks import AttentionMask
-from layerkit.ops.attention.pallas.flash_gpu import flash_attention_gpu
+from layerkit.ops.attention.pallas.flash_gpu import FlashAttention
 from layerkit.ops.attention.pallas.kernel_math import overlapping_blocks
 
 BATCH, LENGTH, HEADS, KV_HEADS = 2, 48, 4, 2  # three blocks of 16
@@ -40,8 +40,8 @@ def values_and_gradients(attention, inputs, sinks, **options):
     return read, gradients
 
 
-def interpreted(*args, **options):
-    return flash_attention_gpu(*args, interpret=True, **options)
+def interpreted(*args, mask=None, sinks=None, **options):
+    return FlashAttention(interpret=True, **options)(*args, mask=mask, sinks=sinks)
 
 
 def by_array_code(*inputs, **options):
@@ -91,7 +91,7 @@ def test_largest_blocks_determine_the_number_of_programs():
     """The blocks of 48 queries have at most 16, the largest power of two that divides 48."""
     for largest, count in ((8, 6), (16, 3), (64, 3)):
         program = jax.make_jaxpr(
-            lambda *x, most=largest: interpreted(*x, mask=None, scale=1.0, blocks=(most, 16))
+            lambda *x, most=largest: interpreted(*x, scale=1.0, blocks=(most, 16))
         )(*draw())
         assert f"grid=({BATCH}, {HEADS}, {count})" in str(program)
 

@@ -10,7 +10,7 @@ import pytest
 from layerkit.base.sharding import BoundSharding
 from layerkit.ops.attention.dot_product import AttentionOptions, dot_product_attention
 from layerkit.ops.attention.masks import AttentionMask
-from layerkit.ops.attention.pallas.flash_tpu import splash_kernel
+from layerkit.ops.attention.pallas.flash_tpu import SplashAttention
 
 BATCH, LENGTH, HEADS, KV_HEADS = 2, 256, 4, 2
 DOCUMENT = np.array([[100, 190], [30, 256]])
@@ -52,9 +52,8 @@ def check_equal(ours, expected):
 
 def test_largest_blocks_determine_the_blocks_of_the_kernel():
     array = jax.ShapeDtypeStruct((BATCH, 1024, HEADS, 8), jnp.float32)
-    options = {"logit_cap": None, "interpret": True}
     for largest, blocks in ((None, (512, 512)), ((256, 2048), (256, 1024))):
-        kernel = splash_kernel(None, array, array, blocks=largest, **options)
+        kernel = SplashAttention(1.0, blocks=largest).kernel(array, array, None)
         sizes = kernel.kwargs["block_sizes"]
         assert (sizes.block_q, sizes.block_kv_dkv) == blocks
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.ops.attention.pallas.flash_tpu import splash_kernel
+from layerkit.ops.attention.pallas.flash_tpu import SplashAttention
 from layerkit.ops.attention.pallas.kernel_blocks import GpuTile, KernelBlocks, gpu_tiles, tpu_blocks
 
 
@@ -21,8 +21,8 @@ from layerkit.ops.attention.pallas.kernel_blocks import GpuTile, KernelBlocks, g
 )
 def test_default_blocks_of_a_tpu_reach_its_kernel(kind, expected):
     query = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.bfloat16)
-    options = {"logit_cap": None, "blocks": None, "interpret": True, "device_kind": kind}
-    sizes = splash_kernel(None, query, query, **options).kwargs["block_sizes"]
+    kernel = SplashAttention(1.0, device_kind=kind).kernel(query, query, None)
+    sizes = kernel.kwargs["block_sizes"]
     found = KernelBlocks(
         (sizes.block_q, sizes.block_kv),
         (sizes.block_q_dq, sizes.block_kv_dq),

@@ -36,68 +36,15 @@ from layerkit.ops.attention.pallas.flash_gpu_kernels import (
 from layerkit.ops.attention.pallas.kernel_blocks import Passes, gpu_tiles
 
 
-def flash_attention_gpu(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    mask: AttentionMask | None,
-    scale: float,
-    bias: DistanceBias | None = None,
-    sinks: jax.Array | None = None,
-    logit_cap: float | None = None,
-    blocks: tuple[int, int] | None = None,
-    device_kind: str = "",
-    interpret: bool = False,
-) -> jax.Array:
-    """Compute attention by the GPU kernel.
-
-    See `layerkit.ops.attention.dot_product.dot_product_attention`.
-
-    Args:
-      query: `[batch, queries, heads, head_dim]`, queries a multiple of 16.
-      key: `[batch, keys, kv_heads, head_dim]`, keys a multiple of 16.
-      value: `[batch, keys, kv_heads, value_dim]`.
-      mask: Mask of the (query, key) pairs that may attend, without a prefix; None for all pairs.
-      scale: Factor of the products of queries and keys.
-      bias: Bias by distance, for as many queries as keys in row order; None for no bias.
-      sinks: `[heads]`, a logit per head that takes probability and adds no value.
-      logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
-      blocks: Largest number of (queries, keys) in a block, powers of two of at least 16; None for
-        the default of `layerkit.ops.attention.pallas.kernel_blocks`.
-      device_kind: JAX's name of the kind of device, for the default blocks.
-      interpret: True to run the kernel in interpret mode on any device, for tests.
-
-    Returns:
-      `[batch, queries, heads, value_dim]` in the dtype of `value`; 0 for a query that sees no key.
-    """
-    value_dim = value.shape[-1]
-    options = _options(
-        query,
-        key,
-        value,
-        mask,
-        scale=scale,
-        logit_cap=logit_cap,
-        learns_bias=bias is not None and bias.is_learned,
-        blocks=blocks,
-        device_kind=device_kind,
-        interpret=interpret,
-    )
-    arrays = mask_arrays(mask, query.shape[0])
-    query, key, value = (_pad_heads(x) for x in (query, key, value))
-    by_distance = None if bias is None else bias.by_distance[0].astype(jnp.float32)
-    return _flash(options, query, key, value, sinks, by_distance, arrays)[..., :value_dim]
-
-
 @dataclasses.dataclass(frozen=True)
-class FlashPartAttention:
-    """A `layerkit.ops.attention.ring.PartAttention` by the GPU kernels.
+class FlashAttention:
+    """Attention by the GPU kernels; a `layerkit.ops.attention.ring.PartAttention`.
 
     Attributes:
       scale: Factor of the products of queries and keys.
       logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
-      blocks: Largest number of (queries, keys) in a block; None for the kernel's own.
+      blocks: Largest number of (queries, keys) in a block, powers of two of at least 16; None for
+        the default of `layerkit.ops.attention.pallas.kernel_blocks`.
       device_kind: JAX's name of the kind of device, for the default blocks.
       interpret: True to run the kernels in interpret mode on any device, for tests.
     """
@@ -108,15 +55,44 @@ class FlashPartAttention:
     device_kind: str = ""
     interpret: bool = False
 
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        mask: AttentionMask | None = None,
+        bias: DistanceBias | None = None,
+        sinks: jax.Array | None = None,
+    ) -> jax.Array:
+        """Compute attention to all keys.
+
+        Args:
+          query: `[batch, queries, heads, head_dim]`, queries a multiple of 16.
+          key: `[batch, keys, kv_heads, head_dim]`, keys a multiple of 16.
+          value: `[batch, keys, kv_heads, value_dim]`.
+          mask: Mask of the (query, key) pairs that may attend, without a prefix; None for all.
+          bias: Bias by distance, for as many queries as keys in row order; None for no bias.
+          sinks: `[heads]`, a logit per head that takes probability and adds no value.
+
+        Returns:
+          `[batch, queries, heads, value_dim]` in the dtype of `value`; 0 for a query that sees no
+          key.
+        """
+        learns_bias = bias is not None and bias.is_learned
+        options = self._passes(query, key, value, mask, learns_bias=learns_bias)
+        arrays = mask_arrays(mask, query.shape[0])
+        q, k, v = (_pad_heads(x) for x in (query, key, value))
+        by_distance = None if bias is None else bias.by_distance[0].astype(jnp.float32)
+        return _flash(options, q, k, v, sinks, by_distance, arrays)[..., : value.shape[-1]]
+
     def forward(
         self, query: jax.Array, key: jax.Array, value: jax.Array, mask: AttentionMask
     ) -> tuple[jax.Array, jax.Array]:
-        """Return (outputs `[batch, queries, heads, value_dim]`, log-sum-exp of each query).
-
-        See `layerkit.ops.attention.ring.PartAttention`.
-        """
-        options, arrays = self._static_and_arrays(query, key, value, mask)
+        """Return outputs `[batch, queries, heads, dims]` and log-sum-exps; see `PartAttention`."""
+        options = self._passes(query, key, value, mask, result_dtype=jnp.float32)
         q, k, v = (_pad_heads(x) for x in (query, key, value))
+        arrays = mask_arrays(mask, query.shape[0])
         read, log_sum = forward(options.forward, q, k, v, None, arrays)
         return read[..., : value.shape[-1]], jnp.swapaxes(log_sum, 1, 2)
 
@@ -130,27 +106,44 @@ class FlashPartAttention:
         common: jax.Array,
         mask: AttentionMask,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the gradients of query, key and value, for `[batch, queries, heads]` numbers.
-
-        See `layerkit.ops.attention.ring.PartAttention`.
-        """
-        options, arrays = self._static_and_arrays(query, key, value, mask)
+        """Return the gradients `[batch, length, heads, dims]` of a part; see `PartAttention`."""
+        options = self._passes(query, key, value, mask, result_dtype=jnp.float32)
         q, k, v, out_grad = (_pad_heads(x) for x in (query, key, value, out_gradient))
         log_sum, common = (jnp.swapaxes(x, 1, 2) for x in (log_sum, common))
-        inputs = BackwardInputs(q, k, v, out_grad, log_sum, common, arrays)
-        changes = _gradients(options, inputs)
+        arrays = mask_arrays(mask, query.shape[0])
+        changes = _gradients(options, BackwardInputs(q, k, v, out_grad, log_sum, common, arrays))
         of_query, of_key, of_value = (
             change[..., : x.shape[-1]]
             for change, x in zip(changes, (query, key, value), strict=True)
         )
         return of_query, of_key, of_value
 
-    def _static_and_arrays(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, mask: AttentionMask
-    ) -> tuple[Passes[KernelOptions], MaskArrays]:
-        fields = dataclasses.asdict(self)
-        options = _options(query, key, value, mask, result_dtype=jnp.float32, **fields)
-        return options, mask_arrays(mask, query.shape[0])
+    def _passes(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        mask: AttentionMask | None,
+        **fields: Any,
+    ) -> Passes[KernelOptions]:
+        tiles = gpu_tiles(
+            self.blocks,
+            lengths=(query.shape[1], key.shape[1]),
+            dtype=query.dtype,
+            largest_dim=max(query.shape[-1], value.shape[-1]),
+            device_kind=self.device_kind,
+        )
+        options = functools.partial(
+            KernelOptions,
+            scale=self.scale,
+            causal=mask is not None and mask.causal,
+            window=None if mask is None else mask.window,
+            in_row_order=mask is not None and mask.in_row_order,
+            logit_cap=self.logit_cap,
+            interpret=self.interpret,
+            **fields,
+        )
+        return Passes(*(options(tile=tile) for tile in tiles))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -198,37 +191,6 @@ def _gradients(
     """Return the gradients of queries, keys and values."""
     of_keys = key_gradients(options.key_gradients, inputs)
     return query_gradient(options.query_gradient, inputs), *of_keys
-
-
-def _options(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    mask: AttentionMask | None,
-    *,
-    blocks: tuple[int, int] | None,
-    device_kind: str,
-    **fields: Any,
-) -> Passes[KernelOptions]:
-    tiles = gpu_tiles(
-        blocks,
-        lengths=(query.shape[1], key.shape[1]),
-        dtype=query.dtype,
-        largest_dim=max(query.shape[-1], value.shape[-1]),
-        device_kind=device_kind,
-    )
-    return Passes(
-        *(
-            KernelOptions(
-                causal=mask is not None and mask.causal,
-                window=None if mask is None else mask.window,
-                in_row_order=mask is not None and mask.in_row_order,
-                tile=tile,
-                **fields,
-            )
-            for tile in tiles
-        )
-    )
 
 
 def mask_arrays(mask: AttentionMask | None, batch: int) -> MaskArrays:

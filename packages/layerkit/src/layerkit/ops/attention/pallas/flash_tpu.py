@@ -21,97 +21,23 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from layerkit.ops.attention.distance_bias import DistanceBias
 from layerkit.ops.attention.masks import AttentionMask
 from layerkit.ops.attention.pallas.flash_tpu_bias import biased_attention_tpu
+from layerkit.ops.attention.pallas.flash_tpu_bias_kernels import BiasedOptions
 from layerkit.ops.attention.pallas.kernel_blocks import KernelBlocks, tpu_blocks
 
 
-def flash_attention_tpu(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    mask: AttentionMask | None,
-    scale: float,
-    bias: DistanceBias | None = None,
-    sinks: jax.Array | None = None,
-    logit_cap: float | None = None,
-    blocks: tuple[int, int] | None = None,
-    device_kind: str = "",
-    interpret: bool = False,
-    kernel: splash.SplashAttentionKernel | None = None,
-) -> jax.Array:
-    """Compute attention by the TPU kernel.
-
-    See `layerkit.ops.attention.dot_product.dot_product_attention`.
-
-    Args:
-      query: `[batch, queries, heads, head_dim]`, queries a multiple of 128.
-      key: `[batch, keys, kv_heads, head_dim]`, keys a multiple of 128.
-      value: `[batch, keys, kv_heads, value_dim]`.
-      mask: Mask of the (query, key) pairs that may attend, in row order; None for all pairs.
-      scale: Factor of the products of queries and keys. It multiplies the queries, which in
-        bfloat16 are rounded once more unless it is a power of two.
-      bias: Bias by distance, for as many queries as keys; None for no bias. It is computed by
-        `layerkit.ops.attention.pallas.flash_tpu_bias`.
-      sinks: `[heads]`, a logit per head that takes probability and adds no value.
-      logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
-      blocks: Largest number of (queries, keys) in a block, powers of two of at least 128; None for
-        the default of `layerkit.ops.attention.pallas.kernel_blocks`.
-      device_kind: JAX's name of the kind of device, for the default blocks.
-      interpret: True to run the kernel in interpret mode on any device, for tests.
-      kernel: The device's shard of a `splash_kernel` whose queries are split over devices; None
-        to make the kernel here.
-
-    Returns:
-      `[batch, queries, heads, value_dim]` in the dtype of `value`.
-    """
-    if bias is not None:
-        return biased_attention_tpu(
-            query,
-            key,
-            value,
-            mask=mask,
-            scale=scale,
-            bias=bias,
-            sinks=sinks,
-            logit_cap=logit_cap,
-            blocks=tpu_blocks(
-                blocks, lengths=(query.shape[1], key.shape[1]), device_kind=device_kind
-            ),
-            interpret=interpret,
-        )
-    if kernel is None:
-        kernel = splash_kernel(
-            mask,
-            query,
-            key,
-            logit_cap=logit_cap,
-            blocks=blocks,
-            device_kind=device_kind,
-            interpret=interpret,
-        )
-    query = _scaled(query, scale)
-    query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-    segments = _segments(mask)
-
-    def one_row(q: jax.Array, k: jax.Array, v: jax.Array, s: splash.SegmentIds | None) -> jax.Array:
-        read: Any = kernel(q, k, v, segment_ids=s, sinks=sinks)
-        return read
-
-    read = jax.vmap(one_row)(query, key, value, segments)
-    return jnp.swapaxes(read, 1, 2).astype(value.dtype)
-
-
 @dataclasses.dataclass(frozen=True)
-class SplashPartAttention:
-    """A `layerkit.ops.attention.ring.PartAttention` by the TPU kernel.
+class SplashAttention:
+    """Attention by the TPU kernels; a `layerkit.ops.attention.ring.PartAttention`.
 
     A part has either a causal mask in row order or no mask besides segments. Outputs and gradients
     of a part are rounded to the dtype of the inputs, before the ring adds them in float32.
 
     Attributes:
-      scale: Factor of the products of queries and keys.
+      scale: Factor of the products of queries and keys. It multiplies the queries, which in
+        bfloat16 are rounded once more unless it is a power of two.
       logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
-      blocks: Largest number of (queries, keys) in a block; None for the kernel's own.
+      blocks: Largest number of (queries, keys) in a block, powers of two of at least 128; None for
+        the default of `layerkit.ops.attention.pallas.kernel_blocks`.
       device_kind: JAX's name of the kind of device, for the default blocks.
       interpret: True to run the kernels in interpret mode on any device, for tests.
     """
@@ -122,14 +48,56 @@ class SplashPartAttention:
     device_kind: str = ""
     interpret: bool = False
 
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        mask: AttentionMask | None = None,
+        bias: DistanceBias | None = None,
+        sinks: jax.Array | None = None,
+        kernel: splash.SplashAttentionKernel | None = None,
+    ) -> jax.Array:
+        """Compute attention to all keys.
+
+        Args:
+          query: `[batch, queries, heads, head_dim]`, queries a multiple of 128.
+          key: `[batch, keys, kv_heads, head_dim]`, keys a multiple of 128.
+          value: `[batch, keys, kv_heads, value_dim]`.
+          mask: Mask of the (query, key) pairs that may attend, in row order; None for all pairs.
+          bias: Bias by distance, for as many queries as keys; None for no bias. It is computed by
+            `layerkit.ops.attention.pallas.flash_tpu_bias`.
+          sinks: `[heads]`, a logit per head that takes probability and adds no value.
+          kernel: The device's shard of a `kernel` whose queries are split over devices; None to
+            make the kernel here.
+
+        Returns:
+          `[batch, queries, heads, value_dim]` in the dtype of `value`.
+        """
+        if bias is not None:
+            block_queries, block_keys = self._blocks(query.shape[1], key.shape[1]).forward
+            options = BiasedOptions(
+                scale=self.scale,
+                causal=mask is not None and mask.causal,
+                window=None if mask is None else mask.window,
+                logit_cap=self.logit_cap,
+                block_queries=block_queries,
+                block_keys=block_keys,
+                learns_bias=bias.is_learned,
+                interpret=self.interpret,
+            )
+            return biased_attention_tpu(options, query, key, value, mask, bias, sinks)
+        kernel = kernel or self.kernel(query, key, mask)
+        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (_scaled(query, self.scale), key, value))
+        attend: Any = jax.vmap(lambda q, k, v, s: kernel(q, k, v, segment_ids=s, sinks=sinks))
+        return jnp.swapaxes(attend(q, k, v, _segments(mask)), 1, 2).astype(value.dtype)
+
     def forward(
         self, query: jax.Array, key: jax.Array, value: jax.Array, mask: AttentionMask
     ) -> tuple[jax.Array, jax.Array]:
-        """Return (outputs `[batch, queries, heads, value_dim]`, log-sum-exp of each query).
-
-        See `layerkit.ops.attention.ring.PartAttention`.
-        """
-        kernel = self._kernel(query, key, mask, save_residuals=True)
+        """Return outputs `[batch, queries, heads, dims]` and log-sum-exps; see `PartAttention`."""
+        kernel = self.kernel(query, key, mask, save_residuals=True)
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (_scaled(query, self.scale), key, value))
         attend: Any = jax.vmap(lambda q, k, v, s: kernel(q, k, v, segment_ids=s))
         read, (log_sum,) = attend(q, k, v, _segments(mask))
@@ -145,11 +113,8 @@ class SplashPartAttention:
         common: jax.Array,
         mask: AttentionMask,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return the gradients of query, key and value, for `[batch, queries, heads]` numbers.
-
-        See `layerkit.ops.attention.ring.PartAttention`.
-        """
-        kernel = self._kernel(query, key, mask, save_residuals=False)
+        """Return the gradients `[batch, length, heads, dims]` of a part; see `PartAttention`."""
+        kernel = self.kernel(query, key, mask)
         dq_mask_info, dkv_mask_info = kernel.dq_mask_info, kernel.dkv_mask_info
         assert dq_mask_info is not None
         assert dkv_mask_info is not None
@@ -189,59 +154,39 @@ class SplashPartAttention:
         of_query, of_key, of_value = (jnp.swapaxes(x, 1, 2).astype(jnp.float32) for x in gradients)
         return of_query * self.scale, of_key, of_value
 
-    def _kernel(
-        self, query: jax.Array, key: jax.Array, mask: AttentionMask, *, save_residuals: bool
+    def kernel(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        mask: AttentionMask | None,
+        *,
+        num_shards: int = 1,
+        save_residuals: bool = False,
     ) -> splash.SplashAttentionKernel:
-        return splash_kernel(
-            mask,
-            query,
-            key,
-            logit_cap=self.logit_cap,
-            blocks=self.blocks,
-            device_kind=self.device_kind,
+        """Return the kernel for a mask, a pytree of arrays that list the blocks to visit.
+
+        Args:
+          query: `[batch, queries, heads, head_dim]`; only its shape is read.
+          key: `[batch, keys, kv_heads, head_dim]`; only its shape is read.
+          mask: Mask of the (query, key) pairs that may attend, in row order; None for all pairs.
+          num_shards: Number of devices over which the queries are split. `manual_sharding_spec` of
+            the kernel then gives the specs of its arrays for `jax.shard_map`.
+          save_residuals: True for a kernel that also returns the log-sum-exp of each query.
+        """
+        (_, queries, heads, _), keys = query.shape, key.shape[1]
+        blocks = self._blocks(queries // num_shards, keys)
+        return splash.make_splash_mha(
+            splash_masks.MultiHeadMask([_static_mask(mask, queries, keys)] * heads),
+            block_sizes=_block_sizes(blocks),
+            head_shards=1,
+            q_seq_shards=num_shards,
+            attn_logits_soft_cap=self.logit_cap,
             interpret=self.interpret,
             save_residuals=save_residuals,
         )
 
-
-def splash_kernel(
-    mask: AttentionMask | None,
-    query: jax.Array,
-    key: jax.Array,
-    *,
-    logit_cap: float | None,
-    blocks: tuple[int, int] | None,
-    interpret: bool,
-    device_kind: str = "",
-    num_shards: int = 1,
-    save_residuals: bool = False,
-) -> splash.SplashAttentionKernel:
-    """Return the kernel for a mask, a pytree of arrays that list the blocks to visit.
-
-    Args:
-      mask: Mask of the (query, key) pairs that may attend, in row order; None for all pairs.
-      query: `[batch, queries, heads, head_dim]`; only its shape is read.
-      key: `[batch, keys, kv_heads, head_dim]`; only its shape is read.
-      logit_cap: Bound of the logits; None for no bound.
-      blocks: Largest number of (queries, keys) in a block; None for the default of the device.
-      interpret: True to run the kernel in interpret mode.
-      device_kind: JAX's name of the kind of device, for the default blocks.
-      num_shards: Number of devices over which the queries are split. `manual_sharding_spec` of the
-        kernel then gives the specs of its arrays for `jax.shard_map`.
-      save_residuals: True for a kernel that also returns the log-sum-exp of each query.
-    """
-    (_, queries, heads, _), keys = query.shape, key.shape[1]
-    return splash.make_splash_mha(
-        splash_masks.MultiHeadMask([_static_mask(mask, queries, keys)] * heads),
-        block_sizes=_block_sizes(
-            tpu_blocks(blocks, lengths=(queries // num_shards, keys), device_kind=device_kind)
-        ),
-        head_shards=1,
-        q_seq_shards=num_shards,
-        attn_logits_soft_cap=logit_cap,
-        interpret=interpret,
-        save_residuals=save_residuals,
-    )
+    def _blocks(self, queries: int, keys: int) -> KernelBlocks:
+        return tpu_blocks(self.blocks, lengths=(queries, keys), device_kind=self.device_kind)
 
 
 def _scaled(query: jax.Array, scale: float) -> jax.Array:

@@ -28,52 +28,22 @@ from layerkit.ops.attention.pallas.flash_tpu_bias_kernels import (
     key_gradients,
     query_gradient,
 )
-from layerkit.ops.attention.pallas.kernel_blocks import KernelBlocks
 
 
 def biased_attention_tpu(
+    options: BiasedOptions,
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    *,
     mask: AttentionMask | None,
-    scale: float,
     bias: DistanceBias,
-    sinks: jax.Array | None = None,
-    logit_cap: float | None = None,
-    blocks: KernelBlocks,
-    interpret: bool = False,
+    sinks: jax.Array | None,
 ) -> jax.Array:
-    """Compute self-attention with a bias by the TPU kernels.
+    """Compute self-attention `[batch, length, heads, value_dim]` with a bias by distance.
 
-    See `layerkit.ops.attention.dot_product.dot_product_attention`.
-
-    Args:
-      query: `[batch, length, heads, head_dim]`.
-      key: `[batch, length, kv_heads, head_dim]`.
-      value: `[batch, length, kv_heads, value_dim]`.
-      mask: Mask of the (query, key) pairs that may attend, in row order; None for all pairs.
-      scale: Factor of the products of queries and keys.
-      bias: Bias by distance.
-      sinks: `[heads]`, a logit per head that takes probability and adds no value.
-      logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
-      blocks: Blocks of the kernels, multiples of 128 that divide the length. All passes use those
-        of `forward`.
-      interpret: True to run the kernels in interpret mode on any device, for tests.
-
-    Returns:
-      `[batch, length, heads, value_dim]` in the dtype of `value`.
+    See `layerkit.ops.attention.pallas.flash_tpu.SplashAttention`. The blocks of the options are
+    multiples of 128 that divide the length.
     """
-    options = BiasedOptions(
-        scale=scale,
-        causal=mask is not None and mask.causal,
-        window=None if mask is None else mask.window,
-        logit_cap=logit_cap,
-        block_queries=blocks.forward[0],
-        block_keys=blocks.forward[1],
-        learns_bias=bias.is_learned,
-        interpret=interpret,
-    )
     segments: tuple[Any, Any] = (None, None)
     if mask is not None and mask.query_segments is not None:
         assert mask.key_segments is not None
