@@ -53,7 +53,7 @@ def test_folder_without_weights_is_an_error(raises, tmp_path: Path, files: list[
 
 
 def test_missing_folder_is_an_error_with_the_nearest_name(raises, job: Path):
-    with raises(UsageError, field="folder", value="jib", choices=("job",)):
+    with raises(UsageError, value=str(job.parent / "jib"), choices=(str(job),)):
         recognize(str(job.parent / "jib"))
-    with raises(UsageError, field="folder", value="config.json"):
+    with raises(UsageError, value=str(job / "config.json")):
         recognize(str(job / "config.json"))

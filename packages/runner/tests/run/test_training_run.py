@@ -117,6 +117,13 @@ def test_same_command_resumes(train: Any, finished: tuple[Path, str], job: Path,
     assert held_out(again) == held_out(straight) != held_out(first)
 
 
+def test_run_beyond_its_last_step_leaves_the_folder_unchanged(raises: Any, train: Any, job: Path):
+    before = {path: path.stat().st_mtime_ns for path in job.rglob("*") if path.is_file()}
+    with raises(UsageError, field="task.train.num_train_steps", value=3):
+        train("job", max_steps=3)
+    assert {p: p.stat().st_mtime_ns for p in job.rglob("*") if p.is_file()} == before
+
+
 def test_run_without_sources_deletes_the_record_of_initial_values(train: Any, tmp_path: Path):
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "initial_values.json").write_text("{}")

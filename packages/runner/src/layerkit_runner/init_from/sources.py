@@ -25,6 +25,7 @@ from layerkit_runner.checkpointing.integrity import require_sound, verify_togeth
 from layerkit_runner.checkpointing.stored_state import LeafPath, LeafSpec, join, named_leaves
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import absolute, is_remote
+from layerkit_runner.files.text import near_folders
 from layerkit_runner.init_from.pax.paxml_folders import PaxFolder, find
 from layerkit_runner.init_from.settings import ADAPTER_WEIGHTS, Source
 from layerkit_runner.step.train_state import TrainState
@@ -107,12 +108,14 @@ def recognize(folder_path: str) -> CheckpointFolder | HuggingFaceFolder | PaxFol
     """Return the kind of a folder: of a job, its checkpoints, one checkpoint, or Hugging Face."""
     directory = absolute(folder_path)
     hint = None if is_remote(directory) else other_form(directory).strip()
+    expected = (
+        "the folder of a job (of this project or of Paxml), of its checkpoints, of one"
+        " checkpoint, or of a Hugging Face model (config.json and *.safetensors)"
+    )
     if not directory.is_dir():
-        parent = directory.parent
-        beside = sorted(path.name for path in parent.iterdir()) if parent.is_dir() else []
-        hint = hint or hub_hint(folder_path)
-        names = {"owner": str(parent), "field": "folder", "value": directory.name}
-        raise UsageError("no such folder", **names, choices=beside, hint=hint)
+        problem, hint = f"the folder {directory} does not exist", hint or hub_hint(folder_path)
+        near = near_folders(folder_path)
+        raise UsageError(problem, value=folder_path, expected=expected, choices=near, hint=hint)
     pax = find(directory)
     if pax is not None:
         return pax
@@ -128,10 +131,6 @@ def recognize(folder_path: str) -> CheckpointFolder | HuggingFaceFolder | PaxFol
             expected = "a local Hugging Face folder, such as a copy of this one"
             raise UsageError(field="folder", value=folder_path, expected=expected)
         return HuggingFaceFolder(directory)
-    expected = (
-        "the folder of a job (of this project or of Paxml), of its checkpoints, of one"
-        " checkpoint, or of a Hugging Face model (config.json and *.safetensors)"
-    )
     problem = "no checkpoint" if children else "empty folder"
     raise UsageError(problem, field="folder", value=folder_path, expected=expected, hint=hint)
 

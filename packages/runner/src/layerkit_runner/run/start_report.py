@@ -29,7 +29,6 @@ from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.weight_selection import decay_lines, integer_paths
 from layerkit_runner.partitioning import PmapPartitioner
 from layerkit_runner.run.job import Job, versions
-from layerkit_runner.run.job_folder import last_step_path
 from layerkit_runner.step.step_cost import temporary_bytes
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_state import FirstState, TrainState
@@ -277,13 +276,6 @@ def report_start(
             *compiled,
         ]:
             report(line)
-    if first.step > train.num_train_steps:
-        path = last_step_path(job.resolved)
-        report(
-            f"not training: step {first.step} is beyond task.train.num_train_steps="
-            f"{train.num_train_steps}. To continue training, set a larger number, such as"
-            f" --fdl.{path}={2 * first.step}"
-        )
     job.observers.start(info)
     capture = train.profiler_capture_step
     if capture is not None and not first.step < capture <= train.num_train_steps:

@@ -42,6 +42,7 @@ from layerkit_runner.run.executor import EARLY_STOPPING, Executor, executor_clas
 from layerkit_runner.run.job import Job, no_checkpoint, start_job, versions
 from layerkit_runner.run.job_folder import (
     forget_checkpoint,
+    last_step_path,
     only_trainer,
     start_over,
     write_config,
@@ -197,6 +198,7 @@ class TrainingRun:
     def restore(self) -> None:
         """Make or restore the first state, trace the other programs, and wait for the compiler."""
         self.first = self._first_state() if self._plan is None else self._plan()
+        self._check_end(self.first.step)
         with self.job.goodput.phase("compile"):
             # Programs that do not run before the job ends are not traced.
             train = self.job.task.train
@@ -310,10 +312,20 @@ class TrainingRun:
                 hint="To start from an older step, give this folder as --restore_checkpoint_dir and"
                 " a new --job_log_dir.",
             )
-        if run_on_process_0(self.checkpoints.latest_step) is not None:
+        if (newest := run_on_process_0(self.checkpoints.latest_step)) is not None:
+            self._check_end(newest)
             return None
         self._start_over()
         return None if options.restore_checkpoint_dir is not None else self._plan_first_state()
+
+    def _check_end(self, step: int) -> None:
+        """Raise `UsageError` if the state of `step` is beyond the last step of this run."""
+        field, num_steps = "task.train.num_train_steps", self.job.task.train.num_train_steps
+        if step > num_steps:
+            problem = f"the run has already reached step {step}"
+            longer = f"--fdl.{last_step_path(self.job.resolved)}={2 * step}"
+            hint = f"To continue training, set a larger number, such as {longer}."
+            raise UsageError(problem, field=field, value=num_steps, hint=hint)
 
     def _start_over(self) -> None:
         options, report = self.job.options, self.job.observers.message
