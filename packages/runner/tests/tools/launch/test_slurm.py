@@ -101,7 +101,6 @@ def test_script_has_the_options_of_all_flags(request_of, flags_of, check_bash):
         "  --container-mounts=/runs:/runs",
         "  runner",
         "  --exp=lm.some.MyExperiment",
-        "  --xla_flags_preset=gpu_latency_hiding",
     ):
         assert line in lines
 

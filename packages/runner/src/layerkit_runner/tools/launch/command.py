@@ -37,7 +37,6 @@ _COMMON = (
     Flag("setup", str, "shell command before the run; repeatable", "LINE", repeats=True),
     Flag("runner", str, "command that starts `runner`", "COMMAND"),
     Flag("script", str, "file of the script; by default in DIR/launch or, for a store, ./", "FILE"),
-    Flag("recommended_xla_flags", bool, "add an --xla_flags_preset for the devices", default=True),
     Flag("dry_run", bool, "print the script and the command, and exit"),
     Flag("help", bool, "print these flags"),
 )

@@ -29,10 +29,7 @@ MAX_RESTARTS = Flag(
     default=3,
 )
 HELP = "on this machine, with restarts after a kill or a hang"
-FLAGS = (
-    MAX_RESTARTS,
-    Flag("devices", str, "gpu: use compiler flags for GPUs", "KIND", "other", ("gpu", "other")),
-)
+FLAGS = (MAX_RESTARTS,)
 
 FORWARD_SIGNALS = """\
 # Signals that stop this script are forwarded to the run, which saves and exits.
@@ -49,7 +46,6 @@ trap 'forward INT' INT
 
 def make_script(request: Request, options: Options) -> Script:
     """Return the script, which replaces the launching process."""
-    words = request.run_words(options, has_gpus=options.devices == "gpu")
     text = "\n".join(
         [
             "#!/bin/bash",
@@ -57,7 +53,7 @@ def make_script(request: Request, options: Options) -> Script:
             f"cd {shlex.quote(os.getcwd())}",
             environment_lines(options),
             FORWARD_SIGNALS,
-            bash_array("run", [*options.command(installed_runner()), *words]),
+            bash_array("run", [*options.command(installed_runner()), *request.words]),
             restart_loop('"${run[@]}"', max_restarts=options.max_restarts),
         ]
     )

@@ -68,27 +68,17 @@ class Options(types.SimpleNamespace):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A checked command of `runner`; its words have an absolute folder.
-
-    `may_use_preset` is True for training without an `--xla_flags_preset` of its own.
-    """
+    """A checked command of `runner`; its words have an absolute folder."""
 
     words: tuple[str, ...]
     folder: str
     resolved: ResolvedExperiment
-    may_use_preset: bool = True
 
     @property
     def job_name(self) -> str:
         """A name for the job: lower-case letters, digits and dashes."""
         name = re.sub(r"[^a-z0-9]+", "-", self.resolved.name.rpartition(".")[2].lower())
         return name.strip("-")[:_MAX_NAME_LENGTH].strip("-") or "run"
-
-    def run_words(self, options: Options, *, has_gpus: bool) -> tuple[str, ...]:
-        """Return `words`, with the preset of compiler flags for GPUs if it applies."""
-        if has_gpus and self.may_use_preset and options.recommended_xla_flags:
-            return (*self.words, "--xla_flags_preset=gpu_latency_hiding")
-        return self.words
 
     def script_path(self, kind: str, chosen: str | None) -> str:
         """Return the absolute path of a script: the chosen one, or one in the folder of the run."""
@@ -144,7 +134,6 @@ def make_request(words: Sequence[str]) -> Request:
         ),
         folder=folder,
         resolved=resolved,
-        may_use_preset=flags.mode == "train" and flags.options.xla_flags_preset is None,
     )
 
 

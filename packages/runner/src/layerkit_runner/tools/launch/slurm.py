@@ -95,7 +95,6 @@ def batch_script(request: Request, options: Options) -> str:
     """Return the text of the batch script."""
     in_container = options.container_image is not None
     command = options.command(["runner"] if in_container else installed_runner())
-    words = request.run_words(options, has_gpus=options.gpus_per_node > 0)
     seconds = options.save_before_end
     trap = f"""\
 # {seconds} s before the time limit Slurm signals this script, which makes the run save and exit.
@@ -121,7 +120,7 @@ requeue() {{
             trap,
             local.environment_lines(options),
             local.bash_array("srun", _srun_options(options)),
-            local.bash_array("run", [*command, *words]),
+            local.bash_array("run", [*command, *request.words]),
             local.restart_loop(
                 'srun "${srun[@]}" "${run[@]}"',
                 max_restarts=options.max_restarts,
