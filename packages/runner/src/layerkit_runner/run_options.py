@@ -261,7 +261,7 @@ class RunOptions:
     num_batches: int = _option("batches of each input", "N", _INSPECT, default=2)
     num_hosts: int = _option("hosts that share each input", "N", _INSPECT, default=1)
     json: bool = _switch(
-        "print JSON; also with --list, --print_config, --diff_config and doctor",
+        "print JSON; also with --list, --print_config and --diff_config",
         ("plan", "inspect"),
     )
     coordinator_address: str | None = _option(

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import shutil
 import subprocess
@@ -17,12 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from layerkit_runner import cli
 from layerkit_runner.tools import doctor
-from layerkit_runner.tools.doctor import Finding, Problem
-
-
-@pytest.fixture(autouse=True)
-def few_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_TRIAL_BYTES", 2 << 20)
+from layerkit_runner.tools.doctor import Problem
 
 
 def run(folder: Path, *flags: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -36,15 +30,18 @@ def run(folder: Path, *flags: str, **environ: str) -> subprocess.CompletedProces
     )
 
 
+def problems(report: doctor.Report) -> list[Problem]:
+    return [line for line in report if isinstance(line, Problem)]
+
+
 def test_working_machine_passes(tmp_path):
-    done = run(tmp_path, "--json", f"--job_log_dir={tmp_path / 'run'}")
+    done = run(tmp_path, f"--job_log_dir={tmp_path / 'run'}")
     assert (done.returncode, done.stderr) == (0, "")
-    found = json.loads(done.stdout)
-    assert found["works"] is True
-    assert found["checks"]["folder"]["folder"].startswith(str(tmp_path / "run"))
-    assert list(found["checks"]) == ["packages", "host", "folder", "devices", "collectives"]
+    lines = done.stdout.splitlines()
+    headings = [line.split()[0] for line in lines if line and not line.startswith(" ")]
+    assert headings == ["packages", "host", "folder", "devices", "all"]
     # The environment of the tests asks for 8 devices.
-    assert found["checks"]["collectives"]["num_devices"] == 8
+    assert any(line.startswith("devices      8 × cpu (cpu), JAX ") for line in lines)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -54,64 +51,46 @@ def test_unknown_flags_of_the_command(tmp_path, capsys):
         assert f"unknown flag: '{flag.partition('=')[0]}'" in capsys.readouterr().err
     # The error comes before JAX is imported.
     (tmp_path / "jax.py").write_text("raise SystemExit('jax was imported')")
-    done = run(tmp_path, "--jsn", PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    done = run(tmp_path, "--job_log_dr=a", PYTHONPATH=path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "'--jsn'" in done.stderr
-    assert "'--json'" in done.stderr
+    assert "Did you mean '--job_log_dir'?" in done.stderr
 
 
-def test_page_has_failures_before_warnings_and_sets_the_exit_code(monkeypatch, capsys):
-    failure = Problem("The disk is full of" + " files" * 20, "Delete" + " files" * 20)
-    warning = Problem("It is slow.", "Look.", fails=False)
-
-    def run_with(*problems: Problem) -> int:
-        found = [("folder", Finding(["full", "of" + " files" * 20], {"free": 0}, problems))]
-        monkeypatch.setattr(doctor, "run_checks", lambda folder: iter(found))
-        return cli.main(["doctor"])
-
-    assert run_with(warning) == 0
-    assert "all checks passed" in capsys.readouterr().out
-    assert run_with(warning, failure) == 1
+def test_report_has_a_heading_and_fails_with_a_failure(capsys):
+    warning = Problem("It is slow.", "Look" + " there" * 20, fails=False)
+    assert not doctor.print_report("folder", ["full", warning])
     lines = capsys.readouterr().out.splitlines()
-    kinds = [line.partition(":")[0] for line in lines if line.startswith(("FAILS", "warning"))]
-    assert kinds == ["FAILS", "warning"] and max(map(len, lines)) <= 100
-    assert lines[-1].startswith("some checks failed, in ")
+    assert lines[0] == "folder       full"
+    assert lines[1].startswith("             warning: It is slow. → Look there")
+    assert max(map(len, lines)) <= 100
+    assert doctor.print_report("folder", [warning, Problem("It is full.", "Delete.")])
 
 
-def process(code: str, limit: float) -> Finding:
+def process(code: str, limit: float) -> bool:
     command = [sys.executable, "-c", f"import os, sys, time\n{code}"]
-    return doctor.run_in_process("devices", ".", limit=limit, command=command)
+    return doctor.run_check("devices", ".", limit=limit, command=command)
 
 
-def test_check_that_hangs_is_killed():
-    [problem] = process("time.sleep(600)", 0.3).problems
-    assert problem.what == "devices: no answer within 0.3 s."
-    assert problem.fails and "driver is stuck" in problem.to_do
+def test_check_that_hangs_is_killed(capsys):
+    assert process("time.sleep(600)", 0.3)
+    assert "FAILS: no answer within 0.3 s. → Check JAX_PLATFORMS" in capsys.readouterr().out
 
 
-def test_process_that_dies_is_reported_with_its_last_lines():
-    frames = "    @     0x7f  absl::Log()\\n*** Check failure stack trace: ***"
-    code = f"print('F0 Unknown flag\\n{frames}', file=sys.stderr, flush=True); os._exit(3)"
-    [problem] = process(code, 60).problems
-    assert problem.what == "devices: the process ended with exit code 3: F0 Unknown flag"
+def test_process_that_dies_is_reported_with_its_last_lines(capsys):
+    assert process("print('F0 Unknown flag', file=sys.stderr, flush=True); os._exit(3)", 60)
+    assert "ended with exit code 3: F0 Unknown flag" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("folder", "error"),
-    [(f"{__file__}/below", "NotADirectoryError: "), ("nosuchstore://bucket/run", "")],
-    ids=["below a file", "unknown store"],
-)
-def test_folder_that_cannot_be_written_fails(folder, error):
-    [problem] = doctor.run_in_process("folder", folder, limit=60).problems
-    assert problem.fails and problem.what.startswith(f"{folder}: {error}")
+def test_folder_below_a_file_fails(capsys):
+    assert doctor.main("folder", f"{__file__}/below") != 0
+    assert "FAILS: NotADirectoryError: " in capsys.readouterr().out
 
 
-def test_without_devices_collectives_are_not_checked(tmp_path, monkeypatch):
+def test_unknown_platform_fails(capfd, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "nosuch")
-    found = dict(doctor.run_checks(str(tmp_path)))
-    [problem] = found["devices"].problems
-    assert problem.fails and "'nosuch'" in problem.what and "JAX_PLATFORMS" in problem.to_do
-    assert "collectives" not in found
+    assert doctor.run_check("devices", ".", limit=60)
+    assert "FAILS: RuntimeError: Unable to initialize backend 'nosuch'" in capfd.readouterr().out
 
 
 def install(folder: Path, name: str, version: str) -> None:
@@ -126,9 +105,7 @@ def test_plugin_for_another_jaxlib_fails(tmp_path, monkeypatch):
     install(tmp_path, "jax-cuda13-plugin", "0.1.2")
     monkeypatch.syspath_prepend(tmp_path)
     jaxlib = importlib.metadata.version("jaxlib")
-    found = doctor.examine_packages()
-    assert (found.values["jax-cuda13-plugin"], found.values["jaxlib"]) == ("0.1.2", jaxlib)
-    [problem] = [p for p in found.problems if "plugin" in p.what]
+    [problem] = [p for p in problems(doctor.examine_packages()) if "plugin" in p.what]
     assert problem.fails
     assert problem.what == (
         f"jax-cuda13-plugin 0.1.2 is for another jaxlib than the installed {jaxlib}."
@@ -137,15 +114,15 @@ def test_plugin_for_another_jaxlib_fails(tmp_path, monkeypatch):
 
 
 def test_missing_folder_is_not_created(tmp_path):
-    found = doctor.examine_folder(str(tmp_path / "a" / "b"))
-    assert f"(does not exist; tried {tmp_path})" in found.lines[0]
+    [line, *_] = doctor.examine_folder(str(tmp_path / "a" / "b"))
+    assert f"(does not exist; tried {tmp_path})" in str(line)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_wrong_bytes_fail(tmp_path, monkeypatch):
     monkeypatch.setattr(type(epath.Path("a")), "read_bytes", lambda self: b"lost")
     with pytest.raises(OSError, match="differ from those written"):
-        doctor.examine_folder(str(tmp_path))
+        list(doctor.examine_folder(str(tmp_path)))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -160,8 +137,8 @@ class Usage(NamedTuple):
 @pytest.mark.parametrize(("free", "fails"), [(5e9, [False]), (5e7, [True]), (1e12, [])])
 def test_little_free_space_is_reported(tmp_path, monkeypatch, free, fails):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**13, 0, int(free)))
-    problems = doctor.examine_folder(str(tmp_path)).problems
-    assert [problem.fails for problem in problems] == fails
+    report = doctor.examine_folder(str(tmp_path))
+    assert [problem.fails for problem in problems(report)] == fails
 
 
 class MemoryStore(MemoryFileSystem):
@@ -180,9 +157,7 @@ def test_working_store_is_left_as_it_was(monkeypatch):
     fsspec.register_implementation("az", MemoryStore, clobber=True)
     monkeypatch.setattr("etils.epath.gpath._is_tf_installed", lambda: False)
     epath.backend.fsspec_backend._get_filesystem.cache_clear()
-    found = doctor.examine_folder("az://bucket/run")
-    assert not found.problems
-    assert found.values["write_bytes_per_second"] > 0
+    assert list(doctor.examine_folder("az://bucket/run")) == ["az://bucket/run"]
     assert not MemoryStore.store
     epath.backend.fsspec_backend._get_filesystem.cache_clear()
 
@@ -192,39 +167,31 @@ def test_unused_gpus_are_reported(tmp_path, monkeypatch):
         (tmp_path / name).mkdir()
     monkeypatch.setattr(doctor, "_NVIDIA_GPUS", f"{tmp_path}/*")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    [problem] = doctor.examine_devices().problems
+    [problem] = problems(doctor.examine_devices())
     assert not problem.fails and "2 NVIDIA GPU(s), and JAX_PLATFORMS=cpu hides" in problem.what
     monkeypatch.delenv("JAX_PLATFORMS")
-    [problem] = doctor.examine_devices().problems
+    [problem] = problems(doctor.examine_devices())
     assert problem.fails and "pip install 'jax[cuda13]'" in problem.to_do
 
 
-def test_device_that_multiplies_wrongly_is_reported(monkeypatch):
-    right = doctor._product
-    bad = jax.devices()[3]
-
-    def flips_a_bit(left: jax.Array, right_: jax.Array) -> jax.Array:
-        result = right(left, right_)
-        return result.at[5, 5].add(1.0) if left.devices() == {bad} else result
-
-    monkeypatch.setattr(doctor, "_product", flips_a_bit)
-    [problem] = doctor.examine_devices().problems
-    assert problem.fails and problem.what == "Device 3 multiplies matrices wrongly."
-
-
-def test_wrong_sum_over_devices_is_found(monkeypatch):
-    monkeypatch.setattr(doctor, "_REDUCED_BYTES_ON_CPU", 4096)
-    found = doctor.examine_collectives()
-    assert found.values["psum"]["is_right"]
-    assert found.values["psum"]["bytes_per_second"] > 0
-    assert not found.problems
+def test_wrong_sum_over_devices_is_reported(monkeypatch):
     right = jax.lax.psum
 
-    def sums_too_little(row: jax.Array, axis_name: str) -> Any:
-        return right(row - 1, axis_name)
+    def sums_too_little(product: jax.Array, axis_name: str) -> Any:
+        return right(product - 1, axis_name)
 
     monkeypatch.setattr(jax.lax, "psum", sums_too_little)
-    found = doctor.examine_collectives()
-    assert [problem.what for problem in found.problems] == [
-        "psum over the 8 devices gives wrong numbers."
-    ]
+    [problem] = problems(doctor.examine_devices())
+    assert problem.what == "A sum over the 8 devices gives wrong numbers."
+
+
+def test_device_that_multiplies_wrongly_is_reported(monkeypatch):
+    matmul = jax.numpy.matmul
+
+    def flips_a_bit(*factors: Any, **options: Any) -> jax.Array:
+        index = jax.lax.axis_index("all")
+        return matmul(*factors, **options) + jax.numpy.where(index == 3, 1.0, 0.0)
+
+    monkeypatch.setattr(jax.numpy, "matmul", flips_a_bit)
+    [problem] = problems(doctor.examine_devices())
+    assert problem.what == f"Device {jax.devices()[3].id} multiplies matrices wrongly."

@@ -1,12 +1,10 @@
-"""`runner doctor`: one page on versions, memory, disk, devices and collectives of this machine.
+"""`runner doctor`: one page on versions, memory, disk and devices of this machine.
 
     runner doctor                       this machine and the current folder
     runner doctor --job_log_dir=DIR     this machine and the folder of a job, or gs://bucket/run
-    runner doctor --json                the same as one JSON object
 
 A check that uses a disk or a device runs in a separate process with a time limit: a hanging driver
-cannot be interrupted from Python, and a wrong flag of XLA ends its process. Only the checks of
-devices import JAX.
+cannot be interrupted from Python, and a wrong flag of XLA ends its process.
 
 Exit codes: 0 if all checks passed, 1 if one failed.
 """
@@ -14,23 +12,18 @@ Exit codes: 0 if all checks passed, 1 if one failed.
 from __future__ import annotations
 
 import contextlib
-import functools
 import glob
 import importlib.metadata
-import json
 import os
 import platform
-import re
 import secrets
 import shutil
 import subprocess
 import sys
 import tempfile
 import textwrap
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 from etils import epath
 
@@ -40,47 +33,34 @@ from layerkit_runner.config.help import flag_rows, table
 from layerkit_runner.files.text import size_text
 from layerkit_runner.run_options import FLAGS
 
-if TYPE_CHECKING:
-    import jax
-
-_OWN_PACKAGES = ("layerkit", "layerkit-inputs", "layerkit-runner", "layerkit-experiments")
 # Each plugin has the version number of its jaxlib.
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin", "jax-rocm7-plugin")
 _PACKAGES = (
+    *("layerkit", "layerkit-inputs", "layerkit-runner", "layerkit-experiments"),
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "fiddle", "numpy"),
     *(*_PLUGINS, "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu12"),
     *("libtpu", "grain", "seqio", "tensorflow", "transformers", "wandb"),
 )
-_TRIAL_BYTES = 64 << 20
 _LITTLE_SPACE = 10e9
 _NO_SPACE = 1e8
 # The driver creates these folders, whether JAX uses the devices or not.
 _NVIDIA_GPUS = "/proc/driver/nvidia/gpus/*"
 _MATRIX = 256
-_REDUCED_BYTES = 64 << 20
-_REDUCED_BYTES_ON_CPU = 1 << 20
-_RUNS = 5
 
-_REMEDIES = {
-    "folder": "Choose another --job_log_dir, or check that this machine may write there.",
-    "devices": "Check JAX_PLATFORMS and CUDA_VISIBLE_DEVICES, that layerkit-runner[cuda] or"
-    " layerkit-runner[tpu] is installed, and with nvidia-smi that the driver works.",
-}
 # Seconds. The first use of devices waits for their driver.
-TIME_LIMITS = {"folder": 60.0, "devices": 150.0, "collectives": 150.0}
-_REMEDIES_IF_HANGING = {
-    "folder": "A network file system may be unreachable. Choose another --job_log_dir.",
-    "devices": "Another program may hold the devices (only one process at a time can use a TPU), or"
-    " the driver is stuck. On a slice of several hosts run `runner doctor` on all of them at once.",
-    "collectives": "The devices compute but do not reach each other. For NVIDIA GPUs set"
-    " NCCL_DEBUG=INFO and read its output, and try NCCL_P2P_DISABLE=1; for simulated CPU devices"
-    " set NPROC to a number well above theirs.",
+TIME_LIMITS = {"folder": 60.0, "devices": 150.0}
+_REMEDIES = {
+    "folder": "Choose another --job_log_dir, or check that this machine may write there and that a"
+    " network file system is reachable.",
+    "devices": "Check JAX_PLATFORMS, CUDA_VISIBLE_DEVICES, XLA_FLAGS and LIBTPU_INIT_ARGS, that"
+    " layerkit-runner[cuda] or layerkit-runner[tpu] is installed, with nvidia-smi that the driver"
+    " works, and that no other program holds the devices. If devices do not reach each other, read"
+    " the output with NCCL_DEBUG=INFO and try NCCL_P2P_DISABLE=1. On a slice of several hosts run"
+    " `runner doctor` on all of them at once.",
 }
+# Exit code of the process of a check that has printed a failure.
+_FAILED = 10
 _HELP = "check this machine: versions, memory, disk, devices; exit code 1 if a check fails"
-_INDENT = " " * 15
-_CODE = f"import sys; from {__name__} import main; main(*sys.argv[1:])"
-# Lines of a stack trace from compiled code.
-_FRAME = re.compile(r"\s*(@|#\d+)\s+0x|\*\*\* ")
 
 
 class Problem(NamedTuple):
@@ -91,245 +71,177 @@ class Problem(NamedTuple):
     fails: bool = True
 
 
-class Finding(NamedTuple):
-    """The result of one check: text for people, JSON values for programs, and problems."""
-
-    lines: Sequence[str] = ()
-    values: Mapping[str, Any] = {}
-    problems: Sequence[Problem] = ()
+Report = Iterable[str | Problem]
+"""The lines of a check, with its problems among them."""
 
 
 def run_doctor(words: Sequence[str]) -> int:
-    """Check this machine, print the page or the JSON object, and return the exit code."""
-    rows = [row for row in FLAGS if row.name in ("job_log_dir", "json", "help")]
+    """Check this machine, print the page, and return the exit code."""
+    rows = [row for row in FLAGS if row.name in ("job_log_dir", "help")]
     values, _ = read_flags(words, rows)
     if values.get("help"):
         print("\n".join(["runner doctor [flags]", "", _HELP, "", *table(flag_rows(rows))]))
         return 0
-    began, as_json = time.monotonic(), values.get("json", False)
-    findings: dict[str, Finding] = {}
-    for name, finding in run_checks(values.get("job_log_dir", ".")):
-        findings[name] = finding
-        for line in () if as_json else finding.lines:
-            heading = name if line is finding.lines[0] else ""
-            print(textwrap.fill(f"{heading:<13}{line}", 100, subsequent_indent=_INDENT), flush=True)
-    problems = [
-        (name, problem) for name, finding in findings.items() for problem in finding.problems
-    ]
-    fails = any(problem.fails for _, problem in problems)
-    seconds = round(time.monotonic() - began, 1)
-    if as_json:
-        checks = {name: finding.values for name, finding in findings.items()}
-        records = [{"check": name, **problem._asdict()} for name, problem in problems]
-        record = {"checks": checks, "problems": records, "works": not fails, "seconds": seconds}
-        print(json.dumps(record), flush=True)
-        return 1 if fails else 0
-    for _, problem in sorted(problems, key=lambda problem: not problem[1].fails):
-        text = f"{'FAILS' if problem.fails else 'warning'}: {problem.what}"
-        print("", textwrap.fill(text, 100, subsequent_indent="  "), sep="\n")
-        print(textwrap.fill(f"  → {problem.to_do}", 100, subsequent_indent="    "))
-    print(f"\n{'some checks failed' if fails else 'all checks passed'}, in {seconds:.0f} s")
+    fails = print_report("packages", examine_packages()) | print_report("host", examine_host())
+    for name, limit in TIME_LIMITS.items():
+        fails |= run_check(name, values.get("job_log_dir", "."), limit=limit)
+    print(f"\n{'some checks failed' if fails else 'all checks passed'}")
     return 1 if fails else 0
 
 
-def run_checks(folder: str) -> Iterator[tuple[str, Finding]]:
-    """Run the checks; yield the name and the finding of each."""
-    yield "packages", examine_packages()
-    yield "host", examine_host()
-    for name, limit in TIME_LIMITS.items():
-        finding = run_in_process(name, folder, limit=limit)
-        yield name, finding
-        if name == "devices" and any(problem.fails for problem in finding.problems):
-            return  # collectives would fail too
+def print_report(name: str, report: Report) -> bool:
+    """Print the lines and problems of a check; return whether one of the problems is a failure."""
+    fails, heading = False, name
+    for line in report:
+        text = line
+        if isinstance(line, Problem):
+            fails |= line.fails
+            text = f"{'FAILS' if line.fails else 'warning'}: {line.what} → {line.to_do}"
+        indent = " " * 15
+        print(textwrap.fill(f"{heading:<13}{text}", 100, subsequent_indent=indent), flush=True)
+        heading = ""
+    return fails
 
 
-def run_in_process(
-    name: str, folder: str, *, limit: float, command: Sequence[str] = (sys.executable, "-c", _CODE)
-) -> Finding:
-    """Run a check in a separate process and return its finding.
+def run_check(
+    name: str,
+    folder: str,
+    *,
+    limit: float,
+    command: Sequence[str] = (sys.executable, "-m", __name__),
+) -> bool:
+    """Run a check in a separate process, which prints its report; return whether it failed.
 
     Args:
       name: Key of `TIME_LIMITS`.
-      folder: Argument of the check `folder`.
+      folder: Folder for the check `folder`.
       limit: Seconds after which the process is killed.
-      command: Command line, without name and folder, that prints the finding as JSON.
+      command: Command line, without name and folder.
     """
     # Other programs may need the memory of the devices.
     environ = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
-    with tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
-        words = [*command, name, folder]
-        process = subprocess.Popen(words, stdout=stdout, stderr=stderr, env=environ)
+    with tempfile.TemporaryFile() as stderr:
+        process = subprocess.Popen([*command, name, folder], stderr=stderr, env=environ)
         try:
             code = process.wait(timeout=limit)
         except subprocess.TimeoutExpired:
-            problem = Problem(f"{name}: no answer within {limit:g} s.", _REMEDIES_IF_HANGING[name])
-            return Finding(["does not answer"], {}, [problem])
-        finally:
             process.kill()
-            # A process that waits inside the kernel cannot be killed and is left behind.
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout=5)
-        stdout.seek(0)
+                process.wait(timeout=5)  # a process that waits inside the kernel is left behind
+            what = f"no answer within {limit:g} s."
+            return print_report(name, [Problem(what, _REMEDIES[name])])
         stderr.seek(0)
-        text = stdout.read().decode(errors="replace")
-        lines = stderr.read().decode(errors="replace").splitlines()
-    if code == 0 and text:
-        lines, values, problems = json.loads(text)
-        return Finding(lines, values, [Problem(*problem) for problem in problems])
-    errors = [line.strip() for line in lines if line.strip() and not _FRAME.match(line)]
-    problem = Problem(
-        f"{name}: the process ended with exit code {code}: {' '.join(errors[-4:])}",
-        "Check XLA_FLAGS and LIBTPU_INIT_ARGS, and the version of the driver.",
-    )
-    return Finding(["failed, see below"], {}, [problem])
+        lines = stderr.read().decode(errors="replace").split("\n")
+    if code in (0, _FAILED):
+        return code == _FAILED
+    last = " ".join(line.strip() for line in lines[-5:])
+    what = f"the process ended with exit code {code}: {last}"
+    return print_report(name, [Problem(what, _REMEDIES[name])])
 
 
-def main(name: str, folder: str) -> None:
-    """Run a check and print its finding as JSON. An exception of the check becomes a problem."""
-    answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # output of libraries must not mix with the JSON
-    try:
-        if name == "folder":
-            finding = examine_folder(folder)
-        else:
-            from layerkit_runner.distributed.devices import use_cpu_without_accelerators
+def main(name: str, folder: str) -> int:
+    """Run a check in this process; return its exit code. An exception becomes a problem."""
 
-            use_cpu_without_accelerators()
-            finding = examine_devices() if name == "devices" else examine_collectives()
-    except Exception as error:  # drivers, compilers and stores raise exceptions of any type
-        text = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-        what = f"{folder if name == 'folder' else name}: {text}"
-        problem = Problem(what, _REMEDIES.get(name, "Search the web for this message."))
-        finding = Finding(["failed, see below"], {}, [problem])
-    json.dump(finding, answer)
-    answer.flush()
+    def examine() -> Report:
+        try:
+            yield from examine_folder(folder) if name == "folder" else examine_devices()
+        except Exception as error:  # drivers, compilers and stores raise exceptions of any type
+            text = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+            yield Problem(text, _REMEDIES[name])
+
+    return _FAILED if print_report(name, examine()) else 0
 
 
-def examine_packages() -> Finding:
+def examine_packages() -> Report:
     """Report versions of packages, and plugins that do not fit jaxlib; see also `pip check`."""
     installed: dict[str, str] = {}
-    for name in (*_OWN_PACKAGES, *_PACKAGES):
+    for name in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             installed[name] = importlib.metadata.version(name)
-    problems = []
+    yield ", ".join(f"{name} {version}" for name, version in installed.items())
     jaxlib = installed.get("jaxlib")
     for name in _PLUGINS:
         if installed.get(name, jaxlib) != jaxlib:
             what = f"{name} {installed[name]} is for another jaxlib than the installed {jaxlib}."
-            problems.append(Problem(what, f"pip install 'jax[{name.split('-')[1]}]=={jaxlib}'"))
-    line = ", ".join(f"{name} {version}" for name, version in installed.items())
-    return Finding([line], installed, problems)
+            yield Problem(what, f"pip install 'jax[{name.split('-')[1]}]=={jaxlib}'")
 
 
-def examine_host() -> Finding:
+def examine_host() -> Report:
     """Report Python, system, processors and memory."""
+    system = f"{platform.system()} {platform.release()} ({platform.machine()})"
+    yield f"Python {platform.python_version()} ({sys.executable}), {system}"
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    sizes = memory_sizes()
-    values: dict[str, Any] = {
-        "python": platform.python_version(),
-        "executable": sys.executable,
-        "system": f"{platform.system()} {platform.release()} ({platform.machine()})",
-        "cpus": cpus,
-        **sizes,
-    }
-    words = (" of memory", " of it available")
-    parts = [f"{size_text(size)}{w}" for size, w in zip(sizes.values(), words, strict=False)]
-    python = f"Python {values['python']} ({sys.executable}), {values['system']}"
-    return Finding([python, ", ".join([f"{cpus} CPU(s)", *parts])], values)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield f"{cpus} CPU(s), {size_text(memory)} of memory"
 
 
-def memory_sizes() -> dict[str, int]:
-    """Return the bytes of memory, and of what programs can get without swapping.
-
-    Free memory is less: the kernel gives up its copies of files.
-    """
-    page = os.sysconf("SC_PAGE_SIZE")
-    sizes = {"memory_bytes": page * os.sysconf("SC_PHYS_PAGES")}
-    with contextlib.suppress(OSError):  # not Linux
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        kilobytes = dict(line.removesuffix(" kB").split(":") for line in lines)
-        sizes["memory_available_bytes"] = 1024 * int(kilobytes["MemAvailable"])
-    return sizes
-
-
-def examine_folder(folder: str) -> Finding:
+def examine_folder(folder: str) -> Report:
     """Write a file in a job folder or store and read it back; raise OSError on failure."""
     is_store = "://" in folder
-    where = folder if is_store else os.path.abspath(os.path.expanduser(folder))
-    existing = folder = epath.Path(where)
+    path = epath.Path(folder if is_store else os.path.abspath(os.path.expanduser(folder)))
+    existing = path
     while not is_store and not existing.exists():
         existing = existing.parent
-    where += "" if existing == folder else f" (does not exist; tried {existing})"
-    trial = existing / f".doctor_{secrets.token_hex(8)}"
+    where = str(path) if existing == path else f"{path} (does not exist; tried {existing})"
+    yield where
+    trial, content = existing / f".doctor_{secrets.token_hex(8)}", os.urandom(1 << 20)
     trial.mkdir(parents=is_store)
     try:
-        speeds = _try_bytes(trial / "bytes")
+        (trial / "bytes").write_bytes(content)
+        if (trial / "bytes").read_bytes() != content:
+            raise OSError("the bytes read differ from those written")
     finally:
         trial.rmtree(missing_ok=True)
-    lines = ["writes {}/s, reads {}/s".format(*map(size_text, speeds.values()))]
     if is_store:
-        return Finding([f"{where}: {lines[0]}"], {"folder": where, **speeds})
+        return
     usage = shutil.disk_usage(existing)
-    lines.insert(0, f"{where}: {size_text(usage.free)} free of {size_text(usage.total)}")
-    problems = []
+    yield f"{size_text(usage.free)} free of {size_text(usage.total)}"
     if usage.free < _LITTLE_SPACE:
-        what = f"{where}: only {size_text(usage.free)} are free."
         to_do = "Free some space. With Adam a checkpoint takes three times the weights."
-        problems.append(Problem(what, to_do, fails=usage.free < _NO_SPACE))
-    return Finding(lines, {"folder": where, "free_bytes": usage.free, **speeds}, problems)
+        yield Problem("The disk is nearly full.", to_do, fails=usage.free < _NO_SPACE)
 
 
-def _try_bytes(path: epath.Path) -> dict[str, float]:
-    """Return bytes per second of writing and reading; raise OSError if the bytes differ."""
-    content = os.urandom(_TRIAL_BYTES)
-    began = time.perf_counter()
-    path.write_bytes(content)
-    if os.path.exists(path):  # a file, not an object of a store
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
-            if hasattr(os, "posix_fadvise"):  # read from the disk, not from memory
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    written = time.perf_counter()
-    content_read = path.read_bytes()
-    read = time.perf_counter()
-    if content_read != content:
-        raise OSError("the bytes read differ from those written")
-    write_rate, read_rate = len(content) / (written - began), len(content) / (read - written)
-    return {"write_bytes_per_second": write_rate, "read_bytes_per_second": read_rate}
+def examine_devices() -> Report:
+    """Report the devices, multiply matrices on each of them, and sum the products over all."""
+    from layerkit_runner.distributed.devices import use_cpu_without_accelerators
 
-
-def examine_devices() -> Finding:
-    """Report kind, number and memory of the devices, and multiply matrices on each of them."""
+    use_cpu_without_accelerators()
     import jax
+    import jax.numpy as jnp
     import numpy as np
+    from jax.sharding import Mesh, PartitionSpec
 
     devices = jax.local_devices()
-    platform, kind = devices[0].platform, devices[0].device_kind
+    count, platform = len(devices), devices[0].platform
+    yield f"{count} × {devices[0].device_kind} ({platform}), JAX {jax.__version__}"
+    stats = [device.memory_stats() or {} for device in devices]
+    if limits := [known["bytes_limit"] for known in stats if "bytes_limit" in known]:
+        used = max(known.get("bytes_in_use", 0) for known in stats)
+        yield f"{size_text(min(limits))} of memory each, {size_text(used)} in use"
+    yield from _unused_gpus(platform)
     draw = np.random.default_rng(0)
-    left, right = (draw.integers(-1, 2, (_MATRIX, _MATRIX)).astype(np.float32) for _ in range(2))
-    expected = left @ right  # integers up to 256, which bfloat16 inputs give exactly
-    records, problems = [], list(_unused_gpus(platform))
-    for device in devices:
-        stats = device.memory_stats() or {}
-        memory = {key: stats.get(key) for key in ("bytes_in_use", "bytes_limit")}
-        records.append({"id": device.id, "kind": device.device_kind, **memory})
-        if not np.array_equal(_product(*jax.device_put((left, right), device)), expected):
+    factors = draw.integers(-1, 2, (2, _MATRIX, _MATRIX)).astype(np.float32)
+    expected = factors[0] @ factors[1]  # integers up to 256, which bfloat16 gives exactly
+
+    def multiply(left: jax.Array, right: jax.Array) -> tuple[jax.Array, jax.Array]:
+        left, right = left.astype(jnp.bfloat16), right.astype(jnp.bfloat16)
+        product = jnp.matmul(left, right, preferred_element_type=jnp.float32)
+        return product[None], jax.lax.psum(product, "all")
+
+    specs = PartitionSpec("all"), PartitionSpec()
+    mesh = Mesh(np.asarray(devices), ("all",))
+    on_all = jax.shard_map(multiply, mesh=mesh, in_specs=(specs[1], specs[1]), out_specs=specs)
+    products, total = jax.jit(on_all)(*factors)
+    for device, product in zip(devices, np.asarray(products), strict=True):
+        if not np.array_equal(product, expected):
             what = f"Device {device.id} multiplies matrices wrongly."
-            problems.append(Problem(what, "Remove it and have it examined."))
-    lines = [f"{len(devices)} × {kind} ({platform}), JAX {jax.__version__}"]
-    limits = [record["bytes_limit"] for record in records if record["bytes_limit"] is not None]
-    if limits:
-        used = max(record["bytes_in_use"] or 0 for record in records)
-        lines.append(f"{size_text(min(limits))} of memory each, {size_text(used)} in use")
-    return Finding(lines, {"platform": platform, "devices": records}, problems)
-
-
-def _product(left: jax.Array, right: jax.Array) -> jax.Array:
-    """Return the product of `[n, n]` matrices in bfloat16, accumulated in float32."""
-    import jax.numpy as jnp
-
-    left, right = left.astype(jnp.bfloat16), right.astype(jnp.bfloat16)
-    return jnp.matmul(left, right, preferred_element_type=jnp.float32)
+            yield Problem(what, "Remove it and have it examined.")
+    sums = [np.asarray(shard.data) for shard in total.addressable_shards]
+    if all(np.array_equal(summed, np.asarray(products).sum(0)) for summed in sums):
+        yield "all devices compute, and their sum is correct"
+    else:
+        to_do = "For NVIDIA GPUs try NCCL_P2P_DISABLE=1, then NCCL_SHM_DISABLE=1."
+        yield Problem(f"A sum over the {count} devices gives wrong numbers.", to_do)
 
 
 def _unused_gpus(platform: str) -> Iterator[Problem]:
@@ -344,36 +256,5 @@ def _unused_gpus(platform: str) -> Iterator[Problem]:
         yield Problem(what, to_do)
 
 
-def examine_collectives() -> Finding:
-    """Sum numbers over all devices, and report the result and the speed of the fastest run."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-
-    devices = jax.local_devices()
-    count = len(devices)
-    if count == 1:
-        return Finding(["one device, so none to check"], {"num_devices": 1})
-    mesh = Mesh(np.asarray(devices), ("all",), axis_types=(AxisType.Auto,))
-    rows = NamedSharding(mesh, PartitionSpec("all"))
-    size = (_REDUCED_BYTES_ON_CPU if devices[0].platform == "cpu" else _REDUCED_BYTES) // 4
-    # Row i is filled with i + 1, on device i.
-    row_numbers = np.arange(1.0, count + 1)[:, None]
-    numbers = jax.jit(lambda: jnp.broadcast_to(row_numbers, (count, size)), out_shardings=rows)()
-    psum = functools.partial(jax.lax.psum, axis_name="all")
-    total = jax.jit(jax.shard_map(psum, mesh=mesh, in_specs=rows.spec, out_specs=PartitionSpec()))
-    shards = total(numbers).addressable_shards
-    is_right = all(np.all(np.asarray(shard.data) == row_numbers.sum()) for shard in shards)
-    seconds = []
-    for _ in range(_RUNS):
-        began = time.perf_counter()
-        total(numbers).block_until_ready()
-        seconds.append(time.perf_counter() - began)
-    # Each device sends at least these bytes, as `--mode=plan` counts them.
-    speed = 8 * size * (count - 1) / count / min(seconds)
-    values = {"num_devices": count, "psum": {"is_right": is_right, "bytes_per_second": speed}}
-    line = f"psum over {count} devices: {'correct' if is_right else 'WRONG'}, {size_text(speed)}/s"
-    to_do = "For NVIDIA GPUs try NCCL_P2P_DISABLE=1, then NCCL_SHM_DISABLE=1."
-    problem = Problem(f"psum over the {count} devices gives wrong numbers.", to_do)
-    return Finding([line], values, [] if is_right else [problem])
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
