@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from layerkit.interop.hugging_face.folder import (
 from layerkit.interop.hugging_face.generation import export_defaults
 from layerkit.interop.hugging_face.importing import TensorMismatchError
 from layerkit.interop.hugging_face.keys import UnsupportedModelError
-from layerkit.interop.hugging_face.shard_writer import ShardWriter
+from layerkit.interop.hugging_face.shard_writer import write_shards
 from layerkit.interop.hugging_face.tensors import (
     Index,
     Path,
@@ -253,21 +253,18 @@ def _write_tensors(
         name: int(np.prod(shape)) * leaves[groups[name][0].path].dtype.itemsize
         for name, shape in shapes.items()
     }
-    writer = ShardWriter(folder, sizes, max_shard_bytes=max_shard_bytes)
-    for name, shape in shapes.items():
-        parts = [_part(leaves[piece.path], piece.index) for piece in groups[name]]
-        if not writes:
-            continue
-        tensor = np.empty(shape, parts[0].dtype)
-        for piece, part in zip(groups[name], parts, strict=True):
-            where = [slice(None)] * len(shape)
-            if piece.joined_axis is not None:
-                size = piece.their_shape[piece.joined_axis]
-                where[piece.joined_axis] = slice(piece.offset, piece.offset + size)
-            tensor[tuple(where)] = piece.layout.to_theirs(part)
-        writer.add(name, tensor)
+
+    def tensors() -> Iterator[np.ndarray]:
+        for same in groups.values():
+            parts = [one.layout.to_theirs(_part(leaves[one.path], one.index)) for one in same]
+            axis = same[0].joined_axis
+            yield parts[0] if axis is None else np.concatenate(parts, axis)
+
     if writes:
-        writer.finish()
+        write_shards(folder, sizes, tensors(), max_shard_bytes=max_shard_bytes)
+    else:
+        for _ in tensors():  # Its shards are gathered by all processes.
+            pass
 
 
 def _part(leaf: Any, index: Index) -> np.ndarray:

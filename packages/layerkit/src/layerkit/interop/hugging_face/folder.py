@@ -10,11 +10,11 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 
 from layerkit.errors import ConfigError, first_names, hub_hint, pip_install, short_repr
@@ -44,35 +44,19 @@ COMPANIONS = (
 )
 
 _DTYPES = {
-    "F64": np.dtype(np.float64),
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-    "I64": np.dtype(np.int64),
-    "I32": np.dtype(np.int32),
-    "I16": np.dtype(np.int16),
-    "I8": np.dtype(np.int8),
-    "U8": np.dtype(np.uint8),
-    "BOOL": np.dtype(np.bool_),
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
 }
-
-
-class TensorSource(Protocol):
-    """A source of named tensors that can be read in slices."""
-
-    def names(self) -> list[str]:
-        """Return the names of all tensors."""
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor."""
-
-    def dtype(self, name: str) -> np.dtype:
-        """Return the dtype of a tensor."""
-
-    def read(self, name: str, ranges: Ranges) -> np.ndarray:
-        """Return the block of a tensor within `ranges`, a (start, stop) per dimension."""
 
 
 class TensorFileError(ConfigError):
@@ -84,8 +68,7 @@ class SafetensorsFolder:
 
     Args:
       folder: Folder with `model.safetensors`, or with several files and their index. Each tensor is
-        read from the file that the index names. Files `model-00001-of-00002.safetensors` and so on
-        need no index.
+        read from the file that the index names.
 
     Raises:
       FileNotFoundError: The folder has no such files.
@@ -101,13 +84,16 @@ class SafetensorsFolder:
         self._paths: dict[str, Path] = {}
         with contextlib.ExitStack() as files:
             for path, listed in _weight_files(Path(folder)).items():
-                with _as_tensor_file_error(path):
+                try:
                     file = files.enter_context(safetensors.safe_open(path, framework="np"))
                     names = file.keys() if listed is None else listed
-                    slices = {name: file.get_slice(name) for name in names}
-                _check_new(path, slices, before=self._slices)
-                self._slices |= slices
-                self._paths |= dict.fromkeys(slices, path)
+                    _check_count(path, len(names))
+                    self._slices |= {name: file.get_slice(name) for name in names}
+                except safetensors.SafetensorError as error:
+                    hint = "Download or copy the folder again."
+                    problem = f"cannot be read: {error}"
+                    raise TensorFileError(problem, owner=str(path), hint=hint) from error
+                self._paths |= dict.fromkeys(names, path)
             self._files = files.pop_all()
 
     def __enter__(self) -> SafetensorsFolder:
@@ -137,7 +123,7 @@ class SafetensorsFolder:
         if stored not in _DTYPES:
             field = f"dtype of tensor {name}"
             raise TensorFileError(field=field, value=stored, choices=_DTYPES)
-        return _DTYPES[stored]
+        return jnp.dtype(_DTYPES[stored])
 
     def read(self, name: str, ranges: Ranges) -> np.ndarray:
         """Return the block of a tensor within `ranges`, a (start, stop) per dimension."""
@@ -157,20 +143,13 @@ class SafetensorsFolder:
         return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=self.shape(name))
 
 
-def _weight_files(folder: Path) -> dict[Path, list[str] | None]:
+def _weight_files(folder: Path) -> Mapping[Path, list[str] | None]:
     """Return the tensors to read from each file of a folder; None stands for all tensors."""
     if (folder / WEIGHTS).is_file():
         return {folder / WEIGHTS: None}
-    files: dict[Path, list[str] | None] = {}
-    if (folder / INDEX).is_file():
-        files.update((folder / file, names) for file, names in _read_index(folder).items())
-    elif shards := sorted(folder.glob("model-?????-of-?????.safetensors")):
-        # Without their index, numbered files are complete if none is missing.
-        count = shards[0].name[-len("?????.safetensors") :]
-        numbers = range(1, int(count.partition(".")[0]) + 1)
-        files = {folder / f"model-{number:05d}-of-{count}": None for number in numbers}
-    else:
+    if not (folder / INDEX).is_file():
         raise FileNotFoundError(f"{folder}: expected {WEIGHTS} or {INDEX}.{other_form(folder)}")
+    files = {folder / file: names for file, names in _read_index(folder).items()}
     if missing := [path.name for path in files if not path.is_file()]:
         raise FileNotFoundError(f"{folder}: missing {first_names(missing)}. Download it again.")
     return files
@@ -198,32 +177,6 @@ def _read_index(folder: Path) -> dict[str, list[str]]:
             )
         files.setdefault(file, []).append(name)
     return files
-
-
-@contextlib.contextmanager
-def _as_tensor_file_error(path: Path) -> Iterator[None]:
-    """Raise errors of safetensors, about a damaged file or a missing tensor, with the file."""
-    try:
-        yield
-    except import_safetensors().SafetensorError as error:
-        raise TensorFileError(
-            f"cannot be read: {error}",
-            owner=str(path),
-            hint="Download or copy the folder again.",
-        ) from error
-
-
-def _check_new(path: Path, names: Iterable[str], *, before: Mapping[str, Any]) -> None:
-    """Raise `TensorFileError` for too many tensors, or for one that an earlier file has."""
-    names = set(names)
-    _check_count(path, len(before) + len(names))
-    if repeated := sorted(before.keys() & names):
-        raise TensorFileError(
-            "tensors that another file has, too",
-            owner=str(path),
-            value=repeated,
-            hint=f"Add {INDEX}, which says where to read them.",
-        )
 
 
 def _check_count(path: Path, number: int) -> None:
@@ -335,7 +288,7 @@ def copy_companions(source: str | os.PathLike[str], target: Path) -> None:
             shutil.copyfile(Path(source) / name, target / name)
 
 
-def same_tensor(source: TensorSource, first: str, second: str) -> bool:
+def same_tensor(source: SafetensorsFolder, first: str, second: str) -> bool:
     """Return whether two tensors are bitwise equal, comparing a few rows at a time."""
     shape = source.shape(first)
     if shape != source.shape(second) or source.dtype(first) != source.dtype(second):

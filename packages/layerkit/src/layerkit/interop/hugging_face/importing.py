@@ -25,7 +25,6 @@ from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.folder import (
     CONFIG,
     SafetensorsFolder,
-    TensorSource,
     read_json,
     same_tensor,
     tensor_count,
@@ -162,7 +161,7 @@ def load_weights(
 
 
 def read_weights(
-    source: TensorSource,
+    source: SafetensorsFolder,
     family: Family,
     anatomy: Anatomy,
     *,
@@ -186,7 +185,9 @@ def read_weights(
     return unflatten(made)
 
 
-def stored_dtypes(source: TensorSource, family: Family, anatomy: Anatomy) -> dict[Path, np.dtype]:
+def stored_dtypes(
+    source: SafetensorsFolder, family: Family, anatomy: Anatomy
+) -> dict[Path, np.dtype]:
     """Return the stored dtype of each weight, by path.
 
     A weight that is stored in tensors of several dtypes has their promoted dtype.
@@ -206,7 +207,7 @@ class _WeightReader:
 
     def __init__(
         self,
-        source: TensorSource,
+        source: SafetensorsFolder,
         path: Path,
         shape: tuple[int, ...],
         pieces: Mapping[Index, Piece],
@@ -274,7 +275,7 @@ def _finite(block: np.ndarray, name: str) -> np.ndarray:
     return block
 
 
-def _stored_pieces(source: TensorSource, family: Family, anatomy: Anatomy) -> list[Piece]:
+def _stored_pieces(source: SafetensorsFolder, family: Family, anatomy: Anatomy) -> list[Piece]:
     """Return the pieces of all weights, with the names of their tensors in this folder.
 
     Raises:
@@ -303,7 +304,7 @@ def _stored_pieces(source: TensorSource, family: Family, anatomy: Anatomy) -> li
 
 
 def _differences(
-    source: TensorSource,
+    source: SafetensorsFolder,
     family: Family,
     anatomy: Anatomy,
     pieces: Sequence[Piece],

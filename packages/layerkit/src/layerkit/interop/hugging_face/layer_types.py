@@ -83,12 +83,6 @@ class LayerTypes:
 
 def shortest_period(types: Sequence[str]) -> list[str]:
     """Return the shortest pattern that, repeated and cut, gives `types`."""
-    # Knuth, Morris and Pratt: border[i] is the length of the longest proper prefix of types[:i + 1]
-    # that also ends it.
-    border = [0] * len(types)
-    for i in range(1, len(types)):
-        length = border[i - 1]
-        while length and types[i] != types[length]:
-            length = border[length - 1]
-        border[i] = length + (types[i] == types[length])
-    return list(types[: len(types) - border[-1]]) if types else []
+    text = "".join(kind[0] for kind in types)
+    periods = (size for size in range(1, len(text) + 1) if text.startswith(text[size:]))
+    return list(types[: next(periods, 0)])

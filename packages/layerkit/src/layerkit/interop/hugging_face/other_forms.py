@@ -4,36 +4,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_SAVE = "Load it in Transformers, {how}, and save it with save_pretrained(NEW_FOLDER)."
-# Pattern of a file of each form, its name, and the conversion.
+_SAVE = "Load it in Transformers{how}, and save it with save_pretrained(NEW_FOLDER)."
+_MERGE = "PeftModel.from_pretrained(MODEL, FOLDER).merge_and_unload().save_pretrained(NEW_FOLDER)"
+# Patterns of the files of each form, its name, and the conversion.
 _FORMS = (
+    (["adapter_config.json"], "adapters of PEFT", f"Merge them into their model: {_MERGE}."),
+    (["*.gguf"], "a GGUF file", _SAVE.format(how=" with gguf_file=NAME")),
     (
-        "adapter_config.json",
-        "adapters of PEFT",
-        "Merge them into their model: PeftModel.from_pretrained(MODEL, FOLDER)"
-        ".merge_and_unload().save_pretrained(NEW_FOLDER).",
-    ),
-    ("*.gguf", "a GGUF file", _SAVE.format(how="with gguf_file=NAME")),
-    (
-        "consolidated*",
+        ["consolidated*"],
         "weights under the names of their authors",
         "Use the folder of the same model in the format of Transformers, with model*.safetensors.",
     ),
-    ("pytorch_model*", "weights as pickles", _SAVE.format(how="which reads them")),
-    ("*.bin", "weights as pickles", _SAVE.format(how="which reads them")),
-    ("*.pth", "weights as pickles", _SAVE.format(how="which reads them")),
+    (["*.bin", "*.pth"], "weights as pickles", _SAVE.format(how="")),
     (
-        "tf_model.h5",
-        "weights of TensorFlow",
-        _SAVE.format(how="before version 5, with from_tf=True"),
+        ["tf_model.h5", "flax_model*.msgpack"],
+        "weights of TensorFlow or Flax",
+        _SAVE.format(how=" before version 5, with from_tf=True or from_flax=True"),
     ),
     (
-        "flax_model*.msgpack",
-        "weights of Flax",
-        _SAVE.format(how="before version 5, with from_flax=True"),
+        ["*.safetensors"],
+        "tensors without their index or under another name",
+        "Download the index, or rename the file if it is the whole model.",
     ),
-    ("*.safetensors", "tensors under another name", "Rename the file if it is the whole model."),
-    ("snapshots", "a cache of the Hub", "Use one of the folders in snapshots."),
+    (["snapshots"], "a cache of the Hub", "Use one of the folders in snapshots."),
 )
 
 
@@ -42,7 +35,7 @@ def other_form(folder: str | Path) -> str:
     folder = Path(folder)
     if folder.is_file():
         return " That is a file. Give the folder that contains it."
-    for pattern, form, conversion in _FORMS:
-        if match := next(iter(sorted(folder.glob(pattern))), None):
-            return f" The folder has {form} ({match.name}). {conversion}"
+    for patterns, form, conversion in _FORMS:
+        if matches := sorted(path for pattern in patterns for path in folder.glob(pattern)):
+            return f" The folder has {form} ({matches[0].name}). {conversion}"
     return ""

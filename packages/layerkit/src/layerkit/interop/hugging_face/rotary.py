@@ -16,50 +16,22 @@ from layerkit.interop.hugging_face.keys import (
     get_field,
     set_field,
 )
-from layerkit.layers import (
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    YarnScaling,
-)
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
+from layerkit.ops.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 
 _LENGTH = "original_max_position_embeddings"
-# Class and (key, field) pairs of each rope_type. Keys of fields with a default may be left out.
-_SCALINGS: dict[str, tuple[type, tuple[tuple[str, str], ...]]] = {
-    "linear": (LinearScaling, (("factor", "factor"),)),
-    "llama3": (
-        Llama3Scaling,
-        (
-            ("factor", "factor"),
-            ("low_freq_factor", "low_freq_factor"),
-            ("high_freq_factor", "high_freq_factor"),
-            (_LENGTH, "original_max_position"),
-        ),
-    ),
-    "yarn": (
-        YarnScaling,
-        (
-            ("factor", "factor"),
-            (_LENGTH, "original_max_position"),
-            ("beta_fast", "beta_fast"),
-            ("beta_slow", "beta_slow"),
-            ("attention_factor", "attention_factor"),
-            ("mscale", "mscale"),
-            ("mscale_all_dim", "mscale_all_dim"),
-            ("truncate", "truncate"),
-        ),
-    ),
-    "longrope": (
-        LongRopeScaling,
-        (
-            ("short_factor", "short_factors"),
-            ("long_factor", "long_factors"),
-            ("attention_factor", "attention_factor"),
-            (_LENGTH, "original_max_position"),
-            ("max_position_embeddings", "max_position"),
-        ),
-    ),
+_SCALINGS: dict[str, Any] = {
+    "linear": LinearScaling,
+    "llama3": Llama3Scaling,
+    "yarn": YarnScaling,
+    "longrope": LongRopeScaling,
+}
+# Keys of fields that have other names here; other keys have the names of the fields.
+_KEYS = {
+    "original_max_position": _LENGTH,
+    "max_position": "max_position_embeddings",
+    "short_factors": "short_factor",
+    "long_factors": "long_factor",
 }
 # Phi 3 first called LongRoPE `su`.
 _OTHER_NAMES = {"su": "longrope"}
@@ -125,7 +97,7 @@ def rotary_config(file: ConfigFile, parameters: Mapping[str, Any]) -> Config:
 
 
 def _scaling(file: ConfigFile, kind: str, parameters: dict[str, Any]) -> Any:
-    scaling_class, names = _SCALINGS[kind]
+    keys = _keys(_SCALINGS[kind])
     if kind != "linear":
         # Some families have the length outside of the parameters, where it takes precedence.
         length = file.get(_LENGTH, None) or parameters.get(_LENGTH)
@@ -136,9 +108,15 @@ def _scaling(file: ConfigFile, kind: str, parameters: dict[str, Any]) -> Any:
             del parameters["max_position_embeddings"]
         elif parameters.pop("factor", None) not in (None, longest / parameters[_LENGTH]):
             raise file.invalid("rope_scaling", "a factor that is the ratio of its lengths")
-    _require_known(file, kind, parameters, known={theirs for theirs, _ in names})
-    fields = {ours: parameters.get(theirs) for theirs, ours in names}
-    return scaling_class(**{name: value for name, value in fields.items() if value is not None})
+    _require_known(file, kind, parameters, known=set(keys.values()))
+    fields = {field: parameters.get(key) for field, key in keys.items()}
+    return _SCALINGS[kind](**{name: v for name, v in fields.items() if v is not None})
+
+
+def _keys(scaling: Any) -> dict[str, str]:
+    """Return the keys of a scaling by field; keys of fields with a default may be left out."""
+    fields = [field.name for field in dataclasses.fields(scaling)]
+    return {name: _KEYS.get(name, name) for name in fields if name != "longest_sequence"}
 
 
 def _require_known(
@@ -164,9 +142,10 @@ def rotary_keys(rotary: Any) -> dict[str, Any]:
     content: dict[str, Any] = {"rope_theta": rotary.max_timescale, "rope_scaling": None}
     if rotary.scaling is None:
         return content
-    for kind, (scaling_class, names) in _SCALINGS.items():
+    for kind, scaling_class in _SCALINGS.items():
         if type(rotary.scaling) is scaling_class:
-            values = {theirs: getattr(rotary.scaling, ours) for theirs, ours in names}
+            keys = _keys(scaling_class)
+            values = {key: getattr(rotary.scaling, field) for field, key in keys.items()}
             values = {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
             if kind == "longrope":
                 content["max_position_embeddings"] = values.pop("max_position_embeddings")
@@ -176,5 +155,5 @@ def rotary_keys(rotary: Any) -> dict[str, Any]:
     raise UnsupportedModelError(
         field="rotary_tpl.scaling",
         value=type(rotary.scaling).__name__,
-        choices=[scaling_class.__name__ for scaling_class, _ in _SCALINGS.values()],
+        choices=[scaling_class.__name__ for scaling_class in _SCALINGS.values()],
     )
