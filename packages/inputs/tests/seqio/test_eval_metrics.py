@@ -15,12 +15,6 @@ def exact_match(targets, predictions):
     return {"exact_match": right / len(targets)}
 
 
-def weighted_match(targets, predictions, aux_values):
-    right = [target == said for target, said in zip(targets, predictions, strict=True)]
-    weighed = zip(right, aux_values["confidence"], strict=True)
-    return {"weighted_match": sum(one * weight for one, weight in weighed)}
-
-
 @pytest.fixture
 def make_text_input():
     """An input of texts, one example each."""
@@ -63,15 +57,6 @@ def test_predictions_and_targets_are_postprocessed_and_in_order(make_text_input)
     assert source.has_prediction_metrics and not source.has_score_metrics
     said = {2: " THREE ", 0: "one", 1: "2"}
     assert source.prediction_metrics(said) == {"exact_match": pytest.approx(2 / 3)}
-
-
-def test_auxiliary_values_are_passed_to_metrics_that_need_them(raises, make_text_input):
-    source = make_text_input(metric_fns=[exact_match, weighted_match])
-    said = {0: "one", 1: "two"}
-    metrics = source.prediction_metrics(said, aux_values={"confidence": {1: 0.25, 0: 0.5}})
-    assert metrics == {"exact_match": 1.0, "weighted_match": 0.75}
-    with raises(ConfigError, owner="task texts", field="aux_values", value=None):
-        source.prediction_metrics(said)
 
 
 def test_metrics_of_a_mixture_are_computed_by_task(make_text_input):

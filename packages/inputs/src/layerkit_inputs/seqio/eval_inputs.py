@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from layerkit.config import Config
 from layerkit.config.checks import check_choice, require
-from layerkit_inputs.seqio.eval_metrics import has_predictions, has_scores
+from layerkit_inputs.seqio.eval_metrics import OutputKind, metric_functions
 from layerkit_inputs.seqio.seqio_input import SeqIOInput
 from layerkit_inputs.seqio.tasks import find_provider, import_seqio
 
@@ -51,7 +51,7 @@ def get_eval_hparams_for_seqio(
     check_choice(_OWNER, get_args(MetricType), metric_type=metric_type)
     seqio = import_seqio()
     provider = find_provider(task_or_mixture_name)
-    has_metrics = has_scores if metric_type == "score" else has_predictions
+    kind: OutputKind = "scores" if metric_type == "score" else "predictions"
     defaults: dict[str, Any] = {"feature_converter": "prompts"}
     if metric_type == "score":
         defaults = {"feature_converter": "language_model", "weights_on_targets_only": True}
@@ -59,7 +59,7 @@ def get_eval_hparams_for_seqio(
     for task in seqio.get_subtasks(provider):
         split = split_name(task.name) if callable(split_name) else split_name
         reason = None
-        if require_metric_fns and not has_metrics(task):
+        if require_metric_fns and not metric_functions(task, kind):
             reason = f"it has no metrics of kind {metric_type!r}"
         elif check_split_exists and split not in task.splits:
             reason = f"it has no split {split!r}"

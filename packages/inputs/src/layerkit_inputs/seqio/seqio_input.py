@@ -16,7 +16,7 @@ The field `each_host_reads` decides how hosts share the work:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -28,8 +28,8 @@ from layerkit_inputs.base.errors import BadRecords, OnBadRecord, naming_input
 from layerkit_inputs.base.evaluation import pad_rows
 from layerkit_inputs.base.state import Scope, check_same_data
 from layerkit_inputs.packing.model_features import NegativeIds
-from layerkit_inputs.seqio import eval_metrics
 from layerkit_inputs.seqio.converters import FeatureConverter, FirstToken, RowFormat, Rows
+from layerkit_inputs.seqio.eval_metrics import OutputKind, metric_functions, task_metrics
 from layerkit_inputs.seqio.example_stream import (
     ExampleSource,
     MixedTasks,
@@ -256,42 +256,31 @@ class SeqIOInput(BaseInput):
     @property
     def has_score_metrics(self) -> bool:
         """True if a task has metrics of scores, in evaluation."""
-        return self._computes_metrics and any(map(eval_metrics.has_scores, self._task_list))
+        return self._has_metrics("scores")
 
     @property
     def has_prediction_metrics(self) -> bool:
         """True if a task has metrics of predictions, in evaluation."""
-        return self._computes_metrics and any(map(eval_metrics.has_predictions, self._task_list))
+        return self._has_metrics("predictions")
 
     def score_metrics(self, scores: Mapping[int, float]) -> dict[str, float]:
         """Compute the `(targets, scores)` metrics of the tasks; see `eval_metrics`."""
-        if not self.has_score_metrics:
-            return {}
-        return eval_metrics.score_metrics(
-            self._task_list, self._pass_over_examples(), scores, whole_epoch=self._is_whole_epoch
-        )
+        return self._metrics("scores", scores)
 
-    def prediction_metrics(
-        self,
-        predictions: Mapping[int, str],
-        *,
-        aux_values: Mapping[str, Mapping[int, Any]] | None = None,
-    ) -> dict[str, float]:
-        """Compute the `(targets, predictions[, aux_values])` metrics of the tasks.
+    def prediction_metrics(self, predictions: Mapping[int, str]) -> dict[str, float]:
+        """Compute the `(targets, predictions)` metrics of the tasks; see `eval_metrics`."""
+        return self._metrics("predictions", predictions)
 
-        Args:
-          predictions: Predicted text by `provenance`.
-          aux_values: Auxiliary outputs of the model by name and `provenance`.
-        """
-        if not self.has_prediction_metrics:
+    def _has_metrics(self, kind: OutputKind) -> bool:
+        return self._computes_metrics and any(metric_functions(t, kind) for t in self._task_list)
+
+    def _metrics(self, kind: OutputKind, outputs: Mapping[int, Any]) -> dict[str, float]:
+        if not self._has_metrics(kind):
             return {}
-        return eval_metrics.prediction_metrics(
-            self._task_list,
-            self._pass_over_examples(),
-            predictions,
-            aux_values=aux_values,
-            whole_epoch=self._is_whole_epoch,
-        )
+        whole = bool(self.reset_for_eval) and self.eval_loop_num_batches is None
+        tasks = self._task_examples(endless=False, whole_examples=True)
+        examples = iter(SequentialTasks(tasks, endless=False).read, None)  # to StopIteration
+        return task_metrics(self._task_list, examples, outputs, kind=kind, whole_epoch=whole)
 
     @property
     def _task_list(self) -> list[Any]:
@@ -300,20 +289,6 @@ class SeqIOInput(BaseInput):
     @property
     def _computes_metrics(self) -> bool:
         return self.use_task_metrics and not self.is_training
-
-    @property
-    def _is_whole_epoch(self) -> bool:
-        return bool(self.reset_for_eval) and self.eval_loop_num_batches is None
-
-    def _pass_over_examples(self) -> Iterator[NumberedExample]:
-        """Yield the examples of one evaluation again, in order."""
-        tasks = self._task_examples(endless=False, whole_examples=True)
-        stream = SequentialTasks(tasks, endless=False)
-        while True:
-            try:
-                yield stream.read()
-            except StopIteration:
-                return
 
     # Data are opened at the first batch or state, not at construction.
 
@@ -407,5 +382,6 @@ class SeqIOInput(BaseInput):
             value = self.weights_on_targets_only
             require(value, self._label, "weights_on_targets_only", value, expected)
         for task in self._task_list if self._computes_metrics else ():
-            if len(task.metric_objs) > len(task.metric_fns):
-                _LOG.warning("task %s: metric objects are not computed, only metric_fns", task.name)
+            computed = len(metric_functions(task, "scores") + metric_functions(task, "predictions"))
+            if len(task.metric_objs) > computed:
+                _LOG.warning("task %s: metric objects and aux_values are not computed", task.name)
