@@ -55,10 +55,6 @@ class PackedDocuments(IndexedInput):
         return lm_features(None, tokens, length=self.length, rows=segments)
 
 
-class InMemory(PackedDocuments):
-    rows_in_memory = True
-
-
 def config(first, num_rows, **fields):
     return Numbers.HParams.config(first=first, num_rows=num_rows, **fields)
 
@@ -120,17 +116,7 @@ def packed_and_mixed(**fields):
     return Mixture(**{"batch_size": 4, "components": components, "weights": weights, **fields})
 
 
-def two_in_memory(kind=InMemory, **fields):
-    """Return a mixture whose second component has less than one row per batch."""
-    components = {
-        "many": kind.HParams.config(num_documents=50),
-        "few": kind.HParams.config(num_documents=11, first_token=1000),
-    }
-    given = {"batch_size": 4, "weights": {"many": 9, "few": 1}, **fields}
-    return Mixture(components=components, **given)
-
-
-TRAINING, ROLLING = MODES = [{"is_training": True}, {"eval_loop_num_batches": 2}]
+TRAINING, ROLLING = [{"is_training": True}, {"eval_loop_num_batches": 2}]
 
 
 @pytest.mark.parametrize(
@@ -139,27 +125,11 @@ TRAINING, ROLLING = MODES = [{"is_training": True}, {"eval_loop_num_batches": 2}
         (packed_and_mixed, TRAINING, False),
         (packed_and_mixed, TRAINING, True),
         (packed_and_mixed, ROLLING, False),
-        (two_in_memory, TRAINING, False),
-        (two_in_memory, ROLLING, False),
     ],
 )
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
 def test_mixture_obeys_the_laws_of_inputs(law, mixture, mode, reads_ahead, check_law):
     check_law(law, lambda **more: mixture(**{**mode, **more}), reads_ahead=reads_ahead)
-
-
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("num_hosts", [1, 3])
-def test_batches_read_together_equal_batches_read_one_by_one(mode, num_hosts):
-    for host in range(num_hosts):
-        fields = {"infeed_host_index": host, "num_infeed_hosts": num_hosts, **mode}
-        expected = laws.take(two_in_memory(PackedDocuments, **fields), 11)
-        source = two_in_memory(**fields)
-        laws.assert_same_batches(laws.take(source, 6), expected[:6])
-        state = source.get_state()
-        laws.assert_same_batches(laws.take(source, 5), expected[6:])
-        source.set_state(state)
-        laws.assert_same_batches(laws.take(source, 5), expected[6:])
 
 
 def test_provenance_of_a_rolling_evaluation_identifies_each_row():

@@ -15,7 +15,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -64,8 +64,6 @@ class IdxImages(IndexedInput):
     """`train` or `test`."""
     image_size: Sequence[int] = (28, 28)
     """Height and width of the images."""
-
-    rows_in_memory: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the fields."""

@@ -114,6 +114,20 @@ def _map_with_names(
     )
 
 
+def concatenate_rows(parts: Sequence[NestedMap]) -> NestedMap:
+    """Return one batch with the rows of `parts` in order; a single part is returned itself."""
+    if len(parts) == 1:
+        return parts[0]
+    return NestedMap(
+        {
+            key: concatenate_rows([part[key] for part in parts])
+            if isinstance(value, NestedMap)
+            else np.concatenate([part[key] for part in parts])
+            for key, value in parts[0].items()
+        }
+    )
+
+
 def blank_rows(batch: NestedMap, is_blank: np.ndarray) -> NestedMap:
     """Return `batch` with padding (weight 0, provenance -1) in the rows of a bool mask `[rows]`."""
 

@@ -155,10 +155,6 @@ class IndexedInput(BaseInput):
 
     state_scope: ClassVar[Scope] = "global"
 
-    rows_in_memory: ClassVar[bool] = False
-    """Whether `_read_rows` needs no storage and reads every row, so that a `Mixture` may read a few
-    batches at once."""
-
     def __post_init__(self) -> None:
         """Check the fields and derive `shuffle`."""
         super().__post_init__()

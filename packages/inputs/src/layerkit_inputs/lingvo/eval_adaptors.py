@@ -7,11 +7,9 @@ global batch.
 
 from __future__ import annotations
 
-import numpy as np
-
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.evaluation import empty_batch, num_rows_of
+from layerkit_inputs.base.evaluation import concatenate_rows, empty_batch, num_rows_of
 from layerkit_inputs.lingvo import tf_data
 from layerkit_inputs.lingvo.adaptor import LingvoInputAdaptor, get_param
 
@@ -61,7 +59,7 @@ class _OneEpochOfAllHosts(LingvoInputAdaptor):
                 break
         if self._template is None:
             raise self._config_error("the Lingvo input has no rows")
-        return _concatenate(parts) if parts else self._template.copy()
+        return concatenate_rows(parts) if parts else self._template.copy()
 
     def _read_more(self) -> bool:
         if self._rows_total is not None:
@@ -139,13 +137,3 @@ class LingvoLazyEvalAdaptor(_OneEpochOfAllHosts):
 
 def _slice(batch: NestedMap, start: int, stop: int) -> NestedMap:
     return batch.transform(lambda array: array[start:stop])
-
-
-def _concatenate(parts: list[NestedMap]) -> NestedMap:
-    joined = NestedMap()
-    for name, value in parts[0].items():
-        values = [part[name] for part in parts]
-        joined[name] = (
-            _concatenate(values) if isinstance(value, NestedMap) else np.concatenate(values)
-        )
-    return joined

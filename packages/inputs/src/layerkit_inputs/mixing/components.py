@@ -14,6 +14,7 @@ from layerkit.config import Config, assigned_fields
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
+from layerkit_inputs.base.evaluation import concatenate_rows
 from layerkit_inputs.base.host_batches import spec_of
 
 _DECIDED_BY_OWNER = (
@@ -117,22 +118,3 @@ def merge_rows(parts: Sequence[NestedMap], turns: np.ndarray) -> NestedMap:
     order = np.empty(len(turns), np.int64)
     order[turns.argsort(kind="stable")] = np.arange(len(turns))
     return concatenate_rows(parts).transform(lambda array: array.take(order, axis=0))
-
-
-def slice_rows(batch: NestedMap, start: int, stop: int) -> NestedMap:
-    """Return rows `start` to `stop` as views."""
-    return batch.transform(lambda array: array[start:stop])
-
-
-def concatenate_rows(parts: Sequence[NestedMap]) -> NestedMap:
-    """Return one batch with the rows of `parts` in order; a single part is returned itself."""
-    if len(parts) == 1:
-        return parts[0]
-    return NestedMap(
-        {
-            key: concatenate_rows([part[key] for part in parts])
-            if isinstance(value, NestedMap)
-            else np.concatenate([part[key] for part in parts])
-            for key, value in parts[0].items()
-        }
-    )

@@ -10,9 +10,8 @@ them: `grain.IterDataset.mix`, mixtures of SeqIO, `datasets.interleave_datasets`
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 
@@ -21,30 +20,9 @@ from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.indexed_input import IndexedInput
-from layerkit_inputs.mixing.components import (
-    build_components,
-    check_same_rows,
-    merge_rows,
-    slice_rows,
-)
+from layerkit_inputs.mixing.components import build_components, check_same_rows, merge_rows
 from layerkit_inputs.mixing.composite_input import CompositeInput
 from layerkit_inputs.mixing.schedule import make_schedule
-
-_BATCHES_AT_ONCE = 4
-"""Batches to read at once if all components have their rows in memory."""
-
-
-class _Pieces(NamedTuple):
-    """Parts of a batch that is read but not yet merged."""
-
-    parts: list[NestedMap]
-    """Rows of each component that has a turn in the batch, in the order of components."""
-    turns: np.ndarray
-    """Component of each row, int64 `[rows]`."""
-    rows: np.ndarray
-    """Row numbers in the mixture, int64 `[rows]`."""
-    is_unreadable: np.ndarray
-    """True for rows that could not be read, bool `[rows]`."""
 
 
 class Mixture(IndexedInput, CompositeInput):
@@ -89,7 +67,6 @@ class Mixture(IndexedInput, CompositeInput):
         self._schedule = make_schedule(names, self.weights, self._label)
         self._readers = [self._checked(name, reader) for name, reader in self._components.items()]
         self._are_alike = False
-        self._ahead: dict[int, _Pieces] = {}
 
     def _checked(self, name: str, reader: BaseInput) -> IndexedInput:
         reads_rows = isinstance(reader, IndexedInput)
@@ -107,46 +84,23 @@ class Mixture(IndexedInput, CompositeInput):
         return None
 
     def _read_at(self, positions: np.ndarray, num_rows: int | None) -> tuple[NestedMap, np.ndarray]:
-        first, size = int(positions[0]), len(positions)
-        is_batch = size == self.local_batch_size and int(positions[-1]) - first == size - 1
-        if is_batch and all(reader.rows_in_memory for reader in self._readers):
-            if first not in self._ahead:
-                self._ahead = self._read_batches(positions, _BATCHES_AT_ONCE)
-            pieces = self._ahead.pop(first)
-        else:
-            pieces = self._read_batches(positions, 1)[first]
-        self._is_unreadable = pieces.is_unreadable
-        return merge_rows(pieces.parts, pieces.turns), pieces.rows
-
-    def _read_batches(self, positions: np.ndarray, count: int) -> dict[int, _Pieces]:
-        """Read the batch at `positions` and the next ones together; keyed by first position.
-
-        Reading `count` batches together costs less than reading each. Batches depend on their
-        positions alone, so they stay valid after a seek.
-        """
         if not self._are_alike:
             self._check_components()
-        size, firsts = len(positions), positions[0] + np.arange(count) * self.global_batch_size
-        positions = (firsts[:, None] + (positions - positions[0])).reshape(-1)
         turns, within = self._schedule.turns(positions)
-        rows, is_unreadable = np.empty(count * size, np.int64), np.zeros(count * size, bool)
-        parts: list[list[NestedMap]] = [[] for _ in firsts]
+        rows, parts = np.empty(len(positions), np.int64), []
+        is_unreadable = np.zeros(len(positions), bool)
         for index, reader in enumerate(self._readers):
             places = np.flatnonzero(turns == index)
             if not len(places):
                 continue
-            read, numbers = reader._read_at(within[places], _num_rows_of(reader))
+            part, numbers = reader._read_at(within[places], _num_rows_of(reader))
+            parts.append(part)
             # Row n of component c is row n * components + c of the mixture.
             rows[places] = numbers * len(self._readers) + index
             if len(reader._is_unreadable):
                 is_unreadable[places] = reader._is_unreadable
-            ends = places.searchsorted(np.arange(count + 1) * size).tolist()
-            for batch, (start, stop) in zip(parts, itertools.pairwise(ends), strict=True):
-                if start < stop:
-                    batch.append(slice_rows(read, start, stop))
-        of_batches = (array.reshape(-1, size) for array in (turns, rows, is_unreadable))
-        batches = zip(parts, *of_batches, strict=True)
-        return {at: _Pieces(*batch) for at, batch in zip(firsts.tolist(), batches, strict=True)}
+        self._is_unreadable = is_unreadable
+        return merge_rows(parts, turns), rows
 
     def _check_components(self) -> None:
         """Compare a row of each component now, not at the first batch that holds both."""
@@ -163,10 +117,6 @@ class Mixture(IndexedInput, CompositeInput):
         for name, reader in zip(self._schedule.names, self._readers, strict=True):
             identity |= {f"{name}.{key}": value for key, value in reader._identity().items()}
         return identity
-
-    def _close(self) -> None:
-        self._ahead = {}
-        super()._close()
 
 
 def _num_rows_of(reader: IndexedInput) -> int | None:

@@ -8,7 +8,7 @@ shifted, with added noise. MNIST has similar variation (LeCun et al., 1998) on t
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -77,8 +77,6 @@ class GeneratedDigits(GeneratedRows):
 
     noise: float = 0.1
     """Standard deviation of the noise of each pixel."""
-
-    rows_in_memory: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the fields."""

@@ -21,9 +21,8 @@ import numpy as np
 
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
-from layerkit_inputs.base.evaluation import PADDING_VALUES
+from layerkit_inputs.base.evaluation import PADDING_VALUES, concatenate_rows
 from layerkit_inputs.base.host_batches import check_batch, spec_of
-from layerkit_inputs.mixing.components import concatenate_rows
 
 Make = Callable[..., BaseInput]
 

@@ -73,8 +73,6 @@ class _TextFilesInput(IndexedInput):
     """Base class of inputs of local text files. The files are read on first use."""
 
     token_unit: ClassVar[str] = "byte"
-    rows_in_memory: ClassVar[bool] = True
-
     paths: Sequence[str] | None = None
     """Files, folders or patterns. None: the standard library of the running interpreter."""
     heldout_paths: Sequence[str] | None = None

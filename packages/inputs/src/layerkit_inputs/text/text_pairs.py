@@ -11,7 +11,7 @@ import functools
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -50,8 +50,6 @@ class TextPairs(IndexedInput):
     """`first_fit` (several pairs a row) or `none`. None: `first_fit` while training."""
     trim: bool = False
     """Whether longer sources and targets are cut. False: they raise an error."""
-
-    rows_in_memory: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the fields and derive `packing`."""
