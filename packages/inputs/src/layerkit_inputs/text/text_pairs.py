@@ -1,8 +1,8 @@
 """TextPairs and ParallelText, inputs of sources and targets for an encoder-decoder model.
 
-`TextPairs` makes rows of pairs of texts, which a subclass supplies. `ParallelText` reads pairs from
-two files with corresponding lines, the usual format of translations. All texts are tokenized on
-first use and kept in memory.
+`PairRows` makes rows of pairs of token ids, and `TextPairs` of pairs of texts, which a subclass
+supplies. `ParallelText` reads pairs from two files with corresponding lines, the usual format of
+translations.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ PairPacking = Literal["first_fit", "none"]
 """`first_fit`: several whole pairs in a row; `none`: one pair in a row."""
 
 
-class TextPairs(IndexedInput):
-    """Base class of readers of pairs of texts. Each side ends with EOS.
+class PairRows(IndexedInput):
+    """Base class of inputs of pairs of token ids, each side of which ends with EOS.
 
     Batches hold `src` with `ids` (int32), and `tgt` with `ids`, `labels` (int32) and `weights`
     (float32), both with `segment_ids` (int32) and `paddings` (float32), `[batch, inputs_length]`
@@ -49,7 +49,7 @@ class TextPairs(IndexedInput):
     packing: PairPacking | None = None
     """`first_fit` (several pairs a row) or `none`. None: `first_fit` while training."""
     trim: bool = False
-    """Whether longer sources and targets are cut. False: they raise an error."""
+    """Whether longer sources and targets are cut before EOS. False: they raise an error."""
 
     def __post_init__(self) -> None:
         """Check the fields and derive `packing`."""
@@ -70,6 +70,74 @@ class TextPairs(IndexedInput):
             targets_length=config.targets_length,
             rows=[[number] for number in range(rows)] if is_packed else None,
         )
+
+    @functools.cached_property
+    def _sizes(self) -> np.ndarray:
+        """Return the positions of both sides of each pair in a row, int64 `[pairs, 2]`."""
+        raise NotImplementedError
+
+    def _read_pairs(self, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the concatenated sources and targets of pairs by `_sizes`, int `[tokens]`."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _plan(self) -> PackingPlan:
+        return plan_packing(self._sizes, (self.inputs_length, self.targets_length))
+
+    def _num_rows(self) -> int:
+        return self._plan.num_rows if self.packing == "first_fit" else len(self._sizes)
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        pairs, places = rows, np.arange(len(rows))
+        is_packed = self.packing == "first_fit"
+        if is_packed:
+            pairs, places = self._plan.documents_of_rows(rows)
+        return stretch_pair_features(
+            *self._read_pairs(pairs),
+            rows=places,
+            input_sizes=self._sizes[pairs, 0],
+            target_sizes=self._sizes[pairs, 1],
+            num_rows=len(rows),
+            inputs_length=self.inputs_length,
+            targets_length=self.targets_length,
+            is_packed=is_packed,
+            bos_id=target_start_id(self._tokenizer),
+            pad_id=self._tokenizer.pad_id,
+        )
+
+    def special_ids(self) -> SpecialIds:
+        """Return the ids that begin a target, end both sides and pad them."""
+        tokenizer = self._tokenizer
+        return SpecialIds(target_start_id(tokenizer), tokenizer.eos_id, tokenizer.pad_id)
+
+    def text_tokenizer(self, key: str | None = None) -> Tokenizer:
+        """Return the tokenizer that made the ids."""
+        return self._tokenizer
+
+    @property
+    def has_prediction_metrics(self) -> bool:
+        """Whether rows hold single pairs, which can be decoded."""
+        return self.packing == "none"
+
+    def prediction_metrics(self, predictions: Mapping[int, str]) -> dict[str, float]:
+        """Return `exact_match`, the share of decoded targets that equal the (maybe cut) reference.
+
+        Without predictions, return an empty dict.
+        """
+        if not predictions:
+            return {}
+        pairs = np.array(sorted(predictions))
+        _, targets = self._read_pairs(pairs)
+        references = np.split(targets, np.cumsum(self._sizes[pairs, 1])[:-1])
+        is_right = [
+            predictions[number] == self._tokenizer.decode(ids)
+            for number, ids in zip(pairs.tolist(), references, strict=True)
+        ]
+        return {"exact_match": float(np.mean(is_right))}
+
+
+class TextPairs(PairRows):
+    """Base class of readers of pairs of texts, which are tokenized and kept in memory."""
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         """Yield the source and target of each pair, in a fixed order."""
@@ -103,45 +171,15 @@ class TextPairs(IndexedInput):
 
     @functools.cached_property
     def _sizes(self) -> np.ndarray:
-        """Return the positions of both sides of each pair, int64 `[pairs, 2]`."""
         # A document of n ids has n - 1 predictions.
         return np.stack([side.num_predictions + 1 for side in self._sides], axis=1)
 
-    @functools.cached_property
-    def _plan(self) -> PackingPlan:
-        return plan_packing(self._sizes, (self.inputs_length, self.targets_length))
-
-    def _num_rows(self) -> int:
-        return self._plan.num_rows if self.packing == "first_fit" else len(self._sizes)
-
-    def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        pairs, places = rows, np.arange(len(rows))
-        is_packed = self.packing == "first_fit"
-        if is_packed:
-            pairs, places = self._plan.documents_of_rows(rows)
-        sizes = self._sizes[pairs]
+    def _read_pairs(self, pairs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         sources, targets = (
-            side.read(side.begins[pairs], sizes[:, column])
+            side.read(side.begins[pairs], self._sizes[pairs, column])
             for column, side in enumerate(self._sides)
         )
-        return stretch_pair_features(
-            sources,
-            targets,
-            rows=places,
-            input_sizes=sizes[:, 0],
-            target_sizes=sizes[:, 1],
-            num_rows=len(rows),
-            inputs_length=self.inputs_length,
-            targets_length=self.targets_length,
-            is_packed=is_packed,
-            bos_id=target_start_id(self._tokenizer),
-            pad_id=self._tokenizer.pad_id,
-        )
-
-    def special_ids(self) -> SpecialIds:
-        """Return the ids that begin a target, end both sides and pad them."""
-        tokenizer = self._tokenizer
-        return SpecialIds(target_start_id(tokenizer), tokenizer.eos_id, tokenizer.pad_id)
+        return sources, targets
 
     def _fingerprint(self) -> dict[str, Any]:
         checksum = 0
@@ -156,39 +194,12 @@ class TextPairs(IndexedInput):
             "packing": self.packing,
         }
 
-    def text_tokenizer(self, key: str | None = None) -> Tokenizer:
-        """Return the tokenizer that made the ids."""
-        return self._tokenizer
-
     def _data_text(self) -> str:
         return counted(len(self._sizes), "pair")
 
     def _first_texts(self) -> list[bytes]:
         assert self._sides
         return self._texts_to_check
-
-    @property
-    def has_prediction_metrics(self) -> bool:
-        """Whether rows hold single pairs, which can be decoded."""
-        return self.packing == "none"
-
-    def prediction_metrics(self, predictions: Mapping[int, str]) -> dict[str, float]:
-        """Return `exact_match`, the share of decoded targets that equal the (maybe cut) reference.
-
-        Without predictions, return an empty dict.
-        """
-        if not predictions:
-            return {}
-        _, targets = self._sides
-        pairs = np.array(sorted(predictions))
-        sizes = self._sizes[pairs, 1]
-        is_right = [
-            predictions[number] == self._tokenizer.decode(targets.ids[begin : begin + size])
-            for number, begin, size in zip(
-                pairs.tolist(), targets.begins[pairs].tolist(), sizes.tolist(), strict=True
-            )
-        ]
-        return {"exact_match": float(np.mean(is_right))}
 
 
 class ParallelText(TextPairs):
