@@ -13,8 +13,8 @@ from layerkit_inputs.packing.documents import (
     DocumentBuilder,
     Documents,
     PiecewiseStream,
+    RowPlan,
     framed,
-    num_stream_rows,
     stream_pieces,
 )
 from layerkit_inputs.packing.model_features import Segment, lm_features, segment_features
@@ -36,6 +36,10 @@ def test_several_arrays_read_as_one(contents, data):
     found = stream[at.reshape(shape)]
     assert found.dtype == np.int32
     np.testing.assert_array_equal(found, whole[at].reshape(shape))
+
+
+def stream_rows(documents, rows, *, length):
+    return documents.rows_of(RowPlan(documents.ends, length), rows, pad_id=0)
 
 
 def documents_of(examples, *, with_inputs=False):
@@ -60,7 +64,7 @@ def test_document_is_framed_by_start_and_end_ids():
 
 def test_rows_of_whole_documents_equal_those_of_features():
     documents = documents_of(EXAMPLES, with_inputs=True)
-    row = documents.stream_rows(np.array([0]), length=20, pad_id=0)
+    row = stream_rows(documents, np.array([0]), length=20)
     expected = lm_features(
         [inputs for inputs, _ in EXAMPLES],
         [[*targets, 2] for _, targets in EXAMPLES],
@@ -86,8 +90,8 @@ def segment_of(documents, number, start, length):
 def test_rows_cut_anywhere_hold_what_segments_hold(length):
     documents = documents_of(EXAMPLES, with_inputs=True)
     ends = documents.ends
-    for row in range(documents.num_stream_rows(length)):
-        batch = documents.stream_rows(np.array([row]), length=length, pad_id=0)
+    for row in range(RowPlan(ends, length).num_rows):
+        batch = stream_rows(documents, np.array([row]), length=length)
         segments = []
         for number, end in enumerate(ends):
             begin = end - documents.num_predictions[number]
@@ -102,7 +106,7 @@ def test_rows_cut_anywhere_hold_what_segments_hold(length):
 
 
 def test_without_inputs_every_token_counts_and_there_is_no_indicator():
-    row = documents_of(EXAMPLES).stream_rows(np.array([0]), length=20, pad_id=0)
+    row = stream_rows(documents_of(EXAMPLES), np.array([0]), length=20)
     assert row.weights.sum() == 16 and "inputs_indicator" not in row
 
 
@@ -132,7 +136,7 @@ def test_a_vocabulary_without_an_end_has_prompts_of_whole_documents():
     assert documents.num_predictions.tolist() == [2, 0]
     batch = documents.prompts(np.arange(2), length=4, tokenizer=tokenizer)
     assert batch.ids.tolist() == [[1, 7, 8, 0], [1, 0, 0, 0]]
-    row = documents.stream_rows(np.array([0]), length=3, pad_id=0)
+    row = stream_rows(documents, np.array([0]), length=3)
     assert row.labels.tolist() == [[7, 8, 0]] and row.segment_ids.tolist() == [[1, 1, 0]]
 
 
@@ -171,7 +175,7 @@ def test_builder_frames_documents_and_drops_one_whose_parts_fail():
 def test_streamed_rows_equal_cutting_by_hand(sizes, length, order):
     pairs = [(doc, at) for doc, size in enumerate(sizes) for at in range(size)]
     ends = np.cumsum(sizes)
-    num_rows = num_stream_rows(ends, length)
+    num_rows = RowPlan(ends, length).num_rows
     assert num_rows == -(-len(pairs) // length)
     if not num_rows:
         return

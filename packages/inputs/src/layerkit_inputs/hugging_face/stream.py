@@ -31,7 +31,8 @@ from layerkit_inputs.base.errors import require_extra
 from layerkit_inputs.base.evaluation import pad_rows
 from layerkit_inputs.base.state import Scope, check_same_data
 from layerkit_inputs.hugging_face.text_base import Example, HuggingFaceText
-from layerkit_inputs.hugging_face.text_input import Packing, too_long_error
+from layerkit_inputs.hugging_face.text_input import too_long_error
+from layerkit_inputs.packing.documents import Packing
 from layerkit_inputs.packing.model_features import Segment, segment_features
 from layerkit_inputs.packing.stream_packer import StreamPacker
 

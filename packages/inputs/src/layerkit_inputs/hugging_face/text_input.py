@@ -14,7 +14,7 @@ import hashlib
 import json
 import zlib
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -23,17 +23,8 @@ from layerkit.errors import ConfigError
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.hugging_face.text_base import HuggingFaceText
-from layerkit_inputs.packing.documents import Documents, PiecewiseStream, RowPieces
-from layerkit_inputs.packing.first_fit import (
-    DocumentPieces,
-    PackingPlan,
-    cut_documents,
-    plan_packing,
-)
+from layerkit_inputs.packing.documents import Documents, Packing, PiecewiseStream, RowPlan
 from layerkit_inputs.packing.model_features import Segment
-
-Packing = Literal["stream", "first_fit", "none"]
-"""How examples share rows; see HuggingFaceInput."""
 
 _CACHE_VERSION = 2
 """Version of the cached files, which is part of their names."""
@@ -160,38 +151,20 @@ class HuggingFaceInput(TokenisedText):
         self._check_at_least(1, "seq_length")
 
     @functools.cached_property
-    def _plan(self) -> tuple[DocumentPieces, PackingPlan]:
-        """Pieces of all documents, and the plan of rows, for `first_fit`."""
-        pieces = cut_documents(self._documents.num_predictions, self.seq_length)
-        return pieces, plan_packing(pieces.length, self.seq_length)
+    def _plan(self) -> RowPlan:
+        return RowPlan(self._documents.ends, self.seq_length, self.packing)
 
     def _num_rows(self) -> int:
-        if self.packing == "stream":
-            return self._documents.num_stream_rows(self.seq_length)
-        if self.packing == "first_fit":
-            return self._plan[1].num_rows
-        return len(self._documents)
+        return self._plan.num_rows
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        documents, length, pad_id = self._documents, self.seq_length, self._tokenizer.pad_id
-        if self.packing == "stream":
-            return documents.stream_rows(rows, length=length, pad_id=pad_id)
-        pieces = self._packed(rows) if self.packing == "first_fit" else self._alone(rows)
-        return documents.rows_of(pieces, num_rows=len(rows), length=length, pad_id=pad_id)
-
-    def _packed(self, rows: np.ndarray) -> RowPieces:
-        pieces, plan = self._plan
-        chosen, places = plan.documents_of_rows(rows)
-        return RowPieces(places, *(array[chosen] for array in pieces))
-
-    def _alone(self, rows: np.ndarray) -> RowPieces:
-        sizes = self._documents.num_predictions_of(rows)
-        too_long_rows = np.flatnonzero(sizes > self.seq_length)
-        if len(too_long_rows) and not self.trim:
-            first = too_long_rows[0]
-            raise too_long_error(self._label, self.seq_length, int(rows[first]), int(sizes[first]))
-        lengths = np.minimum(sizes, self.seq_length)
-        return RowPieces(np.arange(len(rows)), rows, np.zeros_like(rows), lengths)
+        documents = self._documents
+        if self.packing == "none" and not self.trim:
+            sizes = documents.num_predictions_of(rows)
+            for place in np.flatnonzero(sizes > self.seq_length)[:1].tolist():
+                number, size = int(rows[place]), int(sizes[place])
+                raise too_long_error(self._label, self.seq_length, number, size)
+        return documents.rows_of(self._plan, rows, pad_id=self._tokenizer.pad_id)
 
     def _fingerprint(self) -> dict[str, Any]:
         row_fields = {"seq_length": self.seq_length, "packing": self.packing, "trim": self.trim}

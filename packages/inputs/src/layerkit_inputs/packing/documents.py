@@ -4,8 +4,8 @@ A document consists of its start id, its tokens and its end id, if the tokenizer
 ids give n - 1 predictions, each of an id from the one before it. The ids may be in memory or in a
 memory-mapped file.
 
-Only the last row has padding. `stream_pieces` finds the contents of any row, so that a reader needs
-no index of rows. Rows of whole documents are planned by `first_fit`.
+`RowPlan` gives the documents of any row. Rows of concatenated documents need no index, and only the
+last has padding.
 """
 
 from __future__ import annotations
@@ -14,19 +14,18 @@ import array
 import bisect
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.tokenizer_interface import Tokenizer, first_ids, last_ids
+from layerkit_inputs.packing.first_fit import cut_documents, plan_packing
 from layerkit_inputs.packing.model_features import stretch_features
 
-
-def num_stream_rows(document_ends: np.ndarray, length: int) -> int:
-    """Return the number of rows of `length` positions that hold documents by their ends."""
-    total = int(document_ends[-1]) if len(document_ends) else 0
-    return -(-total // length)
+Packing = Literal["stream", "first_fit", "none"]
+"""`stream`: documents are concatenated and cut anywhere; `first_fit`: several whole documents in a
+row, of which longer ones are cut first; `none`: one document in a row, maybe cut."""
 
 
 class RowPieces(NamedTuple):
@@ -48,7 +47,7 @@ def stream_pieces(rows: np.ndarray, document_ends: np.ndarray, length: int) -> R
     Only the needed part of `document_ends` is read, since it may be larger than the memory.
 
     Args:
-      rows: Row numbers, int `[rows]`, each below `num_stream_rows`.
+      rows: Row numbers, int `[rows]`.
       document_ends: Cumulative sum of the documents' lengths, int64 `[documents]`.
       length: Positions of a row. A document may span several rows.
     """
@@ -66,6 +65,53 @@ def stream_pieces(rows: np.ndarray, document_ends: np.ndarray, length: int) -> R
     # A document without positions, such as an empty file, has no piece.
     is_real = lengths > 0
     return pieces if is_real.all() else RowPieces(*(array[is_real] for array in pieces))
+
+
+class RowPlan:
+    """The documents of each row.
+
+    Attributes:
+      length: Positions of a row.
+      num_rows: Number of rows.
+    """
+
+    def __init__(self, document_ends: np.ndarray, length: int, packing: Packing = "stream"):
+        """Plan the rows, which is work only with `first_fit`.
+
+        Args:
+          document_ends: Cumulative sum of the documents' lengths, int64 `[documents]`.
+          length: Positions of a row.
+          packing: How documents share rows.
+        """
+        self.length = length
+        self._ends = document_ends
+        self._packing = packing
+        if packing == "first_fit":
+            self._pieces = cut_documents(np.diff(document_ends, prepend=0), length)
+            self._plan = plan_packing(self._pieces.length, length)
+            self.num_rows = self._plan.num_rows
+        elif packing == "none":
+            self.num_rows = len(document_ends)
+        else:
+            total = int(document_ends[-1]) if len(document_ends) else 0
+            self.num_rows = -(-total // length)
+
+    def pieces(self, rows: np.ndarray) -> RowPieces:
+        """Return the pieces of documents in rows by number, int64 `[rows]`."""
+        if self._packing == "stream":
+            return stream_pieces(rows, self._ends, self.length)
+        if self._packing == "first_fit":
+            chosen, places = self._plan.documents_of_rows(rows)
+            return RowPieces(places, *(array[chosen] for array in self._pieces))
+        sizes = np.minimum(sizes_of(self._ends, rows), self.length)
+        return RowPieces(np.arange(len(rows)), rows, np.zeros_like(rows), sizes)
+
+
+def sizes_of(document_ends: np.ndarray, documents: np.ndarray) -> np.ndarray:
+    """Return the lengths of some documents by number, int64 `[documents]`."""
+    begins = document_ends[documents - 1]
+    begins[documents == 0] = 0
+    return document_ends[documents] - begins
 
 
 def ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
@@ -151,39 +197,22 @@ class Documents:
 
     def num_predictions_of(self, documents: np.ndarray) -> np.ndarray:
         """Return the number of predictions of some documents by number, int64 `[documents]`."""
-        begins = self.ends[documents - 1]
-        begins[documents == 0] = 0
-        return self.ends[documents] - begins
+        return sizes_of(self.ends, documents)
 
     @property
     def num_predictions(self) -> np.ndarray:
         """Number of predictions of each document, int64 `[documents]`."""
         return np.diff(self.ends, prepend=0)
 
-    def num_stream_rows(self, length: int) -> int:
-        """Return the number of rows of `length` positions that hold all predictions."""
-        return num_stream_rows(self.ends, length)
-
-    def stream_rows(self, rows: np.ndarray, *, length: int, pad_id: int) -> NestedMap:
-        """Return rows of the concatenated documents, packed as in `features.lm_features`.
+    def rows_of(self, plan: RowPlan, rows: np.ndarray, *, pad_id: int) -> NestedMap:
+        """Return rows of documents, packed as in `features.lm_features`.
 
         Args:
-          rows: Row numbers, int64 `[rows]`, each below `num_stream_rows`.
-          length: Positions of a row.
+          plan: Documents of each row.
+          rows: Row numbers, int64 `[rows]`.
           pad_id: Id of padded positions.
         """
-        pieces = stream_pieces(rows, self.ends, length)
-        return self.rows_of(pieces, num_rows=len(rows), length=length, pad_id=pad_id)
-
-    def rows_of(self, pieces: RowPieces, *, num_rows: int, length: int, pad_id: int) -> NestedMap:
-        """Return rows of pieces of documents, packed as in `features.lm_features`.
-
-        Args:
-          pieces: Pieces of documents in the rows.
-          num_rows: Number of rows.
-          length: Positions of a row.
-          pad_id: Id of padded positions.
-        """
+        pieces = plan.pieces(rows)
         tokens = self.read(self.begins[pieces.document] + pieces.start, pieces.length + 1)
         ids, labels = ids_and_labels(tokens, pieces.length)
         num_inputs = None
@@ -194,8 +223,8 @@ class Documents:
             labels,
             rows=pieces.row,
             sizes=pieces.length,
-            num_rows=num_rows,
-            length=length,
+            num_rows=len(rows),
+            length=plan.length,
             pad_id=pad_id,
             num_inputs=num_inputs,
             has_inputs=num_inputs is not None,

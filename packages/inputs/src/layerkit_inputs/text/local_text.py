@@ -33,7 +33,7 @@ from layerkit_inputs.base.errors import BadRecordError, BadRecords, OnBadRecord
 from layerkit_inputs.base.find_files import TextFile, find_text_files, standard_library_files
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.base.tokenizer_interface import Tokenizer
-from layerkit_inputs.packing.documents import DocumentBuilder, Documents
+from layerkit_inputs.packing.documents import DocumentBuilder, Documents, RowPlan
 from layerkit_inputs.packing.model_features import segment_features
 from layerkit_inputs.text.text_files import (
     DocumentSizeError,
@@ -360,11 +360,13 @@ class LocalText(_TextFilesInput):
         return segment_features([()] * rows, length=config.seq_length)
 
     def _num_rows(self) -> int:
-        return self._corpus().num_stream_rows(self.seq_length)
+        return self._plan().num_rows
+
+    def _plan(self) -> RowPlan:
+        return RowPlan(self._corpus().ends, self.seq_length)
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        pad_id = self._tokenizer.pad_id
-        return self._corpus().stream_rows(rows, length=self.seq_length, pad_id=pad_id)
+        return self._corpus().rows_of(self._plan(), rows, pad_id=self._tokenizer.pad_id)
 
     def _fingerprint(self) -> dict[str, Any]:
         return {**super()._fingerprint(), "seq_length": self.seq_length}

@@ -28,18 +28,7 @@ from layerkit_inputs.base.errors import BadRecords, OnBadRecord
 from layerkit_inputs.base.evaluation import blank_rows
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.base.tokenizer_interface import SpecialIds, Tokenizer
-from layerkit_inputs.packing.documents import (
-    RowPieces,
-    ids_and_labels,
-    num_stream_rows,
-    stream_pieces,
-)
-from layerkit_inputs.packing.first_fit import (
-    DocumentPieces,
-    PackingPlan,
-    cut_documents,
-    plan_packing,
-)
+from layerkit_inputs.packing.documents import RowPlan, ids_and_labels
 from layerkit_inputs.packing.model_features import segment_features, stretch_features
 from layerkit_inputs.text.token_store import TokenStore
 from layerkit_inputs.text.tokenizers import ByteTokenizer
@@ -98,10 +87,8 @@ class TokenRecords(IndexedInput):
         return store
 
     @functools.cached_property
-    def _plan(self) -> tuple[DocumentPieces, PackingPlan]:
-        """Return the pieces of all documents and their rows, for `first_fit`."""
-        pieces = cut_documents(np.diff(self._store.document_ends, prepend=0), self.seq_length)
-        return pieces, plan_packing(pieces.length, self.seq_length)
+    def _plan(self) -> RowPlan:
+        return RowPlan(self._store.document_ends, self.seq_length, self.packing)
 
     @property
     def num_skipped(self) -> int:
@@ -126,20 +113,10 @@ class TokenRecords(IndexedInput):
         return segment_features([()] * rows, length=config.seq_length)
 
     def _num_rows(self) -> int:
-        if self.packing == "stream":
-            return num_stream_rows(self._store.document_ends, self.seq_length)
-        return self._plan[1].num_rows
-
-    def _pieces_of(self, rows: np.ndarray) -> RowPieces:
-        """Return the pieces of documents in some rows."""
-        if self.packing == "stream":
-            return stream_pieces(rows, self._store.document_ends, self.seq_length)
-        pieces, plan = self._plan
-        chosen, places = plan.documents_of_rows(rows)
-        return RowPieces(places, *(array[chosen] for array in pieces))
+        return self._plan.num_rows
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        pieces = self._pieces_of(rows)
+        pieces = self._plan.pieces(rows)
         begins = self._begins(pieces.document) + pieces.start
         tokens, is_read = self._store.read(begins, pieces.length + 1, self._bad)
         ids, labels = ids_and_labels(tokens, pieces.length)
