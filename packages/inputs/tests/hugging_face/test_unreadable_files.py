@@ -44,9 +44,9 @@ def read_all(source):
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        (b'{"text": "b', "record 1: not a line of JSON (Unterminated string"),
-        (b"[1]", "record 1: a JSON list, expected an object"),
-        (b'{"text": "\\ud800x"}', "record 1: half of a surrogate pair"),
+        (b'{"text": "b', "from record 1 on: Unterminated string"),
+        (b"[1]", "from record 1 on: a JSON list, expected an object"),
+        (b'{"text": "\\ud800x"}', "from record 1 on: 'utf-8' codec can't encode"),
     ],
 )
 def test_invalid_json_line_raises_with_its_number(reader, line, problem, make, tmp_path):
@@ -114,7 +114,7 @@ def test_corrupt_parquet_page_raises_with_file_and_records(reader, make, tmp_pat
     middle = len(data) * 3 // 8  # in the second of four groups
     data[middle : middle + 300] = bytes(255 - byte for byte in data[middle : middle + 300])
     bad.write_bytes(data)
-    with pytest.raises(ValueError, match=re.escape(f"{bad}, records 10 to 19: ")):
+    with pytest.raises(ValueError, match=re.escape(f"{bad}, from record 10 on: ")):
         read_all(make(reader, "parquet", [bad]))
 
 
@@ -156,7 +156,7 @@ def test_truncated_arrow_file_raises_with_file_and_records(tmp_path):
     (file,) = (tmp_path / "saved").glob("*.arrow")
     file.write_bytes(file.read_bytes()[:-300])
     source = HuggingFaceInput(path=str(tmp_path / "saved"), batch_size=1)
-    with pytest.raises(ValueError, match=re.escape(f"{file}, a damaged record: ")):
+    with pytest.raises(ValueError, match=re.escape(f"{file}, from record 0 on: ")):
         source.get_next()
 
 

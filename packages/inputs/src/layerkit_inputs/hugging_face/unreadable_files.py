@@ -1,17 +1,18 @@
 """Search for the unreadable file of a data set, and for the record in it.
 
 `datasets` rarely reports where an error is. So whole files are checked before they are read, which
-is cheap, and searched record by record after an error.
+is cheap, and searched after an error.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from layerkit_inputs.base.errors import require_extra
 
+_FORMATS = frozenset({"arrow", "csv", "json", "parquet", "text"})
 _COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst"})
 
 
@@ -35,80 +36,47 @@ def first_unreadable(files: Sequence[str], file_format: str) -> str | None:
     for file in files:
         if not Path(file).is_file() or Path(file).suffix in _COMPRESSED:
             continue  # compressed files are not searched
-        kind = file_format if file_format in _SEARCHES else Path(file).suffix.lstrip(".")
-        fault = find_fault(file, kind)
-        if fault is not None:
+        kind = file_format if file_format in _FORMATS else Path(file).suffix.lstrip(".")
+        if fault := find_fault(file, kind):
             return f"{file}: {fault.rstrip('.')}"
-        if kind in _SEARCHES and (fault := _SEARCHES[kind](file)):
-            return f"{file}, {fault}"
+        record = 0
+        try:
+            for record in _read_records(file, kind):
+                pass
+        except Exception as error:  # of any reader of any format
+            return f"{file}, from record {record} on: {_first_line(error)}"
     return None
 
 
-def _search_json(file: str) -> str | None:
-    with open(file, "rb") as opened:
-        if opened.read(1) == b"[":  # one array for all examples
-            return None
-        opened.seek(0)
-        for number, line in enumerate(opened):
-            try:
-                row = json.loads(line) if line.strip() else {}
-                json.dumps(row, ensure_ascii=False).encode("utf-8")
-            except UnicodeDecodeError as error:
-                return f"record {number}: byte {error.start} of the line is not UTF-8"
-            except UnicodeEncodeError:
-                return f"record {number}: half of a surrogate pair, which is not Unicode text"
-            except ValueError as error:
-                return f"record {number}: not a line of JSON ({_first_line(error)})"
-            if not isinstance(row, dict):
-                return f"record {number}: a JSON {type(row).__name__}, expected an object"
-    return None
-
-
-def _search_text(file: str) -> str | None:
-    with open(file, "rb") as opened:
-        for number, line in enumerate(opened):
-            try:
-                line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                return f"record {number}: byte {error.start} of the line is not UTF-8"
-    return None
-
-
-def _search_parquet(file: str) -> str | None:
-    parquet = require_extra("pyarrow.parquet", needed_by="HuggingFaceData")
-    with parquet.ParquetFile(file, page_checksum_verification=True) as opened:
-        first = 0
-        for group in range(opened.num_row_groups):
-            count = opened.metadata.row_group(group).num_rows
-            try:
-                opened.read_row_group(group).validate(full=True)
-            except Exception as error:  # any Arrow error or OSError, for damaged pages
-                return f"records {first} to {first + count - 1}: {_first_line(error)}"
-            first += count
-    return None
-
-
-def _search_arrow(file: str) -> str | None:
+def _read_records(file: str, kind: str) -> Iterator[int]:
+    """Read a file, and yield the number of the first record of each part before it is read."""
     arrow = require_extra("pyarrow", needed_by="HuggingFaceData")
-    with open(file, "rb") as opened:
-        is_stream = opened.read(6) != b"ARROW1"
-    try:
+    if kind == "parquet":
+        parquet = require_extra("pyarrow.parquet", needed_by="HuggingFaceData")
+        number = 0
+        with parquet.ParquetFile(file, page_checksum_verification=True) as opened:
+            for group in range(opened.num_row_groups):
+                yield number
+                number += len(opened.read_row_group(group))
+    elif kind == "arrow":
         with arrow.memory_map(file) as source:
-            reader = arrow.ipc.open_stream(source) if is_stream else arrow.ipc.open_file(source)
+            is_file = source.read(6) == b"ARROW1"
+            source.seek(0)
+            reader = arrow.ipc.open_file(source) if is_file else arrow.ipc.open_stream(source)
             reader.read_all().validate(full=True)
-    except (arrow.ArrowException, OSError, ValueError) as error:
-        return f"a damaged record: {_first_line(error)}"
-    return None
-
-
-_SEARCHES = {
-    "arrow": _search_arrow,
-    "csv": _search_text,
-    "json": _search_json,
-    "jsonl": _search_json,
-    "parquet": _search_parquet,
-    "text": _search_text,
-}
+    elif kind in ("csv", "json", "jsonl", "text"):
+        with open(file, "rb") as opened:
+            for number, line in enumerate(opened):
+                yield number
+                text = line.decode("utf-8")
+                if kind in ("csv", "text") or not text.strip():
+                    continue
+                if not number and text.startswith("["):  # one array for all examples
+                    return
+                row = json.loads(text)
+                json.dumps(row, ensure_ascii=False).encode("utf-8")  # no half of a surrogate pair
+                if not isinstance(row, dict):
+                    raise ValueError(f"a JSON {type(row).__name__}, expected an object")
 
 
 def _first_line(error: Exception) -> str:
