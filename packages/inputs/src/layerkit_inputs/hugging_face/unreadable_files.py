@@ -41,7 +41,7 @@ def first_unreadable(files: Sequence[str], file_format: str) -> str | None:
             return f"{file}: {fault.rstrip('.')}"
         record = 0
         try:
-            for record in _read_records(file, kind):
+            for record in _read_records(file, kind):  # noqa: B007 - for the error
                 pass
         except Exception as error:  # of any reader of any format
             return f"{file}, from record {record} on: {_first_line(error)}"

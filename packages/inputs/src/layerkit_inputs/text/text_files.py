@@ -57,8 +57,6 @@ class RawDocument(NamedTuple):
     """True if `data` is a JSON object with the text in one field."""
     position: float
     """Number of bytes of the file up to the end of the document."""
-    split: str | None = None
-    """Split that the names of files give the document, or None."""
 
 
 def read_raw_documents(

@@ -25,9 +25,9 @@ import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -55,20 +55,10 @@ _WORK_DOCUMENTS = 1000
 """Bounds on the bytes and the number of documents that are sent to a worker at once."""
 _PROGRESS_SECONDS = 5.0
 
-
-class _Encoded(NamedTuple):
-    """A tokenized document, or the problem of reading it."""
-
-    where: str
-    ids: np.ndarray | None
-    """Token ids, or None if the document cannot be read."""
-    problem: str
-    share: float
-    """Hash of the text in [0, 1), which decides the split if the names of files do not."""
-    split: str | None
-    """Split that the names of files give the document, or None."""
-    position: float
-    """Number of input bytes up to the end of the document."""
+_Work = list[tuple[TextFile, RawDocument]]
+# Token ids, or the problem of a document; and the hash of its text in [0, 1), which decides the
+# split if the names of files do not.
+_Encoded = tuple[np.ndarray | str, float]
 
 
 @functools.cache
@@ -129,14 +119,18 @@ def build_token_records(
     model = make_tokenizer(tokenizer, special_tokens_in_text)
     dtype = "uint16" if model.vocab_size <= 1 << 16 else "int32"
     bad = BadRecords(on_bad_record)
-    if say and (note := getattr(model, "note", None)):
-        say(note)
     if say:
         special = SpecialIds(prefix_id(model), model.eos_id, model.pad_id)
-        say(f"text ids: {special.text(getattr(model, 'special_tokens', {}))}")
-        if lost := lost_text(model, _first_texts(files[0], field, max_document_bytes)):
-            say(f"WARNING: the tokenizer loses {lost}")
-    progress = _Progress(sum(file.path.stat().st_size for file in files), say)
+        lost = lost_text(model, _first_texts(files[0], field, max_document_bytes))
+        for line in (
+            getattr(model, "note", None),
+            f"text ids: {special.text(getattr(model, 'special_tokens', {}))}",
+            lost and f"WARNING: the tokenizer loses {lost}",
+        ):
+            if line:
+                say(line)
+    total_bytes = max(sum(file.path.stat().st_size for file in files), 1)
+    progress = _Progress(total_bytes, say)
     with _atomic_folder(Path(output)) as folder, contextlib.ExitStack() as stack:
         writers = {
             name: stack.enter_context(
@@ -147,26 +141,29 @@ def build_token_records(
         encode = functools.partial(
             _encode, tokenizer=tokenizer, special_tokens_in_text=special_tokens_in_text, field=field
         )
-        encoded = _encode_all(encode, _work(files, split_of, field, max_document_bytes), workers)
-        for document in stack.enter_context(contextlib.closing(encoded)):
-            if document.ids is None:
-                bad.report(file=document.where, record=None, problem=document.problem)
+        encoded = _encode_all(encode, _work(files, field, max_document_bytes), workers)
+        for file, document, (ids, share) in stack.enter_context(contextlib.closing(encoded)):
+            if isinstance(ids, str):
+                bad.report(file=document.where, record=None, problem=ids)
                 continue
-            progress.add(document)
-            if len(document.ids) >= 2:  # otherwise there is no token to predict
-                by_hash = "heldout" if document.share < heldout_fraction else "train"
+            progress.add(len(ids), document.position)
+            if len(ids) >= 2:  # otherwise there is no token to predict
+                by_hash = "heldout" if share < heldout_fraction else "train"
                 # Shards by position in the input keep the order and have about equal sizes.
-                writers[document.split or by_hash].add(
-                    document.ids, place=progress.share_of(num_shards)
-                )
-        about = About(
-            dtype=dtype,
-            block_length=block_length,
-            tokenizer=_describe(model),
-            num_skipped=bad.num_skipped,
-            splits={name: writer.finish() for name, writer in writers.items()},
-        )
-        _check_splits(about, progress.num_documents, heldout_fraction)
+                place = min(int(document.position * num_shards / total_bytes), num_shards - 1)
+                writers[split_of.get(file, by_hash)].add(ids, place=place)
+        stored = {
+            "fingerprint": model.fingerprint(),
+            "vocab_size": model.vocab_size,
+            "pad_id": model.pad_id,
+            "start_id": prefix_id(model),
+            "eos_id": model.eos_id,
+        }
+        splits = {name: writer.finish() for name, writer in writers.items()}
+        for name, split in splits.items():
+            expected = f"documents in the split {name!r}; the input has {progress.num_documents}"
+            require(split.num_documents, None, "heldout_fraction", heldout_fraction, expected)
+        about = About(dtype, block_length, stored, bad.num_skipped, splits)
         about.write(folder)
     progress.end(about, bad)
     return about
@@ -193,22 +190,6 @@ def _first_texts(file: TextFile, field: str, max_document_bytes: int) -> list[by
     return texts
 
 
-def _describe(tokenizer: Tokenizer) -> dict[str, Any]:
-    return {
-        "fingerprint": tokenizer.fingerprint(),
-        "vocab_size": tokenizer.vocab_size,
-        "pad_id": tokenizer.pad_id,
-        "start_id": prefix_id(tokenizer),
-        "eos_id": tokenizer.eos_id,
-    }
-
-
-def _check_splits(about: About, num_documents: int, heldout_fraction: float) -> None:
-    for name, split in about.splits.items():
-        expected = f"documents in the split {name!r}; the input has {num_documents}"
-        require(split.num_documents, None, "heldout_fraction", heldout_fraction, expected)
-
-
 @contextlib.contextmanager
 def _atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed at the end, or removed after an error."""
@@ -230,22 +211,15 @@ def _check_free(folder: Path) -> None:
         raise FileExistsError(f"{folder}: the output exists. Remove it, or use another output.")
 
 
-def _work(
-    files: Sequence[TextFile],
-    split_of: Mapping[TextFile, str],
-    field: str,
-    max_document_bytes: int,
-) -> Iterator[list[RawDocument]]:
+def _work(files: Sequence[TextFile], field: str, max_document_bytes: int) -> Iterator[_Work]:
     """Yield the documents of all files in order, in lists of about equal size."""
-    documents: list[RawDocument] = []
-    size = 0
-    before = 0
+    documents: _Work = []
+    size = before = 0
     for file in files:
         for document in read_raw_documents(
             file, field=field, max_document_bytes=max_document_bytes
         ):
-            position = before + document.position
-            documents.append(document._replace(position=position, split=split_of.get(file)))
+            documents.append((file, document._replace(position=before + document.position)))
             size += len(document.data or b"")
             if size >= _WORK_BYTES or len(documents) >= _WORK_DOCUMENTS:
                 yield documents
@@ -268,44 +242,43 @@ def _encode(
 
 
 def _encode_one(document: RawDocument, model: Tokenizer, field: str) -> _Encoded:
-    unread = _Encoded(document.where, None, "", 0.0, document.split, document.position)
     try:
         text = text_of(document, field)
-        tokens = model.encode(text)
+        return framed([model.encode(text)], model), share_of(text)
     except UnicodeDecodeError as error:
         byte = error.object[error.start]
-        return unread._replace(problem=f"not UTF-8: byte {error.start} is 0x{byte:02x}.")
+        return f"not UTF-8: byte {error.start} is 0x{byte:02x}.", 0.0
     except ValueError as error:
-        return unread._replace(problem=str(error))
-    return unread._replace(ids=framed([tokens], model), share=share_of(text))
+        return str(error), 0.0
 
 
 def _encode_all(
-    encode: Callable[[list[RawDocument]], list[_Encoded]],
-    work: Iterator[list[RawDocument]],
-    workers: int,
-) -> Generator[_Encoded, None, None]:
+    encode: Callable[[list[RawDocument]], list[_Encoded]], work: Iterator[_Work], workers: int
+) -> Generator[tuple[TextFile, RawDocument, _Encoded], None, None]:
     """Encode all work in order, with a few lists per worker in memory."""
-    if workers == 0:
+    context = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(workers, context) if workers else None
+    waiting: collections.deque[tuple[_Work, Callable[[], list[_Encoded]]]] = collections.deque()
+
+    def next_encoded() -> Iterator[tuple[TextFile, RawDocument, _Encoded]]:
+        documents, result = waiting.popleft()
+        for (file, document), encoded in zip(documents, result(), strict=True):
+            yield file, document, encoded
+
+    try:
         for documents in work:
-            yield from encode(documents)
-        return
-    with concurrent.futures.ProcessPoolExecutor(
-        workers, mp_context=multiprocessing.get_context("spawn")
-    ) as pool:
-        waiting: collections.deque[concurrent.futures.Future[list[_Encoded]]] = collections.deque()
-        try:
-            for documents in work:
-                waiting.append(pool.submit(encode, documents))
-                if len(waiting) > 2 * workers:
-                    yield from waiting.popleft().result()
-            while waiting:
-                yield from waiting.popleft().result()
-        except concurrent.futures.process.BrokenProcessPool:
-            raise OSError(
-                "a worker process was terminated, for example for lack of memory"
-            ) from None
-        finally:
+            data = [document for _, document in documents]
+            result = pool.submit(encode, data).result if pool else functools.partial(encode, data)
+            waiting.append((documents, result))
+            if len(waiting) > 2 * workers:
+                yield from next_encoded()
+        while waiting:
+            yield from next_encoded()
+    except concurrent.futures.process.BrokenProcessPool:
+        problem = "a worker process was terminated, for example for lack of memory"
+        raise OSError(problem) from None
+    finally:
+        if pool:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -313,45 +286,38 @@ class _Progress:
     """Counts of the documents, which are reported every few seconds."""
 
     def __init__(self, total_bytes: int, say: Callable[[str], None] | None):
-        self.num_documents = 0
-        self._num_ids = 0
-        self._num_empty = 0
+        self.num_documents = self._num_ids = self._num_empty = 0
         self._done = 0.0
-        self._total = max(total_bytes, 1)
+        self._total = total_bytes
         self._say = say
         self._began = self._said = time.monotonic()
 
-    def add(self, document: _Encoded) -> None:
-        """Count a document."""
+    def add(self, num_ids: int, position: float) -> None:
+        """Count a document that ends at a position in the input."""
         self.num_documents += 1
-        size = 0 if document.ids is None else len(document.ids)
-        self._num_empty += size < 2
-        self._num_ids += size
-        self._done = document.position
+        self._num_empty += num_ids < 2
+        self._num_ids += num_ids
+        self._done = position
         if self._say and time.monotonic() - self._said >= _PROGRESS_SECONDS:
             self._said = time.monotonic()
             self._say(self._line())
 
-    def share_of(self, count: int) -> int:
-        """Return the index of the part of the input, of `count`, that has the last document."""
-        return min(int(self._done * count / self._total), count - 1)
-
     def end(self, about: About, bad: BadRecords) -> None:
         """Report the splits and the skipped documents."""
-        if not self._say:
-            return
-        self._say(self._line())
+        lines = [self._line()]
         for name, split in about.splits.items():
-            self._say(
+            lines.append(
                 f"{name}: {split.num_documents:,} documents, {split.num_predictions:,} "
                 f"predictions, {len(split.shards)} shards"
             )
         if self._num_empty:
-            self._say(f"skipped: {self._num_empty:,} documents with nothing to predict")
+            lines.append(f"skipped: {self._num_empty:,} documents with nothing to predict")
         if bad.num_skipped:
-            self._say(f"skipped: {bad.num_skipped:,} documents that cannot be read, such as")
-            for problem in bad.first:
-                self._say(f"  {problem}")
+            lines.append(f"skipped: {bad.num_skipped:,} documents that cannot be read, such as")
+            lines += [f"  {problem}" for problem in bad.first]
+        for line in lines:
+            if self._say:
+                self._say(line)
 
     def _line(self) -> str:
         return (
