@@ -26,7 +26,7 @@ def test_page_of_a_pmap_experiment(runner):
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
-        (["--num_devices=4"], "--num_devices=4"),
+        (["--num_devices=4"], "the mesh needs 8 devices, but there are 4 (cpu)"),
         pytest.param(
             *(["--xla_flags_preset=tpu_fsdp"], "--xla_flags_preset='tpu_fsdp'"),
             marks=pytest.mark.slow,

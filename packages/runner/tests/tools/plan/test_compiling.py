@@ -76,6 +76,6 @@ def test_a_program_that_jax_cannot_read_leaves_its_sizes():
     assert (step.hlo_text, step.refusal) == ("", None)
     assert step.sizes is not None
     assert step.sizes.arguments == 1024
-    (note,) = compiler_notes(None, step, platform="tpu", is_here=False)
+    (note,) = compiler_notes(step, platform="tpu", is_here=False)
     assert "an instruction that is not known" in note
     assert f"'jax[tpu]=={jax.__version__}'" in note

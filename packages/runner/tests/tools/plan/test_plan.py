@@ -96,7 +96,7 @@ def test_plan_describes_model_batch_and_tensors(small_lm):
     assert tensors["batch/ids"].sharding == [["data", "fsdp"], []]
     sizes = [tensor.bytes_per_device for tensor in plan.tensors]
     assert sizes == sorted(sizes, reverse=True)
-    assert [note for note in plan.notes if "reduce-scatter" in note]
+    assert [note for note in plan.notes if "all-reduce" in note]
     assert not [note for note in plan.notes if "undoes rematerialization" in note]
 
 

@@ -60,7 +60,7 @@ def test_usual_topology_has_the_given_number_of_chips(name, chips):
 
 
 def test_target_gets_the_size_of_a_mesh(raises):
-    found = sized(parse_target("v7x"), per_slice=8, num_slices=2)
+    found = sized(parse_target("v7x"), 16, num_slices=2)
     assert (found.topology, found.num_devices, found.num_slices) == ((2, 2, 1), 16, 2)
     with raises(UsageError, owner="--target=v7x", field="devices of the mesh", value=7):
-        sized(parse_target("v7x"), per_slice=7, num_slices=1)
+        sized(parse_target("v7x"), 7, num_slices=1)

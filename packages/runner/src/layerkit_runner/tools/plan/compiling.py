@@ -119,9 +119,7 @@ def _bytes(text: str) -> int:
     return round(float(number) * _SCALES[text[len(number) :]])
 
 
-def compiler_notes(
-    lowered: Any, step: CompiledStep, *, platform: str, is_here: bool
-) -> Iterator[str]:
+def compiler_notes(step: CompiledStep, *, platform: str, is_here: bool) -> Iterator[str]:
     """Yield notes on differences between the compiled step and that of a run on the devices."""
     if step.unreadable is not None:
         yield (
@@ -131,32 +129,17 @@ def compiler_notes(
         )
     if platform == "gpu" and not is_here:
         yield (
-            "compiled without a GPU: no kernels were timed against each other (autotuning), so a"
-            " run may choose others, with other workspace"
+            "compiled without a GPU: no kernels were timed against each other (autotuning), and the"
+            " workspace of cuDNN's kernels is not counted"
         )
-        if "__cudnn$" in step.hlo_text:
-            yield "cuDNN does not report the workspace of its kernels, so it is not counted"
-        elif not has_cudnn():
+        if not has_cudnn():
             yield (
                 "cuDNN is not installed on this machine, so attention is planned without it. To"
                 " plan with it: pip install nvidia-cudnn-cu12, which needs no GPU"
             )
-    if platform != "cpu":
-        return
-    if "all-reduce(" in step.hlo_text:
+    if platform == "cpu":
         yield (
-            "compiled for CPU, where XLA sums gradients by all-reduce; on accelerators it uses"
-            " reduce-scatter for sharded ones, with half of the bytes"
-        )
-    if "bf16[" in step.hlo_text:
-        yield (
-            "compiled for CPU, where XLA computes bfloat16 in float32; temporaries and traffic of"
-            " bfloat16 values are up to twice those of an accelerator"
-        )
-    # jax.checkpoint puts this barrier around a recomputation outside of loops. Barriers of one
-    # array are those of products on CPUs.
-    if re.search(r"optimization_barrier %\S+,", lowered.as_text()):
-        yield (
-            "compiled for CPU, where XLA undoes rematerialization outside of repeated layers;"
-            " temporaries include what an accelerator would recompute"
+            "compiled for CPU: bfloat16 is computed in float32, gradients are summed by all-reduce,"
+            " and rematerialization outside of repeated layers is undone; an accelerator needs less"
+            " memory and traffic"
         )

@@ -239,18 +239,19 @@ def usual_topology(kind: DeviceKind, chips: int) -> tuple[int, ...]:
     return best[::-1] if is_cube and best[0] == 1 else best
 
 
-def sized(target: Target, *, per_slice: int, num_slices: int) -> Target:
+def sized(target: Target, num_devices: int, *, num_slices: int) -> Target:
     """Return a target of a known kind with the number of devices that a mesh has."""
     kind = target.kind
     assert kind is not None, target
     try:
         if kind.platform != "tpu":
-            return _counted(kind, per_slice * num_slices)
-        chips, rest = divmod(per_slice, _DEVICES_PER_CHIP.get(kind.name, 1))
+            return _counted(kind, num_devices)
+        smallest = num_slices * _DEVICES_PER_CHIP.get(kind.name, 1)
+        chips, rest = divmod(num_devices, smallest)
         if rest:
-            raise UsageError(expected=f"an even number: a chip of {kind.name} is two devices")
+            raise UsageError(expected=f"a multiple of {smallest}, the devices of one chip a slice")
         return _slices(kind, usual_topology(kind, chips), num_slices)
     except UsageError as error:
         error.owner = f"--target={kind.name}"
-        error.field, error.value = "devices of the mesh", per_slice * num_slices
+        error.field, error.value = "devices of the mesh", num_devices
         raise

@@ -219,7 +219,7 @@ def _plan_step(
             *([f"padded: {padded}"] if padded else []),
             *notes.lines,
             *([_ABSENT_HOST_NOTE] if offloads and platform == "gpu" and not is_here else []),
-            *compiler_notes(lowered, step, platform=platform, is_here=is_here),
+            *compiler_notes(step, platform=platform, is_here=is_here),
         ],
         trace_seconds=traced - begun,
         compile_seconds=compiled - traced,

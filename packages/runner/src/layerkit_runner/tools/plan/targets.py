@@ -11,7 +11,7 @@ import importlib.util
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,6 @@ from layerkit.errors import pip_install
 from layerkit_runner.distributed.devices import use_cpu_without_accelerators
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.partitioning.mesh import mesh_settings
 from layerkit_runner.tools.plan.hardware import (
     DeviceKind,
     Target,
@@ -57,7 +56,7 @@ def planned_target(
     num_devices: int | None = None,
     default: int = 1,
 ) -> Target:
-    """Return the target that flags ask for, completed from the mesh.
+    """Return the target that flags ask for, completed from the mesh, which may not fit it.
 
     Args:
       partitioner: Partitioner, whose mesh gives the number of devices if its sizes are set.
@@ -66,45 +65,20 @@ def planned_target(
       default: Number of devices if neither the flags nor the mesh give one.
 
     Raises:
-      UsageError: The target is unknown, or the flags contradict each other or the mesh.
+      UsageError: The target is unknown, or the flags contradict each other.
     """
     asked = parse_target("cpu" if target is None else target)
-    if asked.kind is None:
-        if num_devices is not None:
-            expected = "no number beside --target=here, which takes all devices of this machine"
-            raise UsageError(field="--num_devices", value=num_devices, expected=expected)
-        return asked
-    if num_devices is not None and asked.num_devices not in (None, num_devices):
-        expected = f"{asked.num_devices}, the devices of --target={target}, or no number"
+    has_number = asked.kind is None or asked.num_devices is not None
+    if num_devices is not None and has_number and num_devices != asked.num_devices:
+        expected = f"no number beside --target={target}"
         raise UsageError(field="--num_devices", value=num_devices, expected=expected)
-    count = asked.num_devices if num_devices is None else num_devices
+    if asked.kind is None:
+        return asked
     ici: Sequence[int] | None = getattr(partitioner, "ici_mesh_shape", None)
     dcn = max(1, math.prod(getattr(partitioner, "dcn_mesh_shape", None) or ()))
-    needed = None if ici is None else max(1, math.prod(ici) * dcn)  # the mesh rejects sizes below 1
-    field, value = ("--num_devices", num_devices) if num_devices else ("--target", target)
-    if count is not None and needed not in (None, count):
-        other = "Leave out --num_devices" if num_devices else f"Use --target={asked.kind.name}"
-        raise UsageError(
-            field=field,
-            value=value,
-            expected=f"the {needed} devices of the mesh ({_sizes(partitioner)})",
-            hint=f"{other} to plan for the mesh as it is, or change the mesh.",
-            settings=_mesh_settings(partitioner, asked, count),
-        )
-    if ici is None and count is not None and count % dcn:
-        expected = f"a multiple of {dcn}, the slices of the mesh ({_sizes(partitioner)})"
-        raise UsageError(field=field, value=value, expected=expected)
-    # Slices are connected by another network than their chips, so a mesh must know of them.
-    if asked.topology and dcn % asked.num_slices and (ici is not None or dcn > 1):
-        raise UsageError(
-            field="--target",
-            value=target,
-            expected=f"{dcn} slice(s), as the mesh has ({_sizes(partitioner)})",
-            settings=_mesh_settings(partitioner, asked, asked.num_devices or 1),
-        )
     if asked.num_devices is None:
-        count = count or needed or default
-        asked = sized(asked, per_slice=count // dcn or 1, num_slices=dcn)
+        of_mesh = default if ici is None else max(1, math.prod(ici)) * dcn
+        asked = sized(asked, num_devices or of_mesh, num_slices=dcn)
     if asked.kind is not None and asked.kind.platform == "cpu":
         return dataclasses.replace(asked, num_slices=dcn)  # simulated slices are those of the mesh
     return asked
@@ -117,19 +91,6 @@ def start_simulated(
     devices = target_devices(planned_target(partitioner, num_devices=num_devices, default=default))
     partitioner.start(devices)
     return devices
-
-
-def _mesh_settings(partitioner: Partitioner, asked: Target, count: int) -> Mapping[str, Any]:
-    """Return the fields of a mesh with `count` devices and the slices of a target."""
-    num_axes = len(getattr(partitioner, "mesh_axis_names", ("data",)))
-    dcn = getattr(partitioner, "dcn_mesh_shape", None)
-    return mesh_settings(count, num_axes, dcn, num_slices=asked.num_slices)
-
-
-def _sizes(partitioner: Partitioner) -> str:
-    fields = ("ici_mesh_shape", "dcn_mesh_shape")
-    shapes = {field: getattr(partitioner, field, None) for field in fields}
-    return " × ".join(f"{field}={list(shape)}" for field, shape in shapes.items() if shape)
 
 
 def target_devices(target: Target) -> list[jax.Device]:
