@@ -9,7 +9,12 @@ import pytest
 import layerkit.layers.attention as attention
 from layerkit.base.weights import WeightInit
 from layerkit.config import Config
-from layerkit.layers.attention.base_attention import BaseAttention, HeadProjection, OutputProjection
+from layerkit.layers.attention.base_attention import (
+    AttentionLayer,
+    BaseAttention,
+    HeadProjection,
+    OutputProjection,
+)
 from layerkit.layers.attention.biases import Alibi, RelativeBias
 from layerkit.layers.attention.combined import CombinedProjection
 from layerkit.layers.attention.cross import CrossAttention
@@ -162,4 +167,5 @@ def test_ignored_field_raises(example, sharding):
 
 
 def test_every_layer_has_an_example(layers_in):
-    assert layers_in(attention) <= {example.layer_class for example in EXAMPLES} | {BaseAttention}
+    abstract = {AttentionLayer, BaseAttention}
+    assert layers_in(attention) <= {example.layer_class for example in EXAMPLES} | abstract

@@ -221,6 +221,7 @@ class LmExperiment(BaseExperiment, abstract=True):
 
     def validate(self) -> None:
         """Raise an error if decoding needs more learned positions than there are."""
+        check_sizes(None, MAX_POSITIONS=self.MAX_POSITIONS)
         name = "MAX_SEQ_LEN" if self.MAX_POSITIONS is None else "MAX_POSITIONS"
         positions = getattr(self, name)
         for prompts in self.decode_datasets() if "trainable" in self.POSITIONS else ():

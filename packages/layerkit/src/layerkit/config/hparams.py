@@ -177,10 +177,11 @@ class Configurable(metaclass=TypedHParams):
 
 
 # Field, or path into its template → field that must be set (other than None, False and 0), or
-# "not " and a field that must not be set; or several of these, which must all hold.
+# "not " and a field that must not be set; or several of these, which must all hold; or "never" for
+# an inherited field that a subclass does not use.
 Conditions = Mapping[str, str | tuple[str, ...]]
 
-_NEGATION = "not "
+_NEGATION, _NEVER = "not ", "never"
 
 
 def check_fields(layer: Any, *, owner: str) -> None:
@@ -210,12 +211,16 @@ def check_fields(layer: Any, *, owner: str) -> None:
     for path, condition in unmet_conditions(layer):
         for changed, value in _changes(layer, path):
             switch = condition.removeprefix(_NEGATION)
+            if condition == _NEVER:
+                where, other = f"in {cls.__qualname__}", ""
+            else:
+                where, other = f"while {_state(layer, switch)}", f", or change {switch}"
             raise ConfigError(
                 owner=owner,
                 field=changed,
                 value=value,
-                expected=f"the default, since it has no effect while {_state(layer, switch)}",
-                hint=f"Leave {changed} out, or change {switch}.",
+                expected=f"the default, since it has no effect {where}",
+                hint=f"Leave {changed} out{other}.",
             )
 
 
@@ -235,7 +240,8 @@ def unmet_conditions(layer: Any) -> Iterator[tuple[str, str]]:
     cls: Any = target_of(layer) if is_config(layer) else type(layer)
     for path, conditions in conditions_of(cls).items():
         for condition in (conditions,) if isinstance(conditions, str) else conditions:
-            is_set = bool(getattr(layer, condition.removeprefix(_NEGATION)))
+            field = condition.removeprefix(_NEGATION)
+            is_set = field != _NEVER and bool(getattr(layer, field))
             if is_set == condition.startswith(_NEGATION):
                 yield path, condition
                 break

@@ -107,6 +107,7 @@ if TYPE_CHECKING:
     from layerkit.layers.transformer.transformer import (
         TransformerFeedForward as TransformerFeedForward,
     )
+    from layerkit.ops.attention.dot_product import AttentionOptions as AttentionOptions
     from layerkit.ops.attention.masks import AttentionMask as AttentionMask
     from layerkit.ops.pipeline_schedule import bubble_fraction as bubble_fraction
     from layerkit.ops.rotary_scaling import LinearScaling as LinearScaling

@@ -14,15 +14,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Protocol
 
 import numpy as np
 
 from layerkit.config.checks import require
 
 
-class RotaryScaling(Protocol):
-    """The interface of a scaling method."""
+@dataclasses.dataclass(frozen=True)
+class RotaryScaling:
+    """The base class of scaling methods. A field `factor` is at least 1."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        factor = getattr(self, "factor", 1.0)
+        require(factor >= 1, type(self).__name__, "factor", factor, "a number of 1 or more")
 
     def frequencies(self, frequencies: np.ndarray) -> np.ndarray:
         """Return the scaled frequencies.
@@ -33,15 +38,15 @@ class RotaryScaling(Protocol):
         Returns:
           float64 `[pairs]`, or `[2, pairs]` for short and for long sequences.
         """
-        ...
+        raise NotImplementedError(f"{type(self).__qualname__} does not define frequencies")
 
     def magnitude(self) -> float:
-        """Return the factor of rotated queries and of rotated keys."""
-        ...
+        """Return the factor of rotated queries and of rotated keys, 1 in this class."""
+        return 1.0
 
 
 @dataclasses.dataclass(frozen=True)
-class LinearScaling:
+class LinearScaling(RotaryScaling):
     """Position interpolation: all positions divided by a factor (Chen et al., 2023, 2306.15595).
 
     Attributes:
@@ -50,21 +55,13 @@ class LinearScaling:
 
     factor: float
 
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        _check_factor(self)
-
     def frequencies(self, frequencies: np.ndarray) -> np.ndarray:
         """Divide all frequencies `[pairs]` by the factor."""
         return frequencies / self.factor
 
-    def magnitude(self) -> float:
-        """Return 1."""
-        return 1.0
-
 
 @dataclasses.dataclass(frozen=True)
-class NtkScaling:
+class NtkScaling(RotaryScaling):
     """NTK-aware scaling: a larger base, which slows slow pairs by the factor and fast ones hardly.
 
     With d coordinates the base becomes base·factor^(d/(d-2)). Dynamic NTK scaling is the same with
@@ -77,22 +74,14 @@ class NtkScaling:
 
     factor: float
 
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        _check_factor(self)
-
     def frequencies(self, frequencies: np.ndarray) -> np.ndarray:
         """Divide frequency i of `[pairs]` by factor^(i/(pairs - 1))."""
         stretch = np.arange(len(frequencies), dtype=np.float64) / (len(frequencies) - 1)
         return frequencies * self.factor**-stretch
 
-    def magnitude(self) -> float:
-        """Return 1."""
-        return 1.0
-
 
 @dataclasses.dataclass(frozen=True)
-class YarnScaling:
+class YarnScaling(RotaryScaling):
     """YaRN: fast pairs unchanged, slow pairs divided by the factor, with a ramp between.
 
     A pair is fast if it makes at least `beta_fast` turns within the trained context, and slow if it
@@ -122,7 +111,7 @@ class YarnScaling:
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        _check_factor(self)
+        super().__post_init__()
         expected = f"a number above 0 and below beta_fast={self.beta_fast}"
         is_valid = 0 < self.beta_slow < self.beta_fast
         require(is_valid, "YarnScaling", "beta_slow", self.beta_slow, expected)
@@ -168,7 +157,7 @@ def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Llama3Scaling:
+class Llama3Scaling(RotaryScaling):
     """Scaling of Llama 3.1: low frequencies divided by the factor, high ones unchanged, a ramp.
 
     Source: Llama team, 2024 (arXiv:2407.21783), and Meta's reference code.
@@ -189,7 +178,7 @@ class Llama3Scaling:
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        _check_factor(self)
+        super().__post_init__()
         expected = f"a number above 0 and below high_freq_factor={self.high_freq_factor}"
         is_valid = 0 < self.low_freq_factor < self.high_freq_factor
         require(is_valid, "Llama3Scaling", "low_freq_factor", self.low_freq_factor, expected)
@@ -203,13 +192,9 @@ class Llama3Scaling:
         kept = np.clip(ramp, 0.0, 1.0)
         return kept * frequencies + (1.0 - kept) * frequencies / self.factor
 
-    def magnitude(self) -> float:
-        """Return 1."""
-        return 1.0
-
 
 @dataclasses.dataclass(frozen=True)
-class LongRopeScaling:
+class LongRopeScaling(RotaryScaling):
     """LongRoPE: a factor for each pair, found by search, separately for short and long sequences.
 
     Source: Ding et al., 2024 (LongRoPE, arXiv:2402.13753), as in Phi 3.
@@ -257,8 +242,3 @@ class LongRopeScaling:
             return self.attention_factor
         longer = max(1.0, self.max_position / self.original_max_position)
         return math.sqrt(1.0 + math.log(longer) / math.log(self.original_max_position))
-
-
-def _check_factor(scaling: LinearScaling | NtkScaling | YarnScaling | Llama3Scaling) -> None:
-    owner = type(scaling).__name__
-    require(scaling.factor >= 1, owner, "factor", scaling.factor, "a number of 1 or more")

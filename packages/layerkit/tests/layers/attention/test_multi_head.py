@@ -275,3 +275,25 @@ def test_fixed_sink_without_a_scale_equals_the_extra_logit_of_praxis(praxis):
     np.testing.assert_allclose(found, case["outputs"], rtol=1e-4, atol=1e-5)
     without = run(layer.clone(sink_logit=None), variables, x)
     assert np.abs(found - without).max() > 0.01
+
+
+class LinearAttention(MultiHeadAttention):
+    """Attention whose logits are the weights."""
+
+    used_only_if = {"logit_cap": "never"}
+
+    def attend(self, query, key, value, options):
+        logits = options.scale * jnp.einsum("bqhd,bkhd->bhqk", query, key)
+        return jnp.einsum("bhqk,bkhd->bqhd", jnp.where(options.mask.dense(), logits, 0.0), value)
+
+
+def test_an_override_of_attend_computes_rows_and_steps_and_refuses_unused_fields():
+    layer = LinearAttention(input_dims=DIMS, num_heads=HEADS)
+    weights, x = drawn_weights(layer), inputs()
+    whole = run(layer, weights, x)
+    cache = layer.apply(weights, BATCH, LENGTH, method="init_cache", mutable=["cache"])[1]
+    step = {"time_step": jnp.int32(0), "positions": rows()}
+    steps = layer.apply({**weights, **cache}, x, **step, method="extend_step", mutable=["cache"])[0]
+    np.testing.assert_allclose(steps, whole, atol=1e-5)
+    with pytest.raises(ConfigError, match=r"logit_cap=2.0.*no effect in LinearAttention"):
+        LinearAttention(input_dims=DIMS, num_heads=HEADS, logit_cap=2.0).init(jax.random.key(0))

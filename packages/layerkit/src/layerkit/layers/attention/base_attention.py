@@ -144,7 +144,69 @@ class OutputProjection(BaseLayer):
         return self.constrain(outputs, *self.activation_axes)
 
 
-class BaseAttention(BaseLayer):
+class AttentionLayer(BaseLayer):
+    """The base class of layers that attend. Override `attend` for another function of the logits.
+
+    A subclass has the fields `logit_scale`, `logit_cap`, `dropout_rate`, `zero_fully_masked_rows`,
+    `backend`, `context_parallel` and `kernel_blocks`, and a child `dropout`.
+    """
+
+    def attend(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, options: AttentionOptions
+    ) -> jax.Array:
+        """Return what each query reads; whole rows and cached steps call this method.
+
+        An override gives `used_only_if` the value "never" for the fields that it does not use.
+
+        Args:
+          query: `[batch, queries, heads, dims]`, normalized and rotated.
+          key: `[batch, keys, kv_heads, dims]`; the cached ones in a step.
+          value: `[batch, keys, kv_heads, value_dim]`.
+          options: Mask, scale, bias and the other options; `options.mask.dense()` is True for the
+            pairs that may attend, `[batch, 1, queries, keys]`.
+
+        Returns:
+          `[batch, queries, heads, value_dim]` in the dtype of `value`.
+        """
+        return dot_product_attention(query, key, value, options)
+
+    def _options(
+        self: Any,
+        mask: AttentionMask,
+        bias: LogitBias | None,
+        *,
+        head_dim: int,
+        cached: bool,
+        sinks: jax.Array | None = None,
+    ) -> AttentionOptions:
+        """Return the options of attention over heads of size `head_dim`.
+
+        With `cached` keys the compiler splits the work: a step has few queries, for which a kernel,
+        which the compiler cannot split, is not faster.
+        """
+        return AttentionOptions(
+            scale=1.0 / math.sqrt(head_dim) if self.logit_scale is None else self.logit_scale,
+            mask=mask,
+            bias=bias,
+            sinks=sinks,
+            logit_cap=self.logit_cap,
+            dropout=self.dropout if self.dropout_rate and self.is_training else None,
+            zero_fully_masked_rows=self.zero_fully_masked_rows,
+            backend="xla" if cached else self.backend,
+            sharding=None if cached else self.inherited("sharding"),
+            context_parallel=self.context_parallel,
+            kernel_blocks=self.kernel_blocks,
+        )
+
+    def _check_options(self: Any) -> None:
+        check_positive(self, logit_cap=self.logit_cap, logit_scale=self.logit_scale)
+        blocks = self.kernel_blocks
+        is_valid = blocks is None or all(size >= 16 and size & (size - 1) == 0 for size in blocks)
+        expected = "two powers of two of at least 16, of queries and of keys"
+        require(is_valid, self, "kernel_blocks", blocks, expected)
+
+
+class BaseAttention(AttentionLayer):
     """A multi-head attention layer without a source of keys and values.
 
     Attributes:
@@ -267,7 +329,7 @@ class BaseAttention(BaseLayer):
         whole: jax.Array = norm(merged)
         return whole.reshape(heads.shape)
 
-    def _attend(
+    def _read(
         self,
         query: jax.Array,
         key: jax.Array,
@@ -281,17 +343,9 @@ class BaseAttention(BaseLayer):
         if self.per_dim_scale:
             scale = jax.nn.softplus(self.theta.scale.astype(jnp.float32))
             query = self.cast(query * (_INVERSE_SOFTPLUS_OF_0 * scale))
-        read = attend(
-            self,
-            query,
-            key,
-            value,
-            mask=mask,
-            bias=bias,
-            sinks=self._sinks(),
-            head_dim=query.shape[-1],
-            cached=cached,
-        )
+        head_dim = query.shape[-1]
+        options = self._options(mask, bias, head_dim=head_dim, cached=cached, sinks=self._sinks())
+        read = self.attend(query, key, value, options)
         out: jax.Array = self.output(
             self.constrain(read, "batch", "length", "act_heads", "head_dim")
         )
@@ -321,64 +375,7 @@ class BaseAttention(BaseLayer):
         return kv_heads, head_dim
 
     def _check_options(self) -> None:
-        check_attention_options(self)
+        super()._check_options()
         is_fixed = self.sink_logit is not None
         expected = "None with use_sinks=True, which learns the logits"
         require(not (is_fixed and self.use_sinks), self, "sink_logit", self.sink_logit, expected)
-
-
-def check_attention_options(layer: Any) -> None:
-    """Raise `ConfigError` for an invalid option of `attend`."""
-    check_positive(layer, logit_cap=layer.logit_cap, logit_scale=layer.logit_scale)
-    blocks = layer.kernel_blocks
-    is_valid = blocks is None or all(size >= 16 and size & (size - 1) == 0 for size in blocks)
-    expected = "two powers of two of at least 16, of queries and of keys"
-    require(is_valid, layer, "kernel_blocks", blocks, expected)
-
-
-def attend(
-    layer: Any,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    *,
-    mask: AttentionMask,
-    bias: LogitBias | None,
-    sinks: jax.Array | None = None,
-    head_dim: int,
-    cached: bool,
-) -> jax.Array:
-    """Call `dot_product_attention` with the options of a layer.
-
-    Args:
-      layer: Layer with the fields `logit_scale`, `logit_cap`, `dropout_rate`,
-        `zero_fully_masked_rows`, `backend`, `context_parallel` and `kernel_blocks`, and a child
-        `dropout`.
-      query: `[batch, queries, heads, dims]`.
-      key: `[batch, keys, kv_heads, dims]`.
-      value: `[batch, keys, kv_heads, value_dim]`.
-      mask: Mask of the (query, key) pairs that may attend.
-      bias: float32 `[batch or 1, heads or 1, queries, keys]`, or a bias by distance, added to the
-        logits.
-      sinks: `[heads]`, a logit per head that takes probability and adds no value.
-      head_dim: Size of a head, for the scale 1/√head_dim if `logit_scale` is None.
-      cached: True if the keys are those of a cache. The compiler then splits the work: a step has
-        few queries, for which a kernel, which the compiler cannot split, is not faster.
-
-    Returns:
-      `[batch, queries, heads, value_dim]` in the dtype of `value`.
-    """
-    options = AttentionOptions(
-        scale=1.0 / math.sqrt(head_dim) if layer.logit_scale is None else layer.logit_scale,
-        mask=mask,
-        bias=bias,
-        sinks=sinks,
-        logit_cap=layer.logit_cap,
-        dropout=layer.dropout if layer.dropout_rate and layer.is_training else None,
-        zero_fully_masked_rows=layer.zero_fully_masked_rows,
-        backend="xla" if cached else layer.backend,
-        sharding=None if cached else layer.inherited("sharding"),
-        context_parallel=layer.context_parallel,
-        kernel_blocks=layer.kernel_blocks,
-    )
-    return dot_product_attention(query, key, value, options)

@@ -62,7 +62,7 @@ class CrossAttention(BaseAttention):
           UnsupportedBackendError: The backend does not support this attention.
         """
         key, value = self._project_memory(memory)
-        return self._attend(self._project(x), key, value, mask, bias, cached=False)
+        return self._read(self._project(x), key, value, mask, bias, cached=False)
 
     def init_cache(self, memory: jax.Array) -> None:
         """Store `key` and `value` `[batch, memory_length, kv_heads, head_dim]` of the memory.
@@ -96,7 +96,7 @@ class CrossAttention(BaseAttention):
           ConfigError: The cache is missing, or shapes are incompatible with it.
         """
         key, value = (read_cache(self, n, made_by="init_cache(memory)") for n in ("key", "value"))
-        return self._attend(self._project(x), key, value, mask, bias, cached=True)
+        return self._read(self._project(x), key, value, mask, bias, cached=True)
 
     def _project(self, x: jax.Array) -> jax.Array:
         query = self.query(merge_tokens(self, self.cast(x)), leading=x.shape[:-1])

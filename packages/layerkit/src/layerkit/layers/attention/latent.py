@@ -27,10 +27,9 @@ from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_sizes
 from layerkit.config.hparams import Conditions
 from layerkit.layers.attention.base_attention import (
+    AttentionLayer,
     HeadProjection,
     OutputProjection,
-    attend,
-    check_attention_options,
 )
 from layerkit.layers.attention.cache import check_time_step, extend_cache, write_cache
 from layerkit.layers.basic.elementwise import Dropout
@@ -39,7 +38,7 @@ from layerkit.layers.basic.normalizations import BaseNormalization, RmsNorm
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
 from layerkit.ops.attention.backends import BackendName
 from layerkit.ops.attention.distance_bias import LogitBias
-from layerkit.ops.attention.dot_product import ContextParallel
+from layerkit.ops.attention.dot_product import AttentionOptions, ContextParallel
 from layerkit.ops.attention.masks import AttentionMask
 from layerkit.ops.remat import name_activation
 
@@ -47,7 +46,7 @@ _LATENT_WEIGHT = ("embed", None)
 _LATENT_AXES = ("batch", "length", None)
 
 
-class MultiHeadLatentAttention(BaseLayer):
+class MultiHeadLatentAttention(AttentionLayer):
     """Multi-head latent attention, which caches latents; see the module docstring.
 
     Attributes:
@@ -176,8 +175,8 @@ class MultiHeadLatentAttention(BaseLayer):
             name_activation(heads, name)
             for heads, name in ((query, "query"), (key, "key"), (value, "value"))
         )
-        mask = mask.within(self.window)
-        return self._project_out(self._attend(query, key, value, mask, bias, cached=False))
+        options = self._options_of_heads(mask, bias, cached=False)
+        return self._project_out(self.attend(query, key, value, options))
 
     def init_cache(self, batch_size: int, max_length: int) -> None:
         """Create an empty cache.
@@ -235,18 +234,25 @@ class MultiHeadLatentAttention(BaseLayer):
         mask = AttentionMask.decoding_mask(
             batch, num_tokens, max_length, time_step=time_step, prefix_lengths=prefix_lengths
         )
-        mask = mask.within(self.window)
+        options = self._options_of_heads(mask, bias, cached=True)
         plain, rotated = self._queries(x, positions)
         if all(up.dot_tpl is None and not up.use_bias for up in (self.key, self.value)):
             query = jnp.concatenate([self._fold_key(plain), rotated], axis=-1)
             key = jnp.concatenate([latent, rotary_key], axis=-1)[:, :, None]
-            read = self._attend(query, key, latent[:, :, None], mask, bias, cached=True)
+            read = self.attend(query, key, latent[:, :, None], options)
             read = self._fold_value(read)
         else:
             query = jnp.concatenate([plain, rotated], axis=-1)
             key, value = self._expand(latent, rotary_key)
-            read = self._attend(query, key, value, mask, bias, cached=True)
+            read = self.attend(query, key, value, options)
         return jnp.where(time_step + num_tokens <= max_length, self._project_out(read), jnp.nan)
+
+    def _options_of_heads(
+        self, mask: AttentionMask, bias: LogitBias | None, *, cached: bool
+    ) -> AttentionOptions:
+        # The logit scale depends on the expanded head size, even if weights are folded.
+        head_dim = self.plain_dim_per_head + self.rotary_dim_per_head
+        return self._options(mask.within(self.window), bias, head_dim=head_dim, cached=cached)
 
     def _queries(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return plain queries `[batch, length, heads, plain]`, rotated ones `[…, rotary]`."""
@@ -279,22 +285,6 @@ class MultiHeadLatentAttention(BaseLayer):
         """Multiply outputs `[batch, t, heads, latent]` by w_value, to `[…, value]`."""
         return jnp.einsum("btnl,lnv->btnv", read, self.value.theta.w)
 
-    def _attend(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        mask: AttentionMask,
-        bias: LogitBias | None,
-        *,
-        cached: bool,
-    ) -> jax.Array:
-        # The logit scale depends on the expanded head size, even if weights are folded.
-        head_dim = self.plain_dim_per_head + self.rotary_dim_per_head
-        return attend(
-            self, query, key, value, mask=mask, bias=bias, head_dim=head_dim, cached=cached
-        )
-
     def _project_out(self, read: jax.Array) -> jax.Array:
         read = self.constrain(read, "batch", "length", "act_heads", "head_dim")
         out: jax.Array = self.output(read)
@@ -321,4 +311,4 @@ class MultiHeadLatentAttention(BaseLayer):
             query_latent_dims=self.query_latent_dims,
             window=self.window,
         )
-        check_attention_options(self)
+        self._check_options()

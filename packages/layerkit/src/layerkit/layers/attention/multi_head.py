@@ -128,7 +128,7 @@ class MultiHeadAttention(BaseAttention):
 
             bias = add_bias_of_rows(self.relative_bias, bias, mask)
         mask = mask.within(self.window)
-        return self._attend(query, key, value, mask, bias, cached=False)
+        return self._read(query, key, value, mask, bias, cached=False)
 
     def init_cache(self, batch_size: int, max_length: int) -> None:
         """Create an empty cache: `key` and `value` `[batch, kv_heads, max_length, head_dim]`.
@@ -199,7 +199,7 @@ class MultiHeadAttention(BaseAttention):
         if self.relative_bias_tpl is not None:
             relative = self.relative_bias(mask.query_positions[:1], mask.key_positions[:1])
             bias = relative if bias is None else relative + bias
-        outputs = self._attend(query, keys, values, mask.within(self.window), bias, cached=True)
+        outputs = self._read(query, keys, values, mask.within(self.window), bias, cached=True)
         return jnp.where(time_step + num_tokens <= max_length, outputs, jnp.nan)
 
     def _project(
