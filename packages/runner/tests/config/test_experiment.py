@@ -358,13 +358,13 @@ def test_any_string_in_a_command_is_read_back(value: str):
     assert read == {"NAME": value, "ANYTHING": value}
 
 
-def test_unused_field_is_no_field_until_a_class_declares_it_anew(raises: Any):
+def test_unused_field_is_no_field_until_a_class_replaces_the_list(raises: Any):
     class Plain(Small):
         unused_fields = ("MODEL_DIMS",)
         reduced_fields = {"MODEL_DIMS": 2, "NUM_LAYERS": 1}
 
     class Again(Plain):
-        MODEL_DIMS: int = 5
+        unused_fields = ("NUM_LAYERS",)
 
     assert "MODEL_DIMS" not in experiment_fields(Plain)
     assert reduced_values(Plain) == {"NUM_LAYERS": 1}

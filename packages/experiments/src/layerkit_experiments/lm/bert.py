@@ -18,8 +18,7 @@ from layerkit.config import Config
 from layerkit.layers import LayerNorm
 from layerkit.models import BertModel
 from layerkit_experiments.lm.pax import PaxLm
-from layerkit_experiments.recipes.corpora import Corpus
-from layerkit_experiments.recipes.language_model import LmExperiment, decoder
+from layerkit_experiments.recipes.language_model import REDUCED_TEXT, LmExperiment, decoder
 from layerkit_experiments.recipes.meshes import pmap
 from layerkit_experiments.recipes.optimizers import (
     adafactor_exponential,
@@ -46,7 +45,7 @@ def masked_lm(fields: Any) -> Config:
     return model
 
 
-class Bert(Corpus, LmExperiment, abstract=True):
+class Bert(LmExperiment, abstract=True):
     """Norms after the residual; a million steps of 256 rows of 512 tokens."""
 
     tags: ClassVar[tuple[str, ...]] = ("masked_lm",)
@@ -73,7 +72,7 @@ class Bert(Corpus, LmExperiment, abstract=True):
     MAX_STEPS = 1_000_000
 
     unused_fields = ("DECAYED_WEIGHTS", "MIN_LEARNING_RATE_RATIO")
-    reduced_fields: ClassVar[Mapping[str, Any]] = {"DROPOUT_RATE": 0.0}
+    reduced_fields: ClassVar[Mapping[str, Any]] = {**REDUCED_TEXT, "DROPOUT_RATE": 0.0}
     learner = adamw_linear
 
     def model(self) -> Config:
@@ -117,7 +116,7 @@ class BertLarge(Bert):
     ICI_MESH_SHAPE = [64, 1, 1]
 
 
-class PaxBert(Corpus, PaxLm, abstract=True):
+class PaxBert(PaxLm, abstract=True):
     """Base of the models of Pax, with unrolled layers and the sizes of 100 billion weights."""
 
     tags: ClassVar[tuple[str, ...]] = ("masked_lm",)
@@ -129,6 +128,9 @@ class PaxBert(Corpus, PaxLm, abstract=True):
     LABEL_SMOOTHING: float = 0.1
     """Probability that the label of a masked token gives to all others, in equal parts."""
 
+    DATA_FORMAT = "seqio"
+    EVAL_NUM_BATCHES = 8
+    EOS_ID = 1
     NUM_LAYERS = 33
     MODEL_DIMS = 12_288
     HIDDEN_DIMS: int | None = 98_304
@@ -143,8 +145,8 @@ class PaxBert(Corpus, PaxLm, abstract=True):
     DECAY_END = 100_000
     MAX_STEPS = 100_000
 
-    unused_fields: ClassVar[tuple[str, ...]] = ("ADAM_EPSILON",)
-    reduced_fields: ClassVar[Mapping[str, Any]] = {"DROPOUT_RATE": 0.0}
+    unused_fields: ClassVar[tuple[str, ...]] = ("DECAYED_WEIGHTS", "ADAM_EPSILON")
+    reduced_fields: ClassVar[Mapping[str, Any]] = {**REDUCED_TEXT, "DROPOUT_RATE": 0.0}
     learner = adafactor_exponential
     shards_features = True
 
@@ -162,7 +164,6 @@ class BertAdamL4H128(PaxBert):
 
     tags = ("pmap",)
 
-    ADAM_EPSILON: float = 1e-6
     NUM_LAYERS = 4
     MODEL_DIMS = 128
     HIDDEN_DIMS = None
@@ -177,7 +178,7 @@ class BertAdamL4H128(PaxBert):
     DECAY_END = 300_000
     MAX_STEPS = 300_000
 
-    unused_fields = ("ICI_MESH_SHAPE", "DCN_MESH_SHAPE", "SEQUENCE_PARALLEL")
+    unused_fields = ("DECAYED_WEIGHTS", "ICI_MESH_SHAPE", "DCN_MESH_SHAPE", "SEQUENCE_PARALLEL")
 
     learner = adam_exponential
     partitioner = pmap

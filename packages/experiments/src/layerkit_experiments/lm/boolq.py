@@ -16,10 +16,9 @@ from layerkit.base.weights import WeightInit
 from layerkit.config import Config
 from layerkit.layers import Embedding, FullSoftmax
 from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
-from layerkit_experiments.recipes.boolq import boolq, report_choice_accuracy
-from layerkit_experiments.recipes.corpora import Corpus
+from layerkit_experiments.recipes.boolq import boolq_readers, report_choice_accuracy
 from layerkit_experiments.recipes.fine_tuning import weights_of
-from layerkit_experiments.recipes.language_model import LmExperiment, decoder
+from layerkit_experiments.recipes.language_model import REDUCED_TEXT, LmExperiment, decoder
 from layerkit_experiments.recipes.optimizers import adam_exponential
 from layerkit_runner.optim.schedules import linear_warmup_cosine_decay
 
@@ -31,7 +30,7 @@ _LORA_TARGETS = {
 }
 
 
-class LlamaBoolQ(Corpus, LmExperiment, abstract=True):
+class LlamaBoolQ(LmExperiment, abstract=True):
     """Base of the sizes: Adam with an update cap, initial weights and adapters."""
 
     tags: ClassVar[tuple[str, ...]] = ("fine_tune",)
@@ -87,12 +86,13 @@ class LlamaBoolQ(Corpus, LmExperiment, abstract=True):
     tfds_name = "super_glue/boolq:1.0.2"
     unused_fields = ("DECAYED_WEIGHTS", "PROMPTS_PER_DEVICE", "PROMPT_LENGTH")
     reduced_fields: ClassVar[Mapping[str, Any]] = {
+        **REDUCED_TEXT,
         "INIT_FROM": None,
         "CHECKPOINT_RESTORE_PATH": "",
         "DECAY_START": 6,
         "DECAY_END": 200,
     }
-    datasets = boolq
+    readers = boolq_readers
 
     def model(self) -> Config:
         """Return the config of the model, with adapters if they are asked for."""

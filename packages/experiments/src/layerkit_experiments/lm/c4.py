@@ -7,24 +7,28 @@ TARGET_LOSS.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from layerkit.config import Config
-from layerkit_experiments.lm.lm_cloud import LmCloudSpmd
 from layerkit_experiments.lm.pax import PaxLm
-from layerkit_experiments.recipes.corpora import Corpus
-from layerkit_experiments.recipes.language_model import LmExperiment
+from layerkit_experiments.recipes.language_model import REDUCED_TEXT, LmExperiment
 from layerkit_experiments.recipes.meshes import Pipelined
-from layerkit_experiments.recipes.mlperf import mlperf_adamw, mlperf_text
+from layerkit_experiments.recipes.mlperf import mlperf_adamw, mlperf_readers
 from layerkit_experiments.recipes.training import adamw_cosine
 from layerkit_runner.optim.early_stopping import StopAtTarget
 
 
-class C4Spmd(Corpus, PaxLm, abstract=True):
+class C4Spmd(PaxLm, abstract=True):
     """Base of the decoders on C4."""
 
+    DATA_FORMAT = "seqio"
+    EVAL_NUM_BATCHES = 8
+    EOS_ID = 1
     SUMMARY_INTERVAL_STEPS = 10
     CHECKPOINT_EVERY_N_STEPS = 1000
+
+    unused_fields = ("DECAYED_WEIGHTS",)
+    reduced_fields: ClassVar[Mapping[str, Any]] = REDUCED_TEXT
 
 
 class C4Spmd1BAdam4Replicas(C4Spmd):
@@ -92,7 +96,7 @@ class C4Spmd32BAdam64Replicas(C4Spmd):
     shards_features = True
 
 
-class LmCloudSpmdAdam(LmCloudSpmd):
+class LmCloudSpmdAdam(PaxLm):
     """Two layers of 2048 dimensions, unrolled, on synthetic data and 8 chips (v4:2x2x2)."""
 
     NUM_LAYERS = 2
@@ -132,9 +136,12 @@ class C4SpmdAdam(C4Spmd):
     ICI_MESH_SHAPE = [1, 4, 2]
 
 
-class C4SpmdPipelineAdam(Pipelined, Corpus, PaxLm):
+class C4SpmdPipelineAdam(Pipelined, PaxLm):
     """1.3 billion weights in two pipeline stages of 4 chips each (v4:2x2x2)."""
 
+    DATA_FORMAT = "seqio"
+    EVAL_NUM_BATCHES = 8
+    EOS_ID = 1
     NUM_LAYERS = 24
     MODEL_DIMS = 2048
     NUM_HEADS = 32
@@ -150,8 +157,11 @@ class C4SpmdPipelineAdam(Pipelined, Corpus, PaxLm):
     CHECKPOINT_EVERY_N_STEPS = 1000
     ICI_MESH_SHAPE = [2, 1, 2, 2]
 
+    unused_fields = ("DECAYED_WEIGHTS",)
+    reduced_fields: ClassVar[Mapping[str, Any]] = REDUCED_TEXT
 
-class C4SpmdPipelineGpt3Small(Pipelined, Corpus, LmExperiment, abstract=True):
+
+class C4SpmdPipelineGpt3Small(Pipelined, LmExperiment, abstract=True):
     """Base of the pipelined GPT-3 XL (Brown et al., 2020, arXiv:2005.14165)."""
 
     NUM_LAYERS = 24
@@ -178,6 +188,8 @@ class C4SpmdPipelineGpt3Small(Pipelined, Corpus, LmExperiment, abstract=True):
     MAX_STEPS = 108_600
     CHECKPOINT_EVERY_N_STEPS = 200
 
+    reduced_fields: ClassVar[Mapping[str, Any]] = REDUCED_TEXT
+
 
 class C4SpmdPipelineGpt3SmallAdam64Replicas(C4SpmdPipelineGpt3Small):
     """GPT-3 XL in four pipeline stages of 16 chips each (v4:4x4x4)."""
@@ -203,7 +215,7 @@ class C4SpmdPipelineGpt3SmallAdam8Replicas(C4SpmdPipelineGpt3Small):
     CHECKPOINT_MAX_TO_KEEP = 1000
 
 
-class MlperfGpt3(Corpus, LmExperiment, abstract=True):
+class MlperfGpt3(LmExperiment, abstract=True):
     """Base of GPT-3 175B on MLPerf's data, with MLPerf's schedule for the rows of a batch.
 
     Training ends when the held-out loss reaches a target.
@@ -240,12 +252,16 @@ class MlperfGpt3(Corpus, LmExperiment, abstract=True):
 
     unused_fields: ClassVar[tuple[str, ...]] = ("DECAYED_WEIGHTS", "DECAY_START")
     # Reduced runs train on bytes. Their loss falls below a target for tokens within a few steps.
-    reduced_fields: ClassVar[Mapping[str, Any]] = {"TARGET_LOSS": None, "DECAY_END": 200}
+    reduced_fields: ClassVar[Mapping[str, Any]] = {
+        **REDUCED_TEXT,
+        "TARGET_LOSS": None,
+        "DECAY_END": 200,
+    }
     tfds_name = "c4/en:3.0.4"
     eval_tfds_name: ClassVar[str] = "c4/en:3.0.5"
     eval_split = "validation_tokenized_5662seqs"
     shards_features = True
-    datasets = mlperf_text
+    readers = mlperf_readers
     learner = mlperf_adamw
 
     def task(self) -> Config:
@@ -261,10 +277,8 @@ class MlperfGpt3(Corpus, LmExperiment, abstract=True):
 class C4SpmdGpt3AdamOrgHP(MlperfGpt3, abstract=True):
     """Base of GPT-3 175B with the optimizer of the paper, for 1536 rows of 2048 tokens."""
 
-    DECAYED_WEIGHTS: Literal["matrices", "all"] = "all"
-    """`all` also decays scales and biases, as Pax does."""
-    DECAY_START: int | float | None = 266
-    """Step, or fraction, at which the decay begins; None for the end of the warmup."""
+    DECAYED_WEIGHTS = "all"
+    DECAY_START = 266
     VOCAB_SIZE = 50257
     FPROP_DTYPE = "bfloat16"
     LEARNING_RATE = 6e-5
@@ -274,6 +288,7 @@ class C4SpmdGpt3AdamOrgHP(MlperfGpt3, abstract=True):
     CHECKPOINT_MAX_TO_KEEP = 10
     SUMMARY_INTERVAL_STEPS = 10
 
+    unused_fields = ()
     reduced_fields: ClassVar[Mapping[str, Any]] = {"DECAY_END": None}
     learner = adamw_cosine
 
@@ -306,10 +321,8 @@ class C4SpmdPipelineGpt3AdamOrgHPBS1p5k768Replicas(Pipelined, MlperfGpt3):
     of a stage that share a microbatch. Here they have the 8 rows of the misspelt field.
     """
 
-    DECAYED_WEIGHTS: Literal["matrices", "all"] = "all"
-    """`all` also decays scales and biases, as Pax does."""
-    DECAY_START: int | float | None = 266
-    """Step, or fraction, at which the decay begins; None for the end of the warmup."""
+    DECAYED_WEIGHTS = "all"
+    DECAY_START = 266
     LEARNING_RATE = 6e-5
     WARMUP_STEPS = 265
     DECAY_END = 108_600
@@ -320,6 +333,7 @@ class C4SpmdPipelineGpt3AdamOrgHPBS1p5k768Replicas(Pipelined, MlperfGpt3):
     EVAL_INTERVAL_STEPS = 25
     CHECKPOINT_EVERY_N_STEPS = 50
 
+    unused_fields = ()
     learner = adamw_cosine
 
 

@@ -6,17 +6,23 @@ network between slices. `2xv4_128` means two slices of TPU v4-128, which counts 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from layerkit_experiments.lm.c4 import C4SpmdGpt3AdamOrgHP
 from layerkit_experiments.lm.pax import PaxLm
-from layerkit_experiments.recipes.corpora import Corpus
+from layerkit_experiments.recipes.language_model import REDUCED_TEXT
 
 
-class C4Spmd22BAdamMaxText(Corpus, PaxLm):
+class C4Spmd22BAdamMaxText(PaxLm):
     """22 billion weights, sharded by fsdp and tensor over 8 chips.
 
     Model and optimizer take 44 GB of a chip, more than a v4 has, so that it needs v5p:2x2x2.
     """
 
+    DATA_FORMAT = "seqio"
+    EVAL_NUM_BATCHES = 8
+    EOS_ID = 1
     NUM_LAYERS = 48
     MODEL_DIMS = 6144
     HIDDEN_DIMS = 24576
@@ -27,6 +33,9 @@ class C4Spmd22BAdamMaxText(Corpus, PaxLm):
     ICI_MESH_SHAPE = [1, 4, 2]
     SUMMARY_INTERVAL_STEPS = 10
     CHECKPOINT_EVERY_N_STEPS = 1000
+
+    unused_fields = ("DECAYED_WEIGHTS",)
+    reduced_fields: ClassVar[Mapping[str, Any]] = REDUCED_TEXT
 
 
 class C4Spmd22BAdam1xv4_128(C4Spmd22BAdamMaxText):  # noqa: N801 - the name in Pax

@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from layerkit.config import Config
-from layerkit_experiments.recipes.corpora import Corpus
 from layerkit_experiments.recipes.experts import MixtureOfExperts, add_experts
-from layerkit_experiments.recipes.language_model import LmExperiment, decoder
+from layerkit_experiments.recipes.language_model import REDUCED_TEXT, LmExperiment, decoder
 from layerkit_experiments.recipes.latent_attention import use_latent_attention
 from layerkit_experiments.recipes.meshes import Pipelined
 
 
-class Jaxformer1B(MixtureOfExperts, Pipelined, Corpus, LmExperiment):
+class Jaxformer1B(MixtureOfExperts, Pipelined, LmExperiment):
     """Latent attention, 8 + 2 experts, noisy top-2, in a pipeline on 32 chips (v4:2x4x4)."""
 
     LATENT_DIMS: int = 64
@@ -61,6 +60,7 @@ class Jaxformer1B(MixtureOfExperts, Pipelined, Corpus, LmExperiment):
     DECODE_INTERVAL_STEPS = 1000
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {
+        **REDUCED_TEXT,
         "LATENT_DIMS": 16,
         "QUERY_LATENT_DIMS": None,
         "PLAIN_DIMS_PER_HEAD": 8,

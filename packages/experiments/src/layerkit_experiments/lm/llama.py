@@ -11,18 +11,21 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from layerkit.config import Config
-from layerkit_experiments.recipes.corpora import Corpus
 from layerkit_experiments.recipes.fine_tuning import (
     add_adapters,
     folder_tokenizer,
     train_adapters,
     weights_of,
 )
-from layerkit_experiments.recipes.language_model import LmExperiment, untied_decoder
+from layerkit_experiments.recipes.language_model import (
+    REDUCED_TEXT,
+    LmExperiment,
+    untied_decoder,
+)
 from layerkit_experiments.recipes.local_files import LocalFiles
 
 
-class Llama2(Corpus, LmExperiment, abstract=True):
+class Llama2(LmExperiment, abstract=True):
     """Rotary decoder with RMS norms, SwiGLU and an untied embedding; 2T tokens of C4, 4M a step."""
 
     NORM = "rms_norm"
@@ -43,6 +46,7 @@ class Llama2(Corpus, LmExperiment, abstract=True):
     WARMUP_STEPS = 2000
     MAX_STEPS = 500_000
 
+    reduced_fields: ClassVar[Mapping[str, Any]] = REDUCED_TEXT
     model = untied_decoder
 
 

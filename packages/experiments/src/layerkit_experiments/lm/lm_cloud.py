@@ -45,22 +45,22 @@ class LmCloudSpmd2B(LmCloudSpmd):
     ICI_MESH_SHAPE = [1, 4, 1]
 
 
-class LmCloudSpmd2BLimitSteps(LmCloudSpmd2B):
+class LmCloudSpmd2BLimitSteps(LmCloudSpmd):
     """The 2B model for 300 steps."""
 
     tags = ("speed_test",)
 
+    NUM_LAYERS = 18
+    MODEL_DIMS = 3072
+    HIDDEN_DIMS = 12288
+    NUM_HEADS = 24
+    PERCORE_BATCH_SIZE = 8.0
+    ICI_MESH_SHAPE = [1, 4, 1]
     MAX_STEPS = 300
     SUMMARY_INTERVAL_STEPS = 100
 
 
-class LmCloudSpmdLarge(LmCloudSpmd, abstract=True):
-    """Base of the models of more than 30 billion weights."""
-
-    shards_features = True
-
-
-class LmCloudSpmd32B(LmCloudSpmdLarge):
+class LmCloudSpmd32B(LmCloudSpmd):
     """32 billion weights on 64 chips (v4:4x4x4)."""
 
     NUM_LAYERS = 40
@@ -69,9 +69,10 @@ class LmCloudSpmd32B(LmCloudSpmdLarge):
     PERCORE_BATCH_SIZE = 8.0
     CHECKPOINT_POLICY = "attention_out"
     ICI_MESH_SHAPE = [1, 16, 4]
+    shards_features = True
 
 
-class LmCloudSpmd64B(LmCloudSpmdLarge):
+class LmCloudSpmd64B(LmCloudSpmd):
     """64 billion weights on 128 chips (v4:4x4x8)."""
 
     NUM_LAYERS = 51
@@ -80,9 +81,10 @@ class LmCloudSpmd64B(LmCloudSpmdLarge):
     PERCORE_BATCH_SIZE = 4.0
     CHECKPOINT_POLICY = "attention_out"
     ICI_MESH_SHAPE = [1, 16, 8]
+    shards_features = True
 
 
-class LmCloudSpmd128B(LmCloudSpmdLarge):
+class LmCloudSpmd128B(LmCloudSpmd):
     """129 billion weights on 256 chips (v4:4x8x8)."""
 
     NUM_LAYERS = 71
@@ -90,9 +92,10 @@ class LmCloudSpmd128B(LmCloudSpmdLarge):
     NUM_HEADS = 96
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [1, 64, 4]
+    shards_features = True
 
 
-class LmCloudSpmd256B(LmCloudSpmdLarge):
+class LmCloudSpmd256B(LmCloudSpmd):
     """258 billion weights on 512 chips (v4:8x8x8)."""
 
     NUM_LAYERS = 80
@@ -100,9 +103,10 @@ class LmCloudSpmd256B(LmCloudSpmdLarge):
     NUM_HEADS = 128
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [1, 64, 8]
+    shards_features = True
 
 
-class LmCloudSpmd512B(LmCloudSpmdLarge):
+class LmCloudSpmd512B(LmCloudSpmd):
     """514 billion weights on 1024 chips (v4:8x8x16)."""
 
     NUM_LAYERS = 102
@@ -110,9 +114,10 @@ class LmCloudSpmd512B(LmCloudSpmdLarge):
     NUM_HEADS = 160
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [1, 64, 16]
+    shards_features = True
 
 
-class LmCloudSpmd1024B(LmCloudSpmdLarge):
+class LmCloudSpmd1024B(LmCloudSpmd):
     """1.03 trillion weights on 2048 chips (v4:8x16x16)."""
 
     NUM_LAYERS = 142
@@ -120,38 +125,39 @@ class LmCloudSpmd1024B(LmCloudSpmdLarge):
     NUM_HEADS = 192
     PERCORE_BATCH_SIZE = 2.0
     ICI_MESH_SHAPE = [1, 256, 8]
+    shards_features = True
 
 
-class LmCloudSpmdMultislice2B(LmCloudSpmd2B):
+class LmCloudSpmdMultislice2B(LmCloudSpmd):
     """The 2B model, data parallel over two slices of 4 chips (v4:2x2x1*2)."""
 
     tags = ("multislice",)
 
+    NUM_LAYERS = 18
+    MODEL_DIMS = 3072
+    HIDDEN_DIMS = 12288
+    NUM_HEADS = 24
     PERCORE_BATCH_SIZE = 16.0
+    ICI_MESH_SHAPE = [1, 4, 1]
     DCN_MESH_SHAPE = [2, 1, 1]
 
 
-class LmCloudSpmdPipeline(Pipelined, PaxLm, abstract=True):
-    """Base of the pipelined experiments on synthetic data."""
-
-    LEARNING_RATE = 2.5e-4
-    DIMS_PER_HEAD = 128
-
-
-class LmCloudSpmdPipeline9B(LmCloudSpmdPipeline):
+class LmCloudSpmdPipeline9B(Pipelined, PaxLm):
     """9.8 billion weights in 16 pipeline stages of 4 chips (v4:4x4x4)."""
 
     NUM_LAYERS = 48
     MODEL_DIMS = 4096
     NUM_HEADS = 32
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 8.0
     NUM_STAGES = 16
     MICROBATCH_SIZE = 4
     FPROP_DTYPE = "float32"
+    LEARNING_RATE = 2.5e-4
     ICI_MESH_SHAPE = [16, 4, 1, 1]
 
 
-class LmCloudSpmdPipeline175B(LmCloudSpmdPipeline):
+class LmCloudSpmdPipeline175B(Pipelined, PaxLm):
     """174 billion weights in 8 pipeline stages of one node of 16 GPUs each (a100x128)."""
 
     tags = ("multislice",)
@@ -159,15 +165,17 @@ class LmCloudSpmdPipeline175B(LmCloudSpmdPipeline):
     NUM_LAYERS = 96
     MODEL_DIMS = 12_288
     NUM_HEADS = 96
+    DIMS_PER_HEAD = 128
     MAX_SEQ_LEN = 2048
     PERCORE_BATCH_SIZE = 0.75
     NUM_STAGES = 8
     MICROBATCH_SIZE = 2
+    LEARNING_RATE = 2.5e-4
     ICI_MESH_SHAPE = [1, 1, 1, 16]
     DCN_MESH_SHAPE = [8, 1, 1, 1]
 
 
-class LmCloudSpmdPipelineMultislice2B(LmCloudSpmdPipeline):
+class LmCloudSpmdPipelineMultislice2B(Pipelined, PaxLm):
     """The 2B model in two pipeline stages, a slice of 4 chips each (v4:2x2x1*2)."""
 
     tags = ("multislice",)
@@ -175,14 +183,16 @@ class LmCloudSpmdPipelineMultislice2B(LmCloudSpmdPipeline):
     NUM_LAYERS = 18
     MODEL_DIMS = 3072
     NUM_HEADS = 24
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 16.0
     NUM_STAGES = 2
     MICROBATCH_SIZE = 4
+    LEARNING_RATE = 2.5e-4
     ICI_MESH_SHAPE = [1, 4, 1, 1]
     DCN_MESH_SHAPE = [2, 1, 1, 1]
 
 
-class LmCloudSpmdPipelineMultislice2BCircular(LmCloudSpmdPipeline):
+class LmCloudSpmdPipelineMultislice2BCircular(Pipelined, PaxLm):
     """The pipelined 2B model, three rounds of a microbatch through both slices (v4:2x2x1*2)."""
 
     tags = ("multislice",)
@@ -190,10 +200,12 @@ class LmCloudSpmdPipelineMultislice2BCircular(LmCloudSpmdPipeline):
     NUM_LAYERS = 18
     MODEL_DIMS = 3072
     NUM_HEADS = 24
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 16.0
     NUM_STAGES = 2
     MICROBATCH_SIZE = 8
     CIRCULAR_REPEAT = 3
+    LEARNING_RATE = 2.5e-4
     ICI_MESH_SHAPE = [1, 4, 1, 1]
     DCN_MESH_SHAPE = [2, 1, 1, 1]
 
@@ -218,7 +230,10 @@ class LmCloudTransformerAdam(PaxLm):
     CHECKPOINT_POLICY = "none"
     USE_REPEATED_LAYER = False
 
-    unused_fields = ("ICI_MESH_SHAPE", "DCN_MESH_SHAPE", "SEQUENCE_PARALLEL")
+    unused_fields = (
+        *PaxLm.unused_fields,
+        *("ICI_MESH_SHAPE", "DCN_MESH_SHAPE", "SEQUENCE_PARALLEL"),
+    )
 
     partitioner = pmap
 

@@ -12,19 +12,24 @@ from typing import Any, ClassVar
 
 from layerkit.config import Config
 from layerkit.layers import RelativeBias
-from layerkit_experiments.recipes.corpora import Corpus, synthetic_tokens
 from layerkit_experiments.recipes.experts import (
     MixtureOfExperts,
     add_experts,
     gshard_decoder,
     gshard_mixture,
 )
-from layerkit_experiments.recipes.language_model import LmExperiment, decoder
+from layerkit_experiments.recipes.language_model import (
+    REDUCED_TEXT,
+    TEXT_FIELDS,
+    DataFormat,
+    LmExperiment,
+    decoder,
+)
 from layerkit_experiments.recipes.meshes import EXPERT_AXES
 from layerkit_experiments.recipes.optimizers import adafactor_sqrt, capped_cosine
 
 
-class Glam(MixtureOfExperts, Corpus, LmExperiment, abstract=True):
+class Glam(MixtureOfExperts, LmExperiment, abstract=True):
     """Common values of the family: 64 experts, of which each token uses two."""
 
     CONSTANT_STEPS: int = 10_000
@@ -55,7 +60,7 @@ class Glam(MixtureOfExperts, Corpus, LmExperiment, abstract=True):
         *("ADAM_BETA1", "ADAM_BETA2", "ADAM_EPSILON", "WEIGHT_DECAY", "DECAYED_WEIGHTS"),
         *("WARMUP_STEPS", "DECAY_START", "DECAY_END", "MIN_LEARNING_RATE_RATIO"),
     )
-    reduced_fields: ClassVar[Mapping[str, Any]] = {"LEARNING_RATE": 0.03}
+    reduced_fields: ClassVar[Mapping[str, Any]] = {**REDUCED_TEXT, "LEARNING_RATE": 0.03}
     learner = adafactor_sqrt
     mesh_axes = EXPERT_AXES
 
@@ -103,12 +108,14 @@ class Glam64B64E(Glam):
     ICI_MESH_SHAPE = [1, 16, 8, 8]
 
 
-class PraxisExperts(MixtureOfExperts, LmExperiment, abstract=True):
+class PraxisExperts(LmExperiment, abstract=True):
     """Praxis' decoder of Grok-1: eight experts in each layer, rotary positions, grouped queries.
 
     The released Grok-1 also caps the logits of attention at 30, scales embeddings and logits, and
     normalizes the outputs of its blocks.
     """
+
+    tags: ClassVar[tuple[str, ...]] = ("moe",)
 
     NUM_GROUPS: int | None = None
     """Groups of a batch, each with slots of its own; None for one per row."""
@@ -117,6 +124,16 @@ class PraxisExperts(MixtureOfExperts, LmExperiment, abstract=True):
     USE_FP8: bool = False
     """Pax's name of `QUANTIZATION="fp8_delayed"`."""
     UPDATE_RMS_CAP: float | None = 1.0
+    # The fields of MixtureOfExperts.
+    NUM_EXPERTS: int = 8
+    NUM_EXPERTS_PER_TOKEN: int = 2
+    NUM_SHARED_EXPERTS: int = 0
+    EXPERT_PERIOD: int = 1
+    CAPACITY_FACTOR: float | None = 2.0
+    USE_GATED_EXPERTS: bool = True
+    ROUTER_NOISE: bool = False
+    LOAD_BALANCE_WEIGHT: float = 0.01
+    ROUTER_Z_WEIGHT: float = 0.0
 
     NUM_HEADS = 48
     NUM_KV_HEADS: int | None = 8
@@ -130,13 +147,13 @@ class PraxisExperts(MixtureOfExperts, LmExperiment, abstract=True):
     POSITIONS = "rotary"
     ATTENTION_BIAS = True
     INIT_STD = 0.023
-    NUM_EXPERTS = 8
-    CAPACITY_FACTOR = 2.0
-    USE_GATED_EXPERTS = True
     FPROP_DTYPE = "bfloat16"
     # Praxis names the policy SAVE_QKV_OUT_PROJ, and saves projections only where they are combined.
     CHECKPOINT_POLICY = "attention_out"
 
+    DATA_FORMAT: DataFormat = "synthetic"
+    EVAL_NUM_BATCHES: int | None = 1
+    EOS_ID = None
     LEARNING_RATE = 6e-4
     WEIGHT_DECAY = 1e-3
     WARMUP_STEPS = 0
@@ -146,9 +163,10 @@ class PraxisExperts(MixtureOfExperts, LmExperiment, abstract=True):
     SUMMARY_INTERVAL_STEPS: int | None = 100
     CHECKPOINT_EVERY_N_STEPS = 100_000
 
-    unused_fields = ("DECAYED_WEIGHTS",)
+    unused_fields: ClassVar[tuple[str, ...]] = ("DECAYED_WEIGHTS", *TEXT_FIELDS)
     reduced_fields: ClassVar[Mapping[str, Any]] = {
         "NUM_GROUPS": None,
+        "NUM_EXPERTS": 4,
         "DECAY_START": 6,
         "DECAY_END": 200,
         "MAX_SEQ_LEN": 64,
@@ -156,13 +174,8 @@ class PraxisExperts(MixtureOfExperts, LmExperiment, abstract=True):
     }
     learner = capped_cosine
     mesh_axes = EXPERT_AXES
-    datasets = synthetic_tokens
 
     def model(self) -> Config:
         """Return the config of the LanguageModel."""
         model = gshard_decoder(self)
         return add_experts(self, model, gshard_mixture(self, model))
-
-    def data_summary(self) -> str:
-        """Return a short description of the training data."""
-        return "synthetic tokens"

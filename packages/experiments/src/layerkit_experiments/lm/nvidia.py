@@ -13,14 +13,13 @@ from layerkit.base.weights import WeightInit
 from layerkit.config import Config
 from layerkit_experiments.lm.moe import PraxisExperts
 from layerkit_experiments.lm.pax import PaxLm
-from layerkit_experiments.recipes.corpora import synthetic_tokens
 from layerkit_experiments.recipes.experts import (
     MixtureOfExperts,
     add_experts,
     gshard_mixture,
     praxis_glam,
 )
-from layerkit_experiments.recipes.language_model import LmExperiment, decoder
+from layerkit_experiments.recipes.language_model import TEXT_FIELDS, LmExperiment, decoder
 from layerkit_experiments.recipes.meshes import EXPERT_AXES, Pipelined
 from layerkit_experiments.recipes.optimizers import capped_cosine
 
@@ -54,7 +53,11 @@ class NvidiaLm(LmExperiment, abstract=True):
     COMBINE_QKV = True
     FPROP_DTYPE = "bfloat16"
     CHECKPOINT_POLICY = "full"
+    DIMS_PER_HEAD = 128
     VOCAB_SIZE = 51_200
+    DATA_FORMAT = "synthetic"
+    EVAL_NUM_BATCHES = 1
+    EOS_ID = None
     MAX_SEQ_LEN = 2048
     MAX_POSITIONS: int | None = 2048
 
@@ -66,39 +69,17 @@ class NvidiaLm(LmExperiment, abstract=True):
     MAX_STEPS = 500_000
     CHECKPOINT_EVERY_N_STEPS = 100_000
 
-    unused_fields = ("DECAYED_WEIGHTS",)
+    unused_fields = ("DECAYED_WEIGHTS", *TEXT_FIELDS)
     reduced_fields: ClassVar[Mapping[str, Any]] = {
         "DECAY_START": 6,
         "DECAY_END": 200,
+        "PERCORE_BATCH_SIZE": 4.0,
         "MAX_SEQ_LEN": 64,
         "VOCAB_SIZE": 64,
     }
 
     model = capped_decoder
     learner = capped_cosine
-    datasets = synthetic_tokens
-
-    def data_summary(self) -> str:
-        """Return a short description of the training data."""
-        return "synthetic tokens"
-
-
-class NvidiaPipeline(Pipelined, NvidiaLm, abstract=True):
-    """Base of the models in pipeline stages, with the sizes of 5 billion weights."""
-
-    NUM_LAYERS = 24
-    MODEL_DIMS = 4096
-    HIDDEN_DIMS = 16_384
-    NUM_HEADS = 32
-    DIMS_PER_HEAD = 128
-    PERCORE_BATCH_SIZE = 1.0
-    NUM_STAGES = 4
-    MICROBATCH_SIZE = 2
-    ICI_MESH_SHAPE = [4, 2, 1, 2]
-
-    reduced_fields: ClassVar[Mapping[str, Any]] = {"PERCORE_BATCH_SIZE": 4.0}
-
-    shards_features = True
 
 
 class NVIDIA1_3B(NvidiaLm):  # noqa: N801 - the names in Pax
@@ -132,11 +113,8 @@ class NVIDIA10B(NvidiaLm):
     MODEL_DIMS = 5120
     HIDDEN_DIMS = 20_480
     NUM_HEADS = 40
-    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 0.25
     ICI_MESH_SHAPE = [2, 1, 8]
-
-    reduced_fields: ClassVar[Mapping[str, Any]] = {"PERCORE_BATCH_SIZE": 4.0}
 
 
 class NVIDIA175B_FSDP(NvidiaLm):  # noqa: N801
@@ -148,7 +126,6 @@ class NVIDIA175B_FSDP(NvidiaLm):  # noqa: N801
     MODEL_DIMS = 12_288
     HIDDEN_DIMS = 49_152
     NUM_HEADS = 96
-    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 1.0
     ICI_MESH_SHAPE = [1, 16, 1]
     DCN_MESH_SHAPE = [1, 8, 1]
@@ -164,7 +141,6 @@ class Llama33BProxy(NvidiaLm):
     MODEL_DIMS = 6656
     HIDDEN_DIMS = 17_920
     NUM_HEADS = 52
-    DIMS_PER_HEAD = 128
     VOCAB_SIZE = 32_000
     PERCORE_BATCH_SIZE = 1.0
     ICI_MESH_SHAPE = [1, 16, 1]
@@ -183,7 +159,6 @@ class MoELarge(MixtureOfExperts, NvidiaLm):
     MODEL_DIMS = 4096
     HIDDEN_DIMS = 16_384
     NUM_HEADS = 32
-    DIMS_PER_HEAD = 128
     NUM_EXPERTS = 16
     CAPACITY_FACTOR = 2.0
     LOAD_BALANCE_WEIGHT = 1.0
@@ -210,7 +185,7 @@ class GLaM64B64EProxy(PraxisExperts):
     NUM_KV_HEADS = None
     VOCAB_SIZE = 51_200
     MAX_SEQ_LEN = 2048
-    POSITIONS = "none"
+    POSITIONS = "none"  # type: ignore[assignment]  # mypy narrows the field to "rotary"
     ATTENTION_BIAS = False
     NUM_EXPERTS = 64
     EXPERT_PERIOD = 2
@@ -306,11 +281,21 @@ class Grok_Proxy_PP(Pipelined, PraxisExperts):  # noqa: N801
     mesh_axes = EXPERT_AXES
 
 
-class NVIDIA5B(NvidiaPipeline):
+class NVIDIA5B(Pipelined, NvidiaLm):
     """5 billion weights in four stages on 16 GPUs (a100x16)."""
 
+    NUM_LAYERS = 24
+    MODEL_DIMS = 4096
+    HIDDEN_DIMS = 16_384
+    NUM_HEADS = 32
+    PERCORE_BATCH_SIZE = 1.0
+    NUM_STAGES = 4
+    MICROBATCH_SIZE = 2
+    ICI_MESH_SHAPE = [4, 2, 1, 2]
+    shards_features = True
 
-class NVIDIA40BProxy(NvidiaPipeline):
+
+class NVIDIA40BProxy(Pipelined, NvidiaLm):
     """12 layers of a 40B model in two stages on 16 GPUs (a100x16)."""
 
     tags = ("speed_test",)
@@ -323,9 +308,10 @@ class NVIDIA40BProxy(NvidiaPipeline):
     NUM_STAGES = 2
     MICROBATCH_SIZE = 4
     ICI_MESH_SHAPE = [2, 2, 1, 4]
+    shards_features = True
 
 
-class NVIDIA70BProxy(NvidiaPipeline):
+class NVIDIA70BProxy(Pipelined, NvidiaLm):
     """20 layers of a 70B model in two stages on 16 GPUs (a100x16)."""
 
     tags = ("speed_test",)
@@ -338,9 +324,10 @@ class NVIDIA70BProxy(NvidiaPipeline):
     NUM_STAGES = 2
     MICROBATCH_SIZE = 4
     ICI_MESH_SHAPE = [2, 2, 1, 4]
+    shards_features = True
 
 
-class NVIDIA116BProxy(NvidiaPipeline):
+class NVIDIA116BProxy(Pipelined, NvidiaLm):
     """16 layers of a 116B model in four stages on 16 GPUs (a100x16)."""
 
     tags = ("speed_test",)
@@ -350,23 +337,29 @@ class NVIDIA116BProxy(NvidiaPipeline):
     HIDDEN_DIMS = 49_152
     NUM_HEADS = 96
     PERCORE_BATCH_SIZE = 6.0
+    NUM_STAGES = 4
+    MICROBATCH_SIZE = 2
     ICI_MESH_SHAPE = [4, 1, 1, 4]
+    shards_features = True
 
 
-class NVIDIA175BProxy(NvidiaPipeline):
+class NVIDIA175BProxy(Pipelined, NvidiaLm):
     """24 layers of GPT-3 175B in four stages on 16 GPUs (a100x16)."""
 
     tags = ("speed_test",)
 
+    NUM_LAYERS = 24
     MODEL_DIMS = 12_288
     HIDDEN_DIMS = 49_152
     NUM_HEADS = 96
     PERCORE_BATCH_SIZE = 6.0
+    NUM_STAGES = 4
     MICROBATCH_SIZE = 1
     ICI_MESH_SHAPE = [4, 1, 1, 4]
+    shards_features = True
 
 
-class NVIDIA175B(NvidiaPipeline):
+class NVIDIA175B(Pipelined, NvidiaLm):
     """GPT-3 175B in six stages of one node, on 96 GPUs (a100x96)."""
 
     tags = ("multislice",)
@@ -381,15 +374,21 @@ class NVIDIA175B(NvidiaPipeline):
     ICI_MESH_SHAPE = [1, 1, 1, 16]
     DCN_MESH_SHAPE = [6, 1, 1, 1]
     USE_ADAFACTOR = True
+    shards_features = True
 
 
-class TestSmallConfig(NvidiaPipeline):
+class TestSmallConfig(Pipelined, NvidiaLm):
     """16 layers in two stages on 16 GPUs (a100x16), to test an installation."""
 
     NUM_LAYERS = 16
+    MODEL_DIMS = 4096
+    HIDDEN_DIMS = 16_384
+    NUM_HEADS = 32
     PERCORE_BATCH_SIZE = 2.0
     NUM_STAGES = 2
+    MICROBATCH_SIZE = 2
     ICI_MESH_SHAPE = [2, 2, 1, 4]
+    shards_features = True
 
 
 class NVIDIA_CIRCULAR_REPEAT(Pipelined, PaxLm):  # noqa: N801
@@ -441,7 +440,6 @@ class Llama2_7B(NvidiaLm):  # noqa: N801
     MODEL_DIMS = 4096
     HIDDEN_DIMS = 11_008
     NUM_HEADS = 32
-    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 1.0
     ICI_MESH_SHAPE = [1, 16, 1]
 

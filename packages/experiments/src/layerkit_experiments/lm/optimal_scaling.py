@@ -6,13 +6,15 @@ rows without a tensor axis need the memory of v5p.
 
 from __future__ import annotations
 
-from layerkit_experiments.lm.lm_cloud import LmCloudSpmd
+from layerkit_experiments.lm.pax import PaxLm
 
 
-class OptimalScaling(LmCloudSpmd, abstract=True):
+class OptimalScaling(PaxLm, abstract=True):
     """Base of the decoders, which keep the outputs of projections for the backward pass."""
 
     CHECKPOINT_POLICY = "dots_no_batch"
+    DIMS_PER_HEAD = 128
+    LEARNING_RATE = 2.5e-4
 
     shards_features = True
 

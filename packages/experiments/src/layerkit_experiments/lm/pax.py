@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from layerkit_experiments.recipes.corpora import synthetic_tokens
-from layerkit_experiments.recipes.language_model import LmExperiment
+from layerkit_experiments.recipes.language_model import TEXT_FIELDS, DataFormat, LmExperiment
 from layerkit_experiments.recipes.optimizers import adam_exponential
 
 
@@ -28,6 +27,9 @@ class PaxLm(LmExperiment, abstract=True):
     COMBINE_QKV = True
     FPROP_DTYPE = "bfloat16"
     CHECKPOINT_POLICY = "full"
+    DATA_FORMAT: DataFormat = "synthetic"
+    EVAL_NUM_BATCHES: int | None = 1
+    EOS_ID: int | None = None
 
     ADAM_BETA2 = 0.99
     ADAM_EPSILON = 1e-6
@@ -38,7 +40,7 @@ class PaxLm(LmExperiment, abstract=True):
     DECAY_START = 4001
     DECAY_END = 300_000
 
-    unused_fields: ClassVar[tuple[str, ...]] = ("DECAYED_WEIGHTS",)
+    unused_fields: ClassVar[tuple[str, ...]] = ("DECAYED_WEIGHTS", *TEXT_FIELDS)
     reduced_fields: ClassVar[Mapping[str, Any]] = {
         "DECAY_START": 6,
         "DECAY_END": 200,
@@ -47,8 +49,3 @@ class PaxLm(LmExperiment, abstract=True):
     }
 
     learner = adam_exponential
-    datasets = synthetic_tokens
-
-    def data_summary(self) -> str:
-        """Return a short description of the training data."""
-        return "synthetic tokens"

@@ -12,13 +12,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from layerkit.config import Config
-from layerkit_experiments.recipes.corpora import Corpus
-from layerkit_experiments.recipes.lambada import lambada
-from layerkit_experiments.recipes.language_model import LmExperiment
+from layerkit_experiments.recipes.lambada import lambada, lambada_readers
+from layerkit_experiments.recipes.language_model import REDUCED_TEXT, LmExperiment
 from layerkit_runner.step.task_metrics import Mean
 
 
-class Gpt126M(Corpus, LmExperiment, abstract=True):
+class Gpt126M(LmExperiment, abstract=True):
     """GPT-3 Small (Brown et al., 2020, arXiv:2005.14165) with unrolled layers, on The Pile."""
 
     USE_FP8: bool = False
@@ -48,6 +47,7 @@ class Gpt126M(Corpus, LmExperiment, abstract=True):
     MAX_STEPS = 600_000
 
     tfds_name = "the_pile:1.0.0"
+    reduced_fields: ClassVar[Mapping[str, Any]] = REDUCED_TEXT
 
 
 class Pile126M(Gpt126M):
@@ -156,6 +156,7 @@ class Lambada126M(Gpt126M):
     unused_fields = ("PROMPTS_PER_DEVICE", "PROMPT_LENGTH")
     reduced_fields: ClassVar[Mapping[str, Any]] = {"DATA_FORMAT": "seqio", "TARGET_LENGTH": 16}
 
+    readers = lambada_readers
     datasets = lambada
 
     def task(self) -> Config:

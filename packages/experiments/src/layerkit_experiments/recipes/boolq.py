@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,12 +14,7 @@ from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit.models import LanguageModel
 from layerkit_experiments.recipes import seqio_tasks
-from layerkit_experiments.recipes.corpora import (
-    TEXT_READERS,
-    answer_lengths,
-    published_text,
-    text_task,
-)
+from layerkit_experiments.recipes.corpora import TEXT_READERS, Reader, answer_lengths, text_task
 from layerkit_inputs import SeqIOInput
 
 
@@ -81,17 +77,6 @@ def report_choice_accuracy(model: Config) -> Config:
     return ChoiceLanguageModel.HParams.config(**{name: getattr(model, name) for name in fields})
 
 
-def boolq(fields: Any) -> list[Config]:
-    """Return configs of questions of SuperGLUE, each in a row of its own.
-
-    Args:
-      fields: Experiment with the fields of `Corpus`, TARGET_LENGTH and BOS_ID. The loss is on the
-        answer alone. Token records have no answers and are not supported.
-    """
-    readers = {name: read for name, read in TEXT_READERS.items() if name != "grain"}
-    return published_text(fields, readers | {"seqio": _questions})
-
-
 def _questions(fields: Any, *, is_training: bool, **options: Any) -> Config:
     return AnswersInput.HParams.config(
         mixture_or_task=text_task(fields, seqio_tasks.yes_no_task),
@@ -104,3 +89,14 @@ def _questions(fields: Any, *, is_training: bool, **options: Any) -> Config:
         is_training=is_training,
         **options,
     )
+
+
+def boolq_readers(_: Any) -> Mapping[str, Reader]:
+    """Return the readers of questions of SuperGLUE, each in a row of its own.
+
+    The experiment has TARGET_LENGTH and BOS_ID. The loss is on the answer alone. Token records have
+    no answers and are not supported.
+    """
+    readers = {**TEXT_READERS, "seqio": _questions}
+    del readers["grain"]
+    return readers

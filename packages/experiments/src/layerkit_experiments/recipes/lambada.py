@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from layerkit.config import Config, Partial
 from layerkit_experiments.recipes import seqio_tasks
 from layerkit_experiments.recipes.corpora import (
+    Reader,
     answer_lengths,
     grain_folder,
-    read,
     text_task,
     vocab_path_of,
 )
@@ -18,15 +19,12 @@ from layerkit_inputs import GrainMapInput, SeqIOInput
 
 
 def lambada(fields: Any) -> list[Config]:
-    """Return the config of an input of LAMBADA, for an experiment with TARGET_LENGTH.
+    """Return the config of an input of LAMBADA by `lambada_readers`.
 
     It has no training data: evaluate a model with `--mode=eval_once` or `--mode=eval`.
     """
-    readers = {"seqio": _last_words, "grain": _last_words_of_json}
     num_batches = fields.EVAL_NUM_BATCHES
-    return [
-        read(fields, readers, name="lambada", is_training=False, eval_loop_num_batches=num_batches)
-    ]
+    return [fields.read(name="lambada", is_training=False, eval_loop_num_batches=num_batches)]
 
 
 def _last_words(fields: Any, **options: Any) -> Config:
@@ -50,3 +48,8 @@ def _last_words_of_json(fields: Any, **options: Any) -> Config:
         vocab_size=fields.VOCAB_SIZE,
     )
     return GrainMapInput.HParams.config(dataset=rows, **options)
+
+
+def lambada_readers(_: Any) -> Mapping[str, Reader]:
+    """Return the readers of LAMBADA, for an experiment with TARGET_LENGTH."""
+    return {"seqio": _last_words, "grain": _last_words_of_json}

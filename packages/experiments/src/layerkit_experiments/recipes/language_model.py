@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
 from layerkit import layers
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import WeightInit
-from layerkit.config import Config
+from layerkit.config import Config, field_names
 from layerkit.config.checks import check_sizes
 from layerkit.decoding import SampleDecoder
 from layerkit.errors import ConfigError
@@ -29,40 +29,39 @@ from layerkit.layers import (
 )
 from layerkit.models import LanguageModel, TransformerLm
 from layerkit.ops.attention.backends import BackendName
-from layerkit_experiments.recipes.training import (
-    adamw_cosine,
-    schedule_notes,
-    spmd,
-    train_config,
-)
-from layerkit_runner.config.experiment import BaseExperiment
+from layerkit_experiments.recipes.training import TrainedExperiment, train_config
 from layerkit_runner.step.task import SingleTask
 
+TFDS_DATA_DIR_UNSET = "data are read from ~/tensorflow_datasets; set --tfds_data_dir=…"
+"""Note of `runner launch` if neither the field TFDS_DATA_DIR nor the variable is set."""
+DataFormat = Literal["seqio", "grain", "local_text", "synthetic"]
+TEXT_FIELDS = (
+    *("DATA_FORMAT", "TFDS_DATA_DIR", "GRAIN_DATA_DIR", "VOCAB_PATH", "PACKED_INPUT"),
+    "EVAL_NUM_BATCHES",
+)
+"""Fields of published text, for `unused_fields` of a class with other data."""
+REDUCED_TEXT: Mapping[str, Any] = {
+    "DATA_FORMAT": "local_text",
+    "VOCAB_SIZE": 259,
+    "PERCORE_BATCH_SIZE": 8.0,
+    "MAX_SEQ_LEN": 64,
+}
+"""Values of `reduced_fields` of a class that reads published text."""
 
-class LmExperiment(BaseExperiment, abstract=True):
-    """Base class: a decoder, trained by AdamW with a cosine on a mesh; a subclass has the data.
 
-    A subclass composes another model, optimizer or mesh by another recipe, such as `learner =
+class LmExperiment(TrainedExperiment, abstract=True):
+    """Base class: a decoder, trained by AdamW with a cosine on a mesh, on published text.
+
+    A subclass composes another model, optimizer, mesh or data by another recipe, such as `learner =
     adamw_linear`, and lists the fields that this one does not read in `unused_fields`.
     """
 
     tags: ClassVar[tuple[str, ...]] = ("lm",)
-    mesh_axes: ClassVar[tuple[str, ...]] = ("data", "fsdp", "tensor")
-    """Names of the mesh axes, in the order of ICI_MESH_SHAPE."""
-    shards_features: ClassVar[bool] = False
-    """True to shard the activations between layers over tensor; see `recipes.meshes.spmd`."""
-
-    # Training.
-    MAX_STEPS: int = 300_000
-    SUMMARY_INTERVAL_STEPS: int | None = None
-    """Steps between two reports of metrics; None for 100, or a hundredth of a shorter run."""
-    EVAL_INTERVAL_STEPS: int | None = 100
-    DECODE_INTERVAL_STEPS: int | None = None
-    CHECKPOINT_EVERY_N_STEPS: int = 5000
-    CHECKPOINT_MAX_TO_KEEP: int | None = 10
-    CHECKPOINT_KEEP_INTERVAL_HOURS: float | None = None
-    """Hours per checkpoint that is kept permanently besides the newest; None keeps no others."""
-    SEED: int = 1234
+    tfds_name: ClassVar[str] = "c4/en:3.0.1"
+    """Name, configuration and version of the TFDS data set; by default the English C4 (Raffel et
+    al., 2020, arXiv:1910.10683)."""
+    eval_split: ClassVar[str] = "validation"
+    """TFDS name of the held-out split."""
 
     # Model.
     NUM_LAYERS: int = 2
@@ -129,9 +128,23 @@ class LmExperiment(BaseExperiment, abstract=True):
     `nvfp4` (Blackwell), `int8` (TPUs); None for FPROP_DTYPE. See docs/quantization.md."""
     MAX_DECODE_STEPS: int = 64
     TEMPERATURE: float = 1.0
-    EOS_ID: int | None = None
+    EOS_ID: int | None = 1
 
     # Data.
+    DATA_FORMAT: DataFormat = "seqio"
+    """`seqio`: TFDS folders; `grain`: token records, without TensorFlow; `local_text`: Python's
+    source code as bytes; `synthetic`: synthetic tokens."""
+    TFDS_DATA_DIR: str | None = None
+    """Folder of TFDS data for `seqio`; None for the default of TensorFlow Datasets."""
+    GRAIN_DATA_DIR: str | None = None
+    """Folder of token records, or of LAMBADA's JSON lines, for `grain`."""
+    VOCAB_PATH: str | None = None
+    """A SentencePiece `.model`, or `bytes`; None for the environment variable VOCAB_PATH."""
+    PACKED_INPUT: bool = True
+    """Pack several documents into a training row; attention does not cross documents."""
+    EVAL_NUM_BATCHES: int | None = 8
+    """Number of batches of an evaluation, which continues where the last one ended; None reads the
+    whole held-out split."""
     PERCORE_BATCH_SIZE: float = 8.0
     """Rows per device; a fraction if several devices share a row."""
     PROMPTS_PER_DEVICE: float = 0.0
@@ -140,37 +153,7 @@ class LmExperiment(BaseExperiment, abstract=True):
     PROMPT_LENGTH: int = 64
     """Maximum number of ids of such a beginning."""
 
-    # Optimizer: AdamW, a linear warmup and a cosine.
-    LEARNING_RATE: float = 1e-3
-    ADAM_BETA1: float = 0.9
-    ADAM_BETA2: float = 0.95
-    ADAM_EPSILON: float = 1e-8
-    WEIGHT_DECAY: float = 0.1
-    DECAYED_WEIGHTS: Literal["matrices", "all"] = "matrices"
-    """`all` also decays scales and biases, as Pax does."""
-    CLIP_GRADIENT_NORM: float | None = 1.0
-    WARMUP_STEPS: int | float = 100
-    """Steps, or a fraction of MAX_STEPS below 1."""
-    DECAY_START: int | float | None = None
-    """Step, or fraction, at which the decay begins; None for the end of the warmup."""
-    DECAY_END: int | float | None = None
-    """Step, or fraction, at which the decay ends; None for MAX_STEPS."""
-    MIN_LEARNING_RATE_RATIO: float = 0.1
-
-    # Mesh.
-    SEQUENCE_PARALLEL: bool = False
-    """True to split norms and residuals by position over tensor."""
-    ICI_MESH_SHAPE: list[int] | None = None
-    """Sizes of the mesh axes within a slice, such as [data, fsdp, tensor]; None puts all devices on
-    data."""
-    DCN_MESH_SHAPE: list[int] | None = None
-    """Sizes of the mesh axes across slices; None for one slice."""
-
     reduced_fields: ClassVar[Mapping[str, Any]] = {
-        "MAX_STEPS": 200,
-        "SUMMARY_INTERVAL_STEPS": 10,
-        "EVAL_INTERVAL_STEPS": 100,
-        "CHECKPOINT_EVERY_N_STEPS": 100,
         "NUM_LAYERS": 2,
         "MAX_POSITIONS": None,
         "MODEL_DIMS": 64,
@@ -178,12 +161,6 @@ class LmExperiment(BaseExperiment, abstract=True):
         "NUM_HEADS": 4,
         "DIMS_PER_HEAD": 16,
         "FPROP_DTYPE": "float32",
-        "LEARNING_RATE": 3e-3,
-        "WARMUP_STEPS": 5,
-        "DECAY_START": None,
-        "DECAY_END": None,
-        "ICI_MESH_SHAPE": None,
-        "DCN_MESH_SHAPE": None,
     }
 
     def model(self) -> Config:
@@ -194,13 +171,32 @@ class LmExperiment(BaseExperiment, abstract=True):
         """Return the config of the stack of layers of the model."""
         return layer_stack(self)
 
-    def learner(self) -> Config:
-        """Return the config of the learner."""
-        return adamw_cosine(self)
+    def datasets(self) -> list[Config]:
+        """Return configs of the training and the held-out input."""
+        return [
+            self.read(name="train", is_training=True),
+            self.read(
+                name="heldout", is_training=False, eval_loop_num_batches=self.EVAL_NUM_BATCHES
+            ),
+        ]
 
-    def partitioner(self) -> Config:
-        """Return the config of the partitioner."""
-        return spmd(self)
+    def readers(self) -> Mapping[str, Callable[..., Config]]:
+        """Return functions by DATA_FORMAT; see `recipes.corpora`."""
+        # Imported here, since other data need none of it.
+        from layerkit_experiments.recipes.corpora import TEXT_READERS
+
+        return TEXT_READERS
+
+    def read(self, **options: Any) -> Config:
+        """Return the config of an input by the reader of DATA_FORMAT.
+
+        Raises:
+          ConfigError: The data set cannot be read in this format.
+        """
+        name, readers = self.DATA_FORMAT, self.readers()
+        if name not in readers:
+            raise ConfigError(field="DATA_FORMAT", value=name, choices=tuple(readers))
+        return readers[name](self, percore_batch_size=self.PERCORE_BATCH_SIZE, **options)
 
     def decode_datasets(self) -> list[Config]:
         """Return the config of prompts, the beginnings of held-out rows."""
@@ -233,9 +229,22 @@ class LmExperiment(BaseExperiment, abstract=True):
                     expected=f"at most {left} after the prompts, since {name}={positions}",
                 )
 
-    def start_notes(self) -> list[str]:
-        """Return a note about a schedule that was shortened."""
-        return schedule_notes(self)
+    def data_summary(self) -> str:
+        """Return a short description of the training data."""
+        is_synthetic = self.DATA_FORMAT == "synthetic"
+        return "synthetic tokens" if is_synthetic else f"{self.tfds_name} ({self.DATA_FORMAT})"
+
+    def unset_variables(self) -> dict[str, str]:
+        """Return the unset variables that name the vocabulary and the data of SeqIO."""
+        unset: dict[str, str] = {}
+        seqio = [data for data in self.datasets() if "tfds_data_dir" in field_names(data)]
+        if seqio and self.VOCAB_PATH is None:
+            unset["VOCAB_PATH"] = (
+                "without a vocabulary the first batch fails; set --fdl.VOCAB_PATH=…"
+            )
+        if any(data.tfds_data_dir is None for data in seqio):
+            unset["TFDS_DATA_DIR"] = TFDS_DATA_DIR_UNSET
+        return unset
 
 
 # Fields whose value is that of a path in the config of the TransformerLm.

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from layerkit.config import Config, build
 from layerkit.errors import ConfigError
+from layerkit_experiments.recipes.language_model import TEXT_FIELDS
 from layerkit_inputs import (
     LocalText,
     LocalTextPrompts,
@@ -48,7 +49,7 @@ class LocalFiles(BaseExperiment, abstract=True):
     NUM_PROMPTS: int = 4
     PROMPT_LENGTH: int = 64
 
-    unused_fields: ClassVar[tuple[str, ...]] = ("PROMPTS_PER_DEVICE",)
+    unused_fields: ClassVar[tuple[str, ...]] = ("PROMPTS_PER_DEVICE", *TEXT_FIELDS)
     reduced_fields: ClassVar[Mapping[str, Any]] = {"MAX_SEQ_LEN": 64, "PROMPT_LENGTH": 16}
 
     def data_summary(self) -> str:

@@ -7,12 +7,13 @@ The default schedule depends on the number of rows of a batch. Data are the last
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from layerkit.config import Config
 from layerkit.errors import ConfigError
 from layerkit_experiments.recipes import seqio_tasks
-from layerkit_experiments.recipes.corpora import TEXT_READERS, published_text, text_task
+from layerkit_experiments.recipes.corpora import TEXT_READERS, Reader, text_task
 from layerkit_experiments.recipes.training import adamw, number_of_steps
 from layerkit_inputs import SeqIOInput
 from layerkit_runner.optim.schedules import linear_warmup_cosine_decay
@@ -39,15 +40,6 @@ def mlperf_adamw(fields: Any) -> Config:
     return adamw(fields, rate, decays_all=True)
 
 
-def mlperf_text(fields: Any) -> list[Config]:
-    """Return configs of the training and the held-out input of a `Corpus` of MLPerf.
-
-    Documents are joined without separators and cut into rows. The first token of a row is only an
-    input; the model predicts the others.
-    """
-    return published_text(fields, {**TEXT_READERS, "seqio": _joined_documents})
-
-
 def _joined_documents(fields: Any, *, is_training: bool, **options: Any) -> Config:
     if is_training:
         task = text_task(fields, seqio_tasks.joined_documents_task)
@@ -68,6 +60,15 @@ def _joined_documents(fields: Any, *, is_training: bool, **options: Any) -> Conf
         is_training=is_training,
         **options,
     )
+
+
+def mlperf_readers(_: Any) -> Mapping[str, Reader]:
+    """Return the readers of MLPerf's text.
+
+    Documents are joined without separators and cut into rows. The first token of a row is only an
+    input; the model predicts the others.
+    """
+    return {**TEXT_READERS, "seqio": _joined_documents}
 
 
 def _steps(fields: Any, batches: int) -> int:

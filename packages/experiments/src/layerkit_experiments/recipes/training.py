@@ -37,7 +37,7 @@ _POSITIVE = ("UPDATE_RMS_CAP",)
 
 
 class TrainedExperiment(BaseExperiment, abstract=True):
-    """Base of experiments that are not language models: training by AdamW on a mesh.
+    """Base of all experiments here: training by AdamW with a cosine on a mesh.
 
     A subclass that overrides `learner()` or `partitioner()` lists what it does not read in
     `unused_fields`.
@@ -59,6 +59,7 @@ class TrainedExperiment(BaseExperiment, abstract=True):
     """Hours per checkpoint that is kept permanently besides the newest; None keeps no others."""
     SEED: int = 1234
 
+    # Optimizer: AdamW, a linear warmup and a cosine.
     LEARNING_RATE: float = 1e-3
     ADAM_BETA1: float = 0.9
     ADAM_BETA2: float = 0.95
@@ -75,12 +76,14 @@ class TrainedExperiment(BaseExperiment, abstract=True):
     """Step, or fraction, at which the decay ends; None for MAX_STEPS."""
     MIN_LEARNING_RATE_RATIO: float = 0.1
 
+    # Mesh.
     SEQUENCE_PARALLEL: bool = False
     """True to split norms and residuals by position over tensor."""
     ICI_MESH_SHAPE: list[int] | None = None
-    """[data, fsdp, tensor] within a slice; None puts all devices on data."""
+    """Sizes of the mesh axes within a slice, such as [data, fsdp, tensor]; None puts all devices on
+    data."""
     DCN_MESH_SHAPE: list[int] | None = None
-    """[data, fsdp, tensor] across slices; None for one slice."""
+    """Sizes of the mesh axes across slices; None for one slice."""
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {
         "MAX_STEPS": 200,

@@ -19,8 +19,7 @@ from layerkit.layers import (
 )
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.models import SequenceModel, TransformerEncoderDecoder
-from layerkit_experiments.recipes.corpora import TFDS_DATA_DIR_UNSET
-from layerkit_experiments.recipes.language_model import remat_policy
+from layerkit_experiments.recipes.language_model import TFDS_DATA_DIR_UNSET, remat_policy
 from layerkit_experiments.recipes.training import TrainedExperiment, train_config
 from layerkit_experiments.translation.seqio_task import translation_task
 from layerkit_inputs import NumberWords, ParallelText, SeqIOInput, Tokenizer, tokenizer_config

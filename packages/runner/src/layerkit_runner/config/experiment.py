@@ -53,8 +53,8 @@ class BaseExperiment:
     all base classes."""
 
     unused_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields of the bases that this class does not read. They are no fields of it and of classes
-    derived from it, unless these declare them anew, so that a flag without effect is an error."""
+    """Fields of the bases that are no fields of this class, since it does not read them or fixes
+    their values, so that a flag without effect is an error. It replaces that of the bases."""
 
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
         """Check the fields of a new class."""
@@ -225,13 +225,12 @@ def experiment_fields(cls: type) -> dict[str, str | None]:
 
     `unused_fields` are left out, and a field that a property overrides, since its value is derived.
     """
-    fields: dict[str, str | None] = {}
-    for base in reversed(cls.__mro__):
-        fields |= _declared_fields(base)
-        for name in vars(base).get("unused_fields", ()):
-            fields.pop(name, None)
-    derived = {name for name in fields if isinstance(getattr(cls, name, None), property)}
-    return {name: text for name, text in fields.items() if name not in derived}
+    unused = getattr(cls, "unused_fields", ())
+    return {
+        name: text
+        for name, text in _annotated_fields(cls).items()
+        if name not in unused and not isinstance(getattr(cls, name, None), property)
+    }
 
 
 def _check_assigned(cls: type) -> None:
@@ -250,13 +249,10 @@ def _check_assigned(cls: type) -> None:
 
 
 def _annotated_fields(cls: type) -> dict[str, str | None]:
-    return {name: text for base in cls.__mro__ for name, text in _declared_fields(base).items()}
-
-
-def _declared_fields(cls: type) -> dict[str, str | None]:
-    """Return the texts of the annotations of the fields that a class itself declares."""
+    """Return the texts of the annotations of all fields, those of the last base first."""
     return {
-        name: field_types.read_annotation(annotation, cls.__module__)
-        for name, annotation in inspect.get_annotations(cls).items()
+        name: field_types.read_annotation(annotation, base.__module__)
+        for base in reversed(cls.__mro__)
+        for name, annotation in inspect.get_annotations(base).items()
         if is_field_name(name)
     }
