@@ -13,7 +13,7 @@ import optax
 import pytest
 
 from layerkit.base.base_model import WeightedScalar
-from layerkit.config import Partial
+from layerkit.config import Config, Partial
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_runner.optim.learner import Learner
@@ -23,7 +23,7 @@ from layerkit_runner.optim.optimizers import (
     lp_regularized,
 )
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
-from layerkit_runner.step.gradients import LossAggregator
+from layerkit_runner.step.gradients import LossAggregator, MultiLossAggregator
 from layerkit_runner.step.metrics import GLOBAL_BATCH
 
 PRAXIS = runpy.run_path(str(pathlib.Path(__file__).with_name("praxis_updates.py")))
@@ -164,17 +164,17 @@ def test_averages_before_the_step_equal_those_of_praxis(recorded: dict[str, np.n
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])
 @pytest.mark.parametrize(
-    ("case", "fields"),
+    ("case", "aggregator"),
     [
-        ("first", {"loss_aggregator": LossAggregator.HParams.config(loss_key="first")}),
-        ("both", {"loss_weights": {"first": 1.0, "second": 1.0}}),
+        ("first", LossAggregator.HParams.config(loss_key="first")),
+        ("both", MultiLossAggregator.HParams.config(loss_keys=["first", "second"])),
     ],
 )
 def test_loss_of_shards_equals_that_of_paxml(
     tiny: SimpleNamespace,
     recorded: dict[str, np.ndarray],
     case: str,
-    fields: dict[str, Any],
+    aggregator: Config,
     num_microbatches: int,
 ):
     class TwoLosses(tiny.Regression):
@@ -188,7 +188,7 @@ def test_loss_of_shards_equals_that_of_paxml(
             return losses, outputs
 
     config = tiny.task_config(train={"gradient_accumulation_steps": num_microbatches})
-    config.set(model=TwoLosses.HParams.config(), **fields)
+    config.set(model=TwoLosses.HParams.config(), loss_aggregator=aggregator)
     task = config.Instantiate()
     losses = {name: np.float32(pair).T for name, pair in PRAXIS["LOSSES"].items()}
     batch = NestedMap(x=np.ones((2, 2), np.float32), y=np.zeros(2, np.float32), **losses)

@@ -31,11 +31,11 @@ from layerkit.layers.quantization.lora import add_lora
 from layerkit_runner.optim.optimizers import (
     adam_with_update_cap,
     decays,
+    elastic_weight_consolidation,
     lp_regularized,
     spares_norms,
 )
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
-from layerkit_runner.optim.weight_selection import decay_lines
 
 ZEROS = WeightInit.Constant(0.0)
 
@@ -128,39 +128,34 @@ def test_update_without_gradient_shrinks_the_weights_that_declare_it(task_of: An
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "lines"),
+    ("optimizer", "decays_all"),
     [
-        # The default of adamw, beside a schedule of its own.
+        # Optimizers with schedules of their own, or a pull to the first weights.
+        (Config(optax.adamw, Config(optax.linear_schedule, 0.0, 0.1, 10)), True),
+        (Config(lp_regularized, 0.1, optimizer=Partial(optax.sgd), l1_regularizer_weight=1), True),
+        (Config(optax.lamb, 0.1), False),
         (
-            Config(optax.adamw, Config(optax.linear_schedule, 0.0, 0.1, 10)),
-            ["decayed      1 weight with 3 entries: linear/w"],
-        ),
-        (
-            Config(lp_regularized, 0.1, optimizer=OPTIMIZERS["adam"], l1_regularizer_weight=1),
-            ["decayed      1 weight with 3 entries: linear/w"],
-        ),
-        (Config(optax.lamb, 0.1), ["decayed      no weight"]),
-        (
-            Partial(optax.lion, mask=lambda params: jax.tree.map(lambda _: False, params)),
-            [
-                "decayed      no weight: weight_decay=0.001 has no effect, because its mask spares"
-                " all weights"
-            ],
+            Config(
+                elastic_weight_consolidation,
+                0.1,
+                optimizer=Partial(optax.adam),
+                ewc_regularizer_weight=1.0,
+            ),
+            False,
         ),
     ],
 )
-def test_report_of_decay_follows_the_arguments_of_the_optimizer(optimizer: Any, lines: list[str]):
-    assert [*decay_lines(optimizer, {("linear", "w"): np.ones((3, 1))}, name=None)] == lines
+def test_decay_of_a_complete_optimizer_is_reported(tiny: Any, optimizer: Any, *, decays_all: bool):
+    task = tiny.task_config(learner={"optimizer": optimizer, "learning_rate": None}).Instantiate()
+    (report,) = task.decayed_weights(shapes_of(task))
+    assert report.decayed == ((("linear", "w"),) if decays_all else ())
 
 
-def test_report_names_the_optimizer_and_the_weights_that_its_mask_spares(task_of: Any):
+def test_mask_without_norms_spares_their_scales_and_biases_alone(task_of: Any):
     optimizer = OPTIMIZERS["adam"].clone().set(mask=spares_norms)
     task = task_of(optimizer=optimizer, learning_rate=0.1)
-    ((name, part),) = task.train.learner.weights_by_optimizer(shapes_of(task))
-    with task.declared_weights():
-        decayed, spared = decay_lines(optimizer, part, name=name)
-    assert decayed.startswith("decayed      main: ")
-    assert spared == "not decayed  main: 2 weights with 8 entries: norm/bias, norm/scale"
+    (report,) = task.decayed_weights(shapes_of(task))
+    assert {"/".join(path) for path in report.spared} == {path for path in SPARED if "norm" in path}
 
 
 def test_mask_reads_boxes_and_needs_declarations_for_norms(raises):

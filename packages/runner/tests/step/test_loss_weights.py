@@ -13,7 +13,7 @@ import pytest
 from layerkit.base.base_model import WeightedScalar
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit_runner.step.gradients import LossAggregator
+from layerkit_runner.step.gradients import LossAggregator, MultiLossAggregator
 from layerkit_runner.step.metrics import GLOBAL_BATCH, OverBatches
 from layerkit_runner.step.task_metrics import Mean
 
@@ -58,8 +58,11 @@ def test_weighted_loss_and_its_gradient(two_metrics: Any, microbatches: int):
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3])
-def test_evaluated_loss_does_not_depend_on_the_batch_size(two_metrics: Any, rows: int):
-    two_metrics.set(loss_weights={"error": 1.0, "size": 1.0})
+@pytest.mark.parametrize("fields", ["loss_weights", "loss_aggregator"])
+def test_evaluated_loss_does_not_depend_on_the_batch_size(two_metrics: Any, fields: str, rows: int):
+    keys = {"error": 1.0, "size": 1.0}
+    aggregator = MultiLossAggregator.HParams.config(loss_keys=[*keys])
+    two_metrics.set(**{fields: keys if fields == "loss_weights" else aggregator})
     two_metrics.set(metrics={"same": Mean.HParams.config(value="metrics/loss")})
     task = two_metrics.Instantiate()
     state, reported = task.init_state(jax.random.key(0)), OverBatches()
@@ -72,12 +75,20 @@ def test_evaluated_loss_does_not_depend_on_the_batch_size(two_metrics: Any, rows
     assert reported.weight("loss") == 4.0
 
 
-def test_loss_of_an_aggregator_and_its_gradient(two_metrics: Any):
-    aggregator = LossAggregator.HParams.config(loss_key="size")
-    task = two_metrics.set(loss_aggregator=aggregator).Instantiate()
-    after, (metrics, _) = task.train_step(task.init_state(jax.random.key(0)), BATCH, GLOBAL_BATCH)
-    assert float(metrics["size"].value) == pytest.approx(5 / 6)
-    np.testing.assert_allclose(after.params["linear"]["w"][:, 0], 1 - SIZE, rtol=1e-6)
+def test_losses_of_aggregators_and_their_gradients(two_metrics: Any):
+    for aggregator, loss, gradient in (
+        (LossAggregator.HParams.config(loss_key="size"), 5 / 6, SIZE),
+        (
+            MultiLossAggregator.HParams.config(loss_keys=["error", "size"]),
+            1.5 + 5 / 6,
+            ERROR + SIZE,
+        ),
+    ):
+        task = two_metrics.set(loss_aggregator=aggregator).Instantiate()
+        state = task.init_state(jax.random.key(0))
+        after, (metrics, _) = task.train_step(state, BATCH, GLOBAL_BATCH)
+        assert float(metrics[task.loss_name].value) == pytest.approx(loss)
+        np.testing.assert_allclose(after.params["linear"]["w"][:, 0], 1 - gradient, rtol=1e-6)
 
 
 def test_aggregator_and_weights_contradict_each_other(raises, two_metrics: Any):

@@ -7,6 +7,7 @@ selection of the weights that are trained.
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -35,7 +36,7 @@ from layerkit_runner.optim.optimizer_groups import (
 )
 from layerkit_runner.optim.optimizer_updates import add_update, is_schedule_free, per_layer_of
 from layerkit_runner.optim.schedules import concrete_numbers
-from layerkit_runner.optim.weight_selection import TrainedWeights
+from layerkit_runner.optim.weight_selection import DecayedWeights, TrainedWeights
 
 # Seed of stochastic rounding, whose random numbers differ from those of a training step.
 _ROUNDING_STREAM = 0x7372
@@ -222,11 +223,48 @@ class Learner(Configurable):
         trained = self._computed(self.trained_weights.select(params))
         self._groups.check_updates_by_layer(trained, stacks)
 
-    def weights_by_optimizer(self, params: Any) -> list[tuple[str, dict[tuple[str, ...], Any]]]:
-        """Return (name, its weights by path) of each optimizer, the main one first."""
-        flat = flatten_dict(self.trained_weights.select(params))
-        parts = zip(self._optimizers, self._groups.assign(list(flat)), strict=True)
-        return [(one.name, {path: flat[path] for path in paths}) for one, paths in parts]
+    def decayed_weights(
+        self, params: Any, *, stacks: Stacks | None = None
+    ) -> tuple[DecayedWeights, ...]:
+        """Return which of the trained weights each optimizer decays.
+
+        These are the weights whose updates without a gradient depend on them. They are computed at
+        a learning rate of 1, where the learner sets it, for weights of one entry, 1 or -1, with the
+        names and numbers of axes of `params`, which may be shapes.
+        """
+        trained = flatten_dict(self.trained_weights.select(params))
+        ones = unflatten_dict({path: jnp.ones((1,) * x.ndim) for path, x in trained.items()})
+        sizes = {path: (1,) * len(stack) for path, stack in (stacks or {}).items()}
+        configs = (self.optimizer, *(other.optimizer for other in self.auxiliary_optimizers))
+        optimizers = [
+            one
+            if one.learning_rate is None
+            else dataclasses.replace(one, transformation=config(learning_rate=1.0))
+            for one, config in zip(self._optimizers, configs, strict=True)
+        ]
+        groups = OptimizerGroups(optimizers, per_layer=self.per_layer)
+
+        def update_without_gradient(weights: Any) -> Any:
+            zeros, state = jax.tree.map(jnp.zeros_like, weights), groups.init(weights, sizes)
+            # The rate of an optimizer's own schedule may be 0 at the first step.
+            state = jax.tree.map(lambda x: jnp.ones_like(x) if x.dtype == jnp.int32 else x, state)
+            loss = jnp.ones((), jnp.float32)
+            return groups.update(
+                zeros, state, weights, sizes, raw_grads=zeros, loss=loss, select=lambda new, _: new
+            )[0]
+
+        update = jax.jit(update_without_gradient)
+        both = update(ones), update(jax.tree.map(jnp.negative, ones))
+        changed = flatten_dict(jax.tree.map(lambda a, b: bool(jnp.any(a != b)), *both))
+        parts = zip(optimizers, groups.assign(list(trained)), strict=True)
+        return tuple(
+            DecayedWeights(
+                optimizer="" if len(optimizers) == 1 else one.name,
+                decayed=tuple(path for path in paths if changed[path]),
+                spared=tuple(path for path in paths if not changed[path]),
+            )
+            for one, paths in parts
+        )
 
     def init_ema(self, params: Any) -> Any:
         """Return the initial averages: a float32 copy of the trained weights, or `{}`."""

@@ -18,7 +18,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import fiddle as fdl
 import jax
@@ -225,10 +225,7 @@ Declarations = Mapping[Path, WeightBox]
 
 _DECLARED: ContextVar[Declarations] = ContextVar("declared")
 
-_DECAY_ARGUMENTS = (
-    *("weight_decay", "weight_decay_rate"),
-    *("l1_regularizer_weight", "l2_regularizer_weight"),
-)
+_DECAY_ARGUMENTS = ("weight_decay", "l1_regularizer_weight", "l2_regularizer_weight")
 
 # Names in a line of the report, before the others are counted.
 _MAX_NAMES = 6
@@ -290,49 +287,57 @@ def mask_of(
     return decayed
 
 
-def decay_lines(optimizer: Any, params: Mapping[Path, Any], *, name: str | None) -> Iterator[str]:
-    """Yield the lines of the start report about the weights that an optimizer decays.
+class DecayedWeights(NamedTuple):
+    """The weights of an optimizer, by whether it decays them.
 
-    Args:
-      optimizer: Config of the optimizer, whose arguments say which weights it decays.
-      params: Shapes of its weights by path, whose declarations are bound.
-      name: Name of the optimizer; None for the only one.
+    Attributes:
+      optimizer: Name of the optimizer; empty for the only one.
+      decayed: Paths of the weights that shrink without a gradient.
+      spared: Paths of its other weights.
     """
-    prefix = "" if name is None else f"{name}: "
-    field, strength, mask = _decay_of(optimizer)
-    mask = mask(unflatten_dict(params)) if callable(mask) else mask
-    is_decayed = dict.fromkeys(params, True) if mask is None else flatten_dict(mask)
-    decayed = [path for path in params if strength and is_decayed[path]]
-    if decayed:
-        yield f"decayed      {prefix}{_count_text(decayed, params)}"
-        if spared := [path for path in params if not is_decayed[path]]:
-            yield f"not decayed  {prefix}{_count_text(spared, params)}"
-        return
-    reason = f": {field}={strength:g} has no effect, because its mask spares all weights"
-    yield f"decayed      {prefix}no weight{reason if strength else ''}"
+
+    optimizer: str
+    decayed: tuple[Path, ...]
+    spared: tuple[Path, ...]
+
+    def lines(self, params: Mapping[Path, Any], *, strength: tuple[str, float]) -> Iterator[str]:
+        """Yield the lines of the start report.
+
+        Args:
+          params: Shapes of the weights by path.
+          strength: Argument of the optimizer that asks for decay, and its value; see
+            `weight_decay_of`.
+        """
+        prefix = f"{self.optimizer}: " if self.optimizer else ""
+        if self.decayed:
+            yield f"decayed      {prefix}{_count_text(self.decayed, params)}"
+            if self.spared:
+                yield f"not decayed  {prefix}{_count_text(self.spared, params)}"
+            return
+        name, number = strength
+        reason = f": {name}={number:g} has no effect, because its mask spares all weights"
+        yield f"decayed      {prefix}no weight{reason if number else ''}"
 
 
-def _decay_of(optimizer: Any) -> tuple[str, float, Any]:
-    """Return (name, value, mask) of the argument of an optimizer's config that asks for decay.
+def weight_decay_of(optimizer: Any) -> tuple[str, float]:
+    """Return (name, value) of the argument of an optimizer's config that asks for decay.
 
     The optimizers inside it are searched too. The value is 0 if there is none.
     """
-    if not isinstance(optimizer, fdl.Buildable):
-        return ("weight_decay", 0.0, None)
-    arguments = fdl.ordered_arguments(optimizer, include_defaults=True)
-    mask = arguments.get("mask", arguments.get("weight_decay_mask"))
+    arguments = optimizer.__arguments__ if isinstance(optimizer, fdl.Buildable) else {}
     candidates = [
-        (name, float(arguments[name]), mask)
+        (name, float(arguments[name]))
         for name in _DECAY_ARGUMENTS
         if isinstance(arguments.get(name), (int, float))
     ]
-    candidates += map(_decay_of, arguments.values())
-    return max(candidates, key=lambda candidate: candidate[1])
+    candidates += map(weight_decay_of, arguments.values())
+    return max(candidates, key=lambda candidate: candidate[1], default=("weight_decay", 0.0))
 
 
-def _count_text(paths: Sequence[Path], params: Mapping[Path, Any]) -> str:
+def _count_text(paths: Iterable[Path], params: Mapping[Path, Any]) -> str:
     """Return the number of weights and entries, and the names of layers by size."""
     sizes: collections.Counter[str] = collections.Counter()
+    paths = list(paths)
     for path in paths:
         sizes["/".join(path[-2:])] += math.prod(params[path].shape)
     names = [name for name, _ in sizes.most_common()]

@@ -26,7 +26,7 @@ from layerkit_runner.errors import as_usage_error
 from layerkit_runner.files.text import size_text
 from layerkit_runner.observers import RunInfo, StepWork, peak_flops
 from layerkit_runner.optim.learner import Learner
-from layerkit_runner.optim.weight_selection import decay_lines, integer_paths
+from layerkit_runner.optim.weight_selection import integer_paths, weight_decay_of
 from layerkit_runner.partitioning import PmapPartitioner
 from layerkit_runner.run.job import Job, versions
 from layerkit_runner.step.step_cost import temporary_bytes
@@ -148,11 +148,9 @@ def weight_decay_lines(task: SingleTask, learner: Any, params: Any) -> Iterator[
       learner: Config of the learner.
       params: Weights, or their shapes.
     """
-    configs = [learner.optimizer, *(one.optimizer for one in learner.auxiliary_optimizers)]
-    parts = task.train.learner.weights_by_optimizer(params)
-    with task.declared_weights():
-        for config, (name, part) in zip(configs, parts, strict=True):
-            yield from decay_lines(config, part, name=name if len(parts) > 1 else None)
+    optimizers = [learner.optimizer, *(one.optimizer for one in learner.auxiliary_optimizers)]
+    for weights, optimizer in zip(task.decayed_weights(params), optimizers, strict=True):
+        yield from weights.lines(flatten_dict(params), strength=weight_decay_of(optimizer))
 
 
 def rounding_lines(learner: Learner, params: Any) -> Iterator[str]:

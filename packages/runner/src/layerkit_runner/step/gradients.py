@@ -48,6 +48,22 @@ class LossAggregator(Configurable):
         return {self.loss_key: 1.0}
 
 
+class MultiLossAggregator(LossAggregator):
+    """A rule that takes the sum of several metrics as the loss.
+
+    Each metric is a mean with its own example weights.
+
+    Attributes:
+      loss_keys: Names of the metrics.
+    """
+
+    loss_keys: Sequence[str]
+
+    def terms(self) -> Mapping[str, float]:
+        """Return a factor of 1 for each metric."""
+        return dict.fromkeys(self.loss_keys, 1.0)
+
+
 class Variables(NamedTuple):
     """The variables of a model, in groups that a step treats differently.
 

@@ -42,6 +42,7 @@ from layerkit_runner.optim.early_stopping import StoppingRule
 from layerkit_runner.optim.learner import cast_like, choose, global_norm
 from layerkit_runner.optim.optimizer_groups import Stacks, stacks_of
 from layerkit_runner.optim.weight_selection import (
+    DecayedWeights,
     Declarations,
     VariationalNoise,
     declarations_of,
@@ -382,6 +383,11 @@ class SingleTask(Configurable):
         """Raise `ConfigError` if an optimizer cannot update one layer of a stack at a time."""
         with self.declared_weights() as stacks:
             self.train.learner.check_updates_by_layer(params, stacks=stacks)
+
+    def decayed_weights(self, params: Any) -> tuple[DecayedWeights, ...]:
+        """Return which trained weights each optimizer decays; `params` may be shapes."""
+        with self.declared_weights() as stacks:
+            return self.train.learner.decayed_weights(params, stacks=stacks)
 
     @contextlib.contextmanager
     def declared_weights(self) -> Iterator[Stacks]:
