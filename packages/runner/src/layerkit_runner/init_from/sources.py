@@ -113,7 +113,7 @@ def recognize(folder_path: str) -> CheckpointFolder | HuggingFaceFolder | PaxFol
         " checkpoint, or of a Hugging Face model (config.json and *.safetensors)"
     )
     if not directory.is_dir():
-        problem, hint = f"the folder {directory} does not exist", hint or hub_hint(folder_path)
+        problem, hint = "the folder does not exist", hint or hub_hint(folder_path)
         near = near_folders(folder_path)
         raise UsageError(problem, value=folder_path, expected=expected, choices=near, hint=hint)
     pax = find(directory)
