@@ -10,9 +10,10 @@ from collections.abc import Iterator
 import jax
 
 from layerkit.errors import ConfigError, UserError, error_text
+from layerkit_runner.errors import NonFiniteError
 
-# Errors of storage: the file system's errors, and TensorStore's, which are ValueErrors.
-STORAGE_ERRORS = (OSError, ValueError)
+# Errors of a save: of files, of TensorStore, which are ValueErrors, and of a state with NaN.
+STORAGE_ERRORS = (OSError, ValueError, NonFiniteError)
 
 
 class SaveError(OSError):
@@ -70,9 +71,14 @@ def naming_damage(path: object) -> Iterator[None]:
 
 def save_error(
     error: BaseException, *, step: int, directory: object, newest: int | None, timeout_secs: int
-) -> SaveError:
+) -> SaveError | NonFiniteError:
     """Return the error of a save of `step`; `newest` is the newest committed step, if any."""
     left = "none" if newest is None else f"step {newest}"
+    if isinstance(error, NonFiniteError):
+        return NonFiniteError(
+            f"The checkpoint of step {step} is not written to {directory}: {error}"
+            f" The newest checkpoint there: {left}."
+        )
     # The time-out of a file system has an errno.
     if isinstance(error, TimeoutError) and error.errno is None:
         return SaveTimeoutError(

@@ -20,9 +20,10 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from layerkit_runner.checkpointing import folders, integrity, stored_state
-from layerkit_runner.checkpointing.errors import SaveError, naming_damage
+from layerkit_runner.checkpointing.errors import naming_damage
 from layerkit_runner.checkpointing.policy import CheckpointPolicy, Evaluations, SavedStep
 from layerkit_runner.distributed.cluster import gather_results
+from layerkit_runner.errors import NonFiniteError
 from layerkit_runner.files.atomic_write import read_regular
 
 _STATE, _INPUTS = "state", "input_states"
@@ -295,8 +296,8 @@ def _run_in_background(work: Callable[[], None], name: str) -> ocp.future.Future
 
 def _require_finite(check: futures.Future[stored_state.FiniteCheck] | None) -> None:
     """Raise an error, the same on every process, which keeps Orbax from committing the step."""
-    if check is not None and check.result().nonfinite():
-        raise SaveError("the state is not finite")
+    if check is not None and (paths := check.result().nonfinite()):
+        raise NonFiniteError(f"{stored_state.describe(paths)}. Expected finite values.")
 
 
 def _array_storage() -> ocp.handlers.PyTreeCheckpointHandler:

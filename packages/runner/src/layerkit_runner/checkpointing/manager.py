@@ -14,7 +14,6 @@ The first save or restore imports Orbax; a new job can do so while its first ste
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import time
@@ -39,7 +38,8 @@ from layerkit_runner.checkpointing.policy import (
     write_evaluations,
 )
 from layerkit_runner.checkpointing.stored_state import RestoredCheckpoint, StateFormat
-from layerkit_runner.distributed.cluster import gather_results, run_on_process_0
+from layerkit_runner.distributed.cluster import run_on_process_0
+from layerkit_runner.errors import NonFiniteError
 from layerkit_runner.files.atomic_write import absolute
 
 if TYPE_CHECKING:
@@ -95,7 +95,6 @@ class CheckpointManager:
         self._report = report
         self._on_commit = None if read_only else on_commit
         self._step_in_progress: int | None = None
-        self._check: stored_state.FiniteCheck | None = None  # check of the save in progress
         self._orbax: ocp.CheckpointManager | None = None
         self._sound: set[int] = set()
         self._deadline = 0.0  # time.monotonic() at which the save in progress is overdue
@@ -120,7 +119,6 @@ class CheckpointManager:
 
     def should_save(self, step: int) -> bool:
         """Return whether a checkpoint is due at `step`; always False if read-only."""
-        self._discard_nonfinite()
         if self._orbax is not None and (
             self._is_overdue() or not self._orbax.is_saving_in_progress()
         ):
@@ -140,8 +138,8 @@ class CheckpointManager:
         """Start to save a step; return once the state is copied and may be donated.
 
         During the save, the devices check that the state is finite. If it is not, the step is never
-        committed, and the next call of `should_save`, `save`, `wait_until_finished` or `close`
-        raises NonFiniteError on every process. Steps committed before are kept.
+        committed, and the first call of `should_save`, `save`, `wait_until_finished` or `close`
+        after that raises NonFiniteError on every process. Steps committed before are kept.
 
         Args:
           step: Number of updates that `state` has had.
@@ -206,8 +204,7 @@ class CheckpointManager:
             self._orbax.save(step, args=items, force=True)
             # The check starts behind the copy to the host, which would otherwise wait for it, and
             # before the caller can donate the arrays.
-            self._check = stored_state.FiniteCheck(leaves)
-            check.set_result(self._check)
+            check.set_result(stored_state.FiniteCheck(leaves))
             self._step_in_progress = step
         except Exception as error:
             problem = self._discard_failed_save(error)
@@ -354,54 +351,18 @@ class CheckpointManager:
 
     def wait_until_finished(self) -> None:
         """Block until the save in progress is committed; raise its errors once, as `save` does."""
-        self._discard_nonfinite()
-        try:
-            self._wait_for_orbax()
-        except STORAGE_ERRORS as error:
-            raise self._discard_failed_save(error) from error
+        if self._orbax is not None:
+            try:
+                # The time limit of Orbax covers only a part of a save.
+                while self._orbax.is_saving_in_progress():
+                    if self._is_overdue():
+                        raise TimeoutError
+                    time.sleep(_POLL_SECONDS)
+                self._orbax.wait_until_finished()
+            except STORAGE_ERRORS as error:
+                raise self._discard_failed_save(error) from error
         step, self._step_in_progress = self._step_in_progress, None
         self._announce_commit(step)
-
-    def _wait_for_orbax(self) -> None:
-        if self._orbax is None:
-            return
-        # The time limit of Orbax covers only a part of a save.
-        while self._orbax.is_saving_in_progress():
-            if self._is_overdue():
-                raise TimeoutError
-            time.sleep(_POLL_SECONDS)
-        self._orbax.wait_until_finished()
-
-    def _discard_nonfinite(self) -> None:
-        """Delete the unfinished step and raise NonFiniteError if its state is not finite."""
-        check, self._check = self._check, None
-        paths = [] if check is None else check.nonfinite()
-        if not paths:
-            return
-        step = self._step_in_progress
-
-        def wait() -> None:
-            try:
-                self._wait_for_orbax()
-            except TimeoutError as error:
-                raise self._discard_failed_save(error) from error
-            except STORAGE_ERRORS:
-                pass  # The handlers raise these errors for a state that is not finite.
-
-        # All processes wait here, so that no folder is deleted while another process writes to it.
-        gather_results(wait)
-        for path in folders.unfinished(self._directory) if jax.process_index() == 0 else ():
-            if folders.step_in_name(path) == step:
-                # If this fails, the next manager that is not read-only deletes the folder.
-                with contextlib.suppress(OSError):
-                    path.rmtree()
-        self._orbax = self._step_in_progress = None
-        self._last_saved = newest = self.latest_step()
-        raise stored_state.nonfinite_error(
-            f"The checkpoint of step {step} is not written to {self._directory}",
-            paths,
-            f"The newest checkpoint there: {'none' if newest is None else f'step {newest}'}.",
-        )
 
     def _announce_commit(self, step: int | None) -> None:
         if step is not None and self._on_commit is not None and jax.process_index() == 0:
@@ -410,10 +371,10 @@ class CheckpointManager:
     def _is_overdue(self) -> bool:
         return time.monotonic() >= self._deadline + _DEADLINE_GRACE_SECONDS
 
-    def _discard_failed_save(self, error: Exception) -> SaveError:
+    def _discard_failed_save(self, error: Exception) -> SaveError | NonFiniteError:
         step, newest = self._last_saved, self.latest_step()
         # A new Orbax manager is needed, since this one would raise the same error in every call.
-        self._orbax = self._step_in_progress = self._check = None
+        self._orbax = self._step_in_progress = None
         self._last_saved = newest
         return save_error(
             error,

@@ -225,12 +225,7 @@ def require_finite(claim: str, leaves: Mapping[LeafPath, jax.Array], hint: str) 
     """Raise NonFiniteError, which opens with `claim`, if an array is not finite."""
     paths = FiniteCheck(leaves).nonfinite()
     if paths:
-        raise nonfinite_error(claim, paths, hint)
-
-
-def nonfinite_error(claim: str, paths: Sequence[LeafPath], hint: str) -> NonFiniteError:
-    """Return the error that opens with `claim` and names arrays that `FiniteCheck` found."""
-    return NonFiniteError(f"{claim}: {describe(paths)}. Expected finite values. {hint}")
+        raise NonFiniteError(f"{claim}: {describe(paths)}. Expected finite values. {hint}")
 
 
 def describe(paths: Sequence[LeafPath]) -> str:
