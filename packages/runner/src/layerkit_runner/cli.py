@@ -42,14 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Another pipe, such as a connection to another machine, is an error of the run.
         if not _stdout_is_broken():
             raise
-        # The interpreter would flush to the broken pipe again when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not _is_run(words):
-            return 0
-        print(
-            "runner: standard output was closed by its reader, so the run has stopped.",
-            file=sys.stderr,
-        )
+        _drop_stdout()
+        print("runner: standard output was closed by its reader; stopped.", file=sys.stderr)
         return 1
 
 
@@ -58,7 +52,7 @@ def _run(words: Sequence[str]) -> int:
     if command is not None:
         _add_current_folder()
         return command.run(words[1:])
-    if _asks_for_help(words):
+    if any(word in _HELP for word in words):
         # The word after --help may be a topic.
         index = next(i for i, word in enumerate(words) if word in _HELP)
         topics = [word for word in words[index + 1 : index + 2] if not word.startswith("-")]
@@ -121,10 +115,6 @@ def _command(words: Sequence[str]) -> command_flags.Command | None:
     return command_flags.load_tool(command_flags.Command, name, shown=f"`runner {name}`")
 
 
-def _asks_for_help(words: Sequence[str]) -> bool:
-    return any(word in _HELP for word in words)
-
-
 def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
     """Return the experiment that the flags name, with all their overrides applied."""
     from layerkit_runner.config.registry import find_experiment
@@ -171,17 +161,16 @@ def _add_current_folder() -> None:
 
 
 def _print(text: str) -> int:
-    print(text, flush=True)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # a reader such as `head` needs no more
+        _drop_stdout()
     return 0
 
 
-def _is_run(words: Sequence[str]) -> bool:
-    """Return whether the command line starts a job, rather than printing something."""
-    if _command(words) is not None or _asks_for_help(words):
-        return False
-    flags = parse_flags(words)
-    is_job = flags.mode in MODES and flags.mode != "generate"
-    return is_job and not flags.values.get("list") and not flags.only_prints
+def _drop_stdout() -> None:
+    """Discard further output: the interpreter would flush to the broken pipe when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _stdout_is_broken() -> bool:

@@ -63,7 +63,7 @@ def test_rule_with_a_target_stops_when_the_metric_reaches_it(
     at_target = StopAtTarget(metric="heldout/loss", target=2.69, mode=mode)
     assert not at_target.should_stop({"other/loss": 2.69}, 0)
     assert stops_at(at_target, values) == stop
-    assert at_target.reason() == "heldout/loss is 2.69 and the target 2.69"
+    assert at_target.reason() == "heldout/loss has reached the target 2.69"
 
 
 def test_metric_of_the_training_step_is_asked_for_at_each_step():

@@ -234,8 +234,12 @@ def experiment_fields(cls: type) -> dict[str, str | None]:
 
 
 def _check_assigned(cls: type) -> None:
-    """Raise an error if a field is assigned that is not declared."""
+    """Raise an error if a field is assigned or listed as unused that is not declared."""
     declared = _annotated_fields(cls)
+    for name in vars(cls).get("unused_fields", ()):
+        if name not in declared and not cls._is_abstract:  # a mixin may name those of other bases
+            owner = f"{cls.__qualname__}.unused_fields"
+            raise FieldError("unknown field", owner=owner, value=name, choices=declared)
     assigned = [(base, *item) for base in cls.__mro__ for item in vars(base).items()]
     for base, name, value in assigned:
         if is_field_name(name) and name not in declared:

@@ -346,19 +346,18 @@ def broken_tools() -> dict[str, str]:
 
 def load_tool(kind: type[Kind], name: str, *, shown: str) -> Kind:
     """Return the command of that kind and name."""
-    point = entry_points().get(name)
-    command = None if point is None else _load(name)
-    if isinstance(command, kind):
-        return command
-    uses = {Mode: f"--mode={name}", Command: f"runner {name}", FlagCommand: f"--{name}"}
-    use = uses.get(type(command))
-    if point is None:
-        problem = f"no package offers it in the entry-point group {GROUP}"
-    elif isinstance(command, _LoadError):
-        problem = f"cannot be loaded: {command}"
-    else:
-        problem = f"{point.value} is a {type(command).__name__}, not a {kind.__name__}"
-    raise UsageError(problem, owner=shown, hint=use and f"Use: {use}")
+    problem, hint = f"no package offers it in the entry-point group {GROUP}", None
+    if name in entry_points():
+        command = _load(name)
+        if isinstance(command, kind):
+            return command
+        kinds = f"a {type(command).__name__}, not a {kind.__name__}"
+        problem = f"{entry_points()[name].value} is {kinds}"
+        uses = {Mode: f"--mode={name}", Command: f"runner {name}", FlagCommand: f"--{name}"}
+        hint = (use := uses.get(type(command))) and f"Use: {use}"
+        if isinstance(command, _LoadError):
+            problem = f"cannot be loaded: {command}"
+    raise UsageError(problem, owner=shown, hint=hint)
 
 
 def load_mode(name: str) -> Mode:

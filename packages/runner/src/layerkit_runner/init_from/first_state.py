@@ -205,7 +205,7 @@ def _assemble(task: SingleTask, values: Mapping[LeafPath, jax.Array], step: int)
         state = state.replace(step=jnp.int32(step), opt_state=_set_schedules(state.opt_state, step))
     leaves = {path: values.get(path, leaf) for path, leaf in named_leaves(state).items()}
     state = jax.tree.unflatten(jax.tree.structure(state), list(leaves.values()))
-    averages = task.train.learner.init_ema_statistics(state.non_trainable)
+    averages = task.train.learner.init_ema(state.non_trainable)
     return state.replace(ema_statistics=averages)
 
 

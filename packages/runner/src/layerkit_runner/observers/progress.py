@@ -7,7 +7,6 @@ run of a minute or a month, without long gaps.
 from __future__ import annotations
 
 import datetime
-import shutil
 import sys
 import time
 import warnings
@@ -64,7 +63,7 @@ class Progress(Observer):
         parts = [f"step {step}", f"eval {dataset}"]
         # The weight is the same each time, and in the metrics file.
         parts += [f"{name} {value:.4g}" for name, value in scalars.items() if name != TOTAL_WEIGHT]
-        self.message(_join(parts, width=_terminal_width(self._stream)))
+        self.message(" | ".join(parts))
 
     def message(self, text: str) -> None:
         """Print the line, above the bar if there is one."""
@@ -190,7 +189,7 @@ class _Bar(Observer):
                 **span,
                 file=stream,
                 bar_format=_BAR_FORMAT,
-                ncols=_terminal_width(stream),
+                dynamic_ncols=True,
                 nrows=24,  # tqdm hides the bar on a terminal of unknown height
             )
         else:
@@ -203,7 +202,6 @@ class _Bar(Observer):
 
     def train_metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         del step
-        self._bar.ncols = _terminal_width(self._stream)  # the window may have changed
         self._bar.set_postfix_str(", ".join(_highlights(scalars, self._programs)), refresh=False)
 
     def progress(self, step: int) -> None:
@@ -230,22 +228,6 @@ def _is_notebook() -> bool:
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     return hasattr(shell, "kernel")
-
-
-def _terminal_width(stream: TextIO) -> int | None:
-    """Return the columns of a terminal, 80 if unknown; None for other streams."""
-    return shutil.get_terminal_size().columns if stream.isatty() else None
-
-
-def _join(parts: Sequence[str], *, width: int | None) -> str:
-    """Join the parts in lines of at most `width` columns, those after the first indented."""
-    lines = [parts[0]]
-    for part in parts[1:]:
-        if width is not None and len(lines[-1]) + len(part) + 3 > width:
-            lines.append(f"  | {part}")
-        else:
-            lines[-1] += f" | {part}"
-    return "\n".join(lines)
 
 
 def _highlights(scalars: Mapping[str, float], programs: Sequence[str]) -> list[str]:

@@ -135,30 +135,20 @@ class StopAtTarget(MetricRule):
     mode: str = "min"
 
     def __post_init__(self) -> None:
-        """Check the fields and set the initial state."""
+        """Check the fields."""
         super().__post_init__()
         check_choice(_OWNER, ("min", "max"), mode=self.mode)
-        self._last: float | None = None
 
     def should_stop(self, metrics: Mapping[str, float], step: int) -> bool:
         """Return whether `metric` has reached `target`; see `MetricRule.value` for errors."""
         value = self.value(metrics)
         if value is None:
             return False
-        self._last = value
         return value <= self.target if self.mode == "min" else value >= self.target
 
     def reason(self) -> str:
-        """Return the value that reached the target."""
-        return f"{self.metric} is {self._last:.6g} and the target {self.target:.6g}"
-
-    def state(self) -> dict[str, Any]:
-        """Return the last value."""
-        return {"last": self._last}
-
-    def set_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state` returned."""
-        self._last = state["last"]
+        """Return the target."""
+        return f"{self.metric} has reached the target {self.target:.6g}"
 
 
 class EarlyStopping(MetricRule):
@@ -185,51 +175,41 @@ class EarlyStopping(MetricRule):
         check_sizes(_OWNER, patience=self.patience)
         check_non_negative(_OWNER, min_delta=self.min_delta)
         check_choice(_OWNER, ("min", "max"), mode=self.mode)
-        self._best: float | None = None
-        self._best_step = 0
-        self._without_improvement = 0
+        self._state: dict[str, Any] = {"best": None, "best_step": 0, "without_improvement": 0}
 
     def should_stop(self, metrics: Mapping[str, float], step: int) -> bool:
         """Return whether `metric` has not improved in the last `patience` evaluations."""
         value = self.value(metrics)
         if value is None:
             return False
-        best = self._best
+        best = self._state["best"]
         improves = not math.isnan(value)
         if improves and best is not None:
             gain = best - value if self.mode == "min" else value - best
             improves = gain > self.min_delta
         if improves:
-            self._best, self._best_step, self._without_improvement = value, step, 0
+            self._state = {"best": value, "best_step": step, "without_improvement": 0}
         else:
-            self._without_improvement += 1
-        return self._without_improvement >= self.patience
+            self._state["without_improvement"] += 1
+        return bool(self._state["without_improvement"] >= self.patience)
 
     def reason(self) -> str:
         """Return the best value and the number of evaluations without improvement."""
-        count = self._without_improvement
+        best, best_step, count = self._state.values()
         evaluations = "step" if self.asks_each_step() else "evaluation"
         evaluations += "" if count == 1 else "s"
-        if self._best is None:
+        if best is None:
             return f"{self.metric} was not a number in {count} {evaluations}"
-        return (
-            f"{self.metric} did not improve on {self._best:.6g} of step {self._best_step} in"
-            f" {count} {evaluations}"
-        )
+        improved = f"{best:.6g} of step {best_step}"
+        return f"{self.metric} did not improve on {improved} in {count} {evaluations}"
 
     def state(self) -> dict[str, Any]:
         """Return the best value, its step and the count without improvement."""
-        return {
-            "best": self._best,
-            "best_step": self._best_step,
-            "without_improvement": self._without_improvement,
-        }
+        return dict(self._state)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Restore what `state` returned."""
-        self._best = state["best"]
-        self._best_step = state["best_step"]
-        self._without_improvement = state["without_improvement"]
+        self._state = {name: state[name] for name in self._state}
 
 
 @dataclasses.dataclass(eq=False)

@@ -266,19 +266,17 @@ class Learner(Configurable):
             for one, paths in parts
         )
 
-    def init_ema(self, params: Any) -> Any:
-        """Return the initial averages: a float32 copy of the trained weights, or `{}`."""
-        if self.ema_decay is None:
-            return {}
-        return _averages_of(self.trained_weights.select(params))
+    def init_ema(self, tree: Any) -> Any:
+        """Return the initial averages of trained weights or moving statistics, or `{}`.
 
-    def init_ema_count(self) -> Any:
-        """Return the number of updates in the initial averages, an int32 scalar, or `{}`."""
-        return {} if self.ema_decay is None else jnp.zeros((), jnp.int32)
+        They are copies in float32, except for integers, which are not averaged.
+        """
 
-    def init_ema_statistics(self, statistics: Any) -> Any:
-        """Return the initial averages of moving statistics, or `{}`; integers are not averaged."""
-        return {} if self.ema_decay is None else _averages_of(statistics)
+        def copy(leaf: Any) -> jax.Array:
+            is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
+            return jnp.array(leaf, jnp.float32 if is_float else leaf.dtype, copy=True)
+
+        return {} if self.ema_decay is None else jax.tree.map(copy, tree)
 
     def average_statistics(
         self, means: Any, statistics: Any, *, count: Any, is_valid: jax.Array
@@ -363,7 +361,7 @@ class Learner(Configurable):
             select=partial(choose, is_valid) if self.skips_steps else lambda new, _: new,
         )
         new_trained, change = self._add_updates(trained, updates, step)
-        new_ema, new_count = {}, self.init_ema_count()
+        new_ema, new_count = {}, {}
         if self.ema_decay is not None:
             ema_count = step if ema_count is None else ema_count
             weights = trained if self.ema_before_step else new_trained
@@ -466,16 +464,6 @@ def make_transformation(
     require(learning_rate is not None, owner, "learning_rate", learning_rate, expected)
     check_non_negative(owner, **concrete_numbers(learning_rate=learning_rate))
     return optimizer(learning_rate=learning_rate)
-
-
-def _averages_of(tree: Any) -> Any:
-    """Return copies of arrays, in float32 unless they are integers."""
-
-    def copy(leaf: Any) -> jax.Array:
-        is_float = jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return jnp.array(leaf, jnp.float32 if is_float else leaf.dtype, copy=True)
-
-    return jax.tree.map(copy, tree)
 
 
 def cast_like(tree: Any, like: Any) -> Any:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from layerkit.config import copy_config, is_config
+from layerkit.config.field_types import FieldTypeError
+from layerkit.errors import UserError
 from layerkit_runner.config.config_tree import PathSetter
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields, reduced_values
 from layerkit_runner.config.registry import ExperimentEntry, find_experiment, load_experiment
@@ -62,6 +64,8 @@ def _set(roots: dict[str, Any], overrides: Iterable[Override]) -> dict[str, Any]
             expected = f"a path below {', '.join(ROOTS[:-1])} or {ROOTS[-1]}"
             raise UsageError(field=str(override), expected=expected)
         roots[root] = setter.set(roots[root], override)
+    for root in ("datasets", "decode_datasets", "observers"):  # --fdl.datasets.1=None leaves it out
+        roots[root] = [config for config in roots[root] if config is not None]
     return roots | {"notes": tuple(setter.notes)}
 
 
@@ -105,9 +109,17 @@ def _checked(experiment: BaseExperiment, root: str) -> Any:
             result = getattr(experiment, root)()
     except AttributeError as error:
         if error.obj is not experiment:
-            raise
+            raise UsageError(f"AttributeError: {error}", owner=line_of(error)) from error
         fields, owner = experiment_fields(type(experiment)), type(experiment).__qualname__
         raise unknown_field(f"{line_of(error)}: {owner}", str(error.name), fields) from error
+    except FieldTypeError as error:
+        if error.value is None and hasattr(experiment, error.field or ""):
+            error.hint = f"{type(experiment).__qualname__}.{error.field}() returns None."
+        raise
+    except UserError:
+        raise
+    except Exception as error:  # anything that the user's code raises
+        raise UsageError(f"{type(error).__name__}: {error}", owner=line_of(error)) from error
     if root in OPTIONAL_ROOTS and result is None:
         return None
     is_one = root in ("task", "partitioner", "executor")

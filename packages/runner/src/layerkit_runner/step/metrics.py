@@ -98,64 +98,56 @@ class OverBatches:
 
     def __init__(self) -> None:
         """Start without metrics."""
-        self._totals: dict[str, tuple[float, float]] = {}
-        # Totals of the parts of each `LossSum`, and the number of its terms.
-        self._sums: dict[str, tuple[list[tuple[np.ndarray, ...]], int]] = {}
-        self._largest: dict[str, float] = {}
-        self._counts: dict[str, BinCounts] = {}
+        self._totals: dict[str, Any] = {}
 
     def add(self, metrics: Mapping[str, Reported]) -> None:
         """Add the metrics of one global batch, once they are computed."""
         for name, metric in jax.device_get(dict(metrics)).items():
-            if isinstance(metric, WeightedScalar):
-                total, weight = self._totals.get(name, (0.0, 0.0))
-                value, extra = float(metric.value), float(metric.weight)
-                # The value of a batch of weight 0 may be NaN.
-                self._totals[name] = (total + (value * extra if extra else 0.0), weight + extra)
-            elif isinstance(metric, LossSum):
-                parts = [_float64_totals(part) for part in metric.parts]
-                sums, _ = self._sums.get(name, (None, 0))
-                added = parts if sums is None else jax.tree.map(np.add, sums, parts)
-                self._sums[name] = added, metric.num_terms
-            elif isinstance(metric, Maximum):
-                before = self._largest.get(name, -np.inf)
+            totals = _float64_totals(metric)
+            if name in self._totals:
                 # Unlike Python's max, np.maximum propagates NaN.
-                self._largest[name] = float(np.maximum(before, metric.value))
-            else:
-                more = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), metric)
-                known = self._counts.get(name)
-                self._counts[name] = more if known is None else jax.tree.map(np.add, known, more)
+                add = np.maximum if isinstance(metric, Maximum) else np.add
+                totals = jax.tree.map(add, self._totals[name], totals)
+            self._totals[name] = totals
 
     def means(self) -> dict[str, float]:
         """Return means and maxima by name. A metric without any weight is NaN."""
-        means = {
-            name: total / weight if weight else float("nan")
-            for name, (total, weight) in self._totals.items()
-        }
-        for name, (parts, num_terms) in self._sums.items():
-            has_weight = any(part[-1] > 0 for part in parts[:num_terms])
-            means[name] = sum(map(_loss_of_totals, parts)) if has_weight else float("nan")
-        return means | {n: np.nan if x == -np.inf else x for n, x in self._largest.items()}
+        means = {}
+        for name, total in self._totals.items():
+            if isinstance(total, LossSum):
+                has_weight = any(weight > 0 for *_, weight in total.parts[: total.num_terms])
+                means[name] = sum(map(_loss_of_totals, total.parts)) if has_weight else np.nan
+            elif isinstance(total, Maximum):
+                means[name] = np.nan if total.value == -np.inf else float(total.value)
+        return means
 
     def histograms(self) -> dict[str, BinCounts]:
         """Return histograms by name, in double precision on the host."""
-        return dict(self._counts)
+        return {name: x for name, x in self._totals.items() if isinstance(x, BinCounts)}
 
     def weights(self) -> dict[str, float]:
         """Return the total weight of each metric."""
-        sums = {name: float(parts[0][-1]) for name, (parts, _) in self._sums.items()}
-        return sums | {name: weight for name, (_, weight) in self._totals.items()}
+        sums = {name: x for name, x in self._totals.items() if isinstance(x, LossSum)}
+        return {name: float(total.parts[0][-1]) for name, total in sums.items()}
 
     def weight(self, name: str) -> float:
         """Return the total weight of the metric `name`; 0 before anything was added."""
         return self.weights().get(name, 0.0)
 
 
-def _float64_totals(part: AuxLoss) -> tuple[np.ndarray, ...]:
-    """Return `AuxLoss.totals` of NumPy arrays, in double precision."""
-    weight = np.asarray(part.weight, np.float64)
-    by_entry = weight[..., None]
-    return (*(np.where(by_entry > 0, factor, 0.0) * by_entry for factor in part.factors), weight)
+def _float64_totals(metric: Reported) -> Any:
+    """Return the metric of a batch in double precision; a mean as sums of its parts."""
+    metric = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), metric)
+    if isinstance(metric, WeightedScalar):
+        metric = LossSum.of([metric], [])
+    if not isinstance(metric, LossSum):
+        return metric
+    parts = []
+    for part in metric.parts:
+        # The value of a batch of weight 0 may be NaN.
+        weight = part.weight[..., None]
+        parts.append((*(np.where(weight > 0, x, 0.0) * weight for x in part.factors), part.weight))
+    return metric.replace(parts=tuple(parts))
 
 
 def _loss_of_totals(totals: tuple[np.ndarray, ...]) -> float:

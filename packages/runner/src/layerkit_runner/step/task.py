@@ -148,9 +148,9 @@ class SingleTask(Configurable):
             non_trainable=variables.get(NON_TRAINABLE, {}),
             opt_state=opt_state,
             overwrite_with_gradient=variables.get(OVERWRITE_WITH_GRADIENT, {}),
-            ema=learner.init_ema(params),
-            ema_statistics=learner.init_ema_statistics(variables.get(NON_TRAINABLE, {})),
-            ema_count=learner.init_ema_count(),
+            ema=learner.init_ema(learner.trained_weights.select(params)),
+            ema_statistics=learner.init_ema(variables.get(NON_TRAINABLE, {})),
+            ema_count=learner.init_ema(jnp.zeros((), jnp.int32)),
         )
         return dict(boxed), state
 
