@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from layerkit_runner.observers import StepWork, Throughput, memory_scalars, peak_flops
+from layerkit_runner.observers import Goodput, StepWork, Throughput, memory_scalars, peak_flops
 
 
 @pytest.fixture
@@ -18,7 +18,13 @@ def timed(run_info, clock):
         "num_devices": 4,
         "peak_flops_per_device": 1e13,
     }
-    return lambda **changes: Throughput(run_info(**{**facts, **changes}), clock=clock)
+
+    def timed(**changes):
+        goodput = Goodput(clock=clock)
+        goodput.outermost("steps")
+        return Throughput(run_info(**{**facts, **changes}), goodput)
+
+    return timed
 
 
 def run_steps(throughput, clock, steps, *, seconds):
@@ -89,24 +95,21 @@ def test_a_resumed_run_does_not_count_the_steps_before_it(timed, clock):
     assert throughput.overall()["steps_per_sec"] == 0.5
 
 
-def test_nested_pauses_are_excluded_but_not_the_time_of_a_step_before_them(timed, clock):
+def test_time_of_other_phases_is_excluded_but_not_that_of_a_step_before_them(timed, clock):
     throughput = timed()
     throughput.completed(1)
     clock.now += 0.75
-    with throughput.pause():
-        clock.now += 100
-        with throughput.pause():
-            clock.now += 100
-        clock.now += 100
+    with throughput.goodput.phase("eval"):
+        clock.now += 300
     clock.now += 0.25
     throughput.completed(2)
     assert throughput.overall()["step_time"] == 1
 
 
-def test_steps_that_end_within_a_pause_are_not_counted(timed, clock):
+def test_steps_that_end_within_another_phase_are_not_counted(timed, clock):
     throughput = timed()
     throughput.completed(1)
-    with throughput.pause():
+    with throughput.goodput.phase("save"):
         run_steps(throughput, clock, [2, 3], seconds=5)
         clock.now += 5
     run_steps(throughput, clock, [4, 5], seconds=2)
@@ -115,12 +118,10 @@ def test_steps_that_end_within_a_pause_are_not_counted(timed, clock):
 
 def test_input_wait_is_a_share_of_the_time_of_steps(timed, clock):
     throughput = timed()
-    rates = throughput.rates_since_asked()
-    throughput.waited(30)  # for the first batch, which no step is timed with
+    rates, moved = throughput.rates_since_asked(), throughput.goodput.moved
+    moved("input_wait", 30)  # for the first batch, which no step is timed with
     run_steps(throughput, clock, [1], seconds=60)
-    throughput.waited(0.5)
-    with throughput.pause():
-        throughput.waited(9)
+    moved("input_wait", 0.5)
     run_steps(throughput, clock, [2, 3], seconds=1)
     assert rates()["input_wait"] == 0.25
     run_steps(throughput, clock, [4, 5], seconds=1)

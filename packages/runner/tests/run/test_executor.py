@@ -105,7 +105,7 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
         signals = StopSignals()
         recorder = Recorder(signals, stop_at, save_at)
         info = SimpleNamespace(examples_per_step=8, tokens_per_step=0, flops_per_step=None)
-        throughput = Throughput(info)
+        throughput = Throughput(info, Goodput())
         abstract_state = partitioner.abstract_state(task)
         compiled = trace_step(task, partitioner, abstract_state, data.abstract_batch)()
         program = TrainProgram(compiled, data, None, StepReports(recorder, throughput))
@@ -137,7 +137,7 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
             observers=recorder,
             throughput=throughput,
             signals=signals,
-            goodput=Goodput(),
+            goodput=throughput.goodput,
             exit_after_ondemand_checkpoint=exits_then,
             early_stop=None if rule is None else EarlyStop(rule),
         )

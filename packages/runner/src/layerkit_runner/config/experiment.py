@@ -233,7 +233,7 @@ def experiment_fields(cls: type) -> dict[str, str | None]:
     }
 
 
-def _check_assigned(cls: type) -> None:
+def _check_assigned(cls: type[BaseExperiment]) -> None:
     """Raise an error if a field is assigned or listed as unused that is not declared."""
     declared = _annotated_fields(cls)
     for name in vars(cls).get("unused_fields", ()):

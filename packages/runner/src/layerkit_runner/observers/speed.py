@@ -1,7 +1,7 @@
 """Speed and memory of a training run, and its goodput: the share of the time spent in steps.
 
-Rates of completed steps start at the end of the first step, which includes compilation. `pause`
-excludes the time of other work, such as an evaluation or a blocking save.
+Rates of completed steps start at the end of the first step, which includes compilation. They
+exclude the time of other phases, such as an evaluation or a blocking save.
 
 Goodput is the wall-clock accounting of a job by phase, over all its runs. The phases of the main
 thread add up to the elapsed time. The goodput is the share of `steps`:
@@ -47,54 +47,41 @@ class StepWork:
 
 
 class Throughput:
-    """A counter of completed steps and of the time between them."""
+    """A counter of completed steps and of the time between them.
 
-    def __init__(self, info: RunInfo, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Start without steps; `clock` returns seconds."""
+    Attributes:
+      goodput: Clock of the phases, of which `steps` and `input_wait` are the time of steps.
+    """
+
+    def __init__(self, info: RunInfo, goodput: Goodput) -> None:
+        """Start without steps."""
+        self.goodput = goodput
         self._info = info
         self._usual = StepWork(info.examples_per_step, info.tokens_per_step, info.flops_per_step)
-        self._clock = clock
-        self._mark: tuple[int, float] | None = None  # newest counted step and time
-        self._pause_depth = 0
+        self._mark: tuple[int, float, float] | None = None  # newest step, its time, waits before it
         self._total = _Counts()
 
     def completed(self, step: int, work: StepWork | None = None) -> None:
         """Count a step that has just ended on the device, with its work or that of `info`.
 
-        A step that ends within a pause is not counted, since it shared its time with other work.
+        A step that ends within another phase is not counted, since it shared its time with that.
         """
-        now = self._clock()
-        if self._mark is not None and self._pause_depth == 0:
-            work, steps = work or self._usual, step - self._mark[0]
-            self._add(
-                _Counts(
-                    steps=steps,
-                    seconds=now - self._mark[1],
-                    examples=steps * work.examples,
-                    tokens=steps * work.tokens,
-                    flops=steps * (work.flops or 0.0),
-                )
+        by_phase = self.goodput.seconds()
+        waited = by_phase["input_wait"]
+        now = by_phase["steps"] + waited
+        if self._mark is not None and self.goodput.current_phase == "steps":
+            last, began, waited_before = self._mark
+            work, steps = work or self._usual, step - last
+            more = _Counts(
+                steps=steps,
+                seconds=now - began,
+                input_wait=waited - waited_before,
+                examples=steps * work.examples,
+                tokens=steps * work.tokens,
+                flops=steps * (work.flops or 0.0),
             )
-        self._mark = (step, now)
-
-    def waited(self, seconds: float) -> None:
-        """Count time in which the devices were idle for lack of a batch."""
-        if seconds and self._mark is not None and self._pause_depth == 0:
-            self._add(_Counts(input_wait=seconds))
-
-    @contextlib.contextmanager
-    def pause(self) -> Iterator[None]:
-        """Exclude the time of the `with` block, which may be nested, from every rate."""
-        began = self._clock()
-        self._pause_depth += 1
-        try:
-            yield
-        finally:
-            self._pause_depth -= 1
-            if self._pause_depth == 0 and self._mark is not None:
-                step, marked = self._mark
-                # The time between the mark and the pause belongs to the current step.
-                self._mark = (step, self._clock() - max(0.0, began - marked))
+            self._total = _Counts(*map(operator.add, self._total, more))
+        self._mark = (step, now, waited)
 
     def rates_since_asked(self) -> Callable[[], dict[str, float]]:
         """Return a function that returns the rates since its last call, the first time since now.
@@ -114,9 +101,6 @@ class Throughput:
     def overall(self) -> dict[str, float]:
         """Return the rates over all timed steps of this run."""
         return _rates(self._info, self._total)
-
-    def _add(self, more: _Counts) -> None:
-        self._total = _Counts(*map(operator.add, self._total, more))
 
 
 class _Counts(NamedTuple):
@@ -243,6 +227,11 @@ class Goodput:
         self.num_lost_steps = 0
         self.seconds_between_runs = 0.0
         self.num_runs = 1
+
+    @property
+    def current_phase(self) -> str:
+        """Name of the current phase."""
+        return self._stack[-1]
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -7,9 +7,8 @@ save. The final model is evaluated and decoded afterwards, by the report at the 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -120,7 +119,7 @@ class Executor:
                         continue
                     if self.profiler is not None and self.profiler.starts_before(step + 1):
                         self.train_programs.drain()
-                        with self._paused_phase("profile"):
+                        with self.goodput.phase("profile"):
                             self.profiler.start(step + 1)
                     try:
                         state = self.train_programs.start_step(state, step + 1, self.signals)
@@ -163,7 +162,7 @@ class Executor:
     def _work_after(self, state: TrainState, step: int) -> None:
         """Run what is due after a step: the callback, the end of a profile, `run_due`."""
         if self.after_first_step is not None:
-            with self._paused_phase("compile"):
+            with self.goodput.phase("compile"):
                 self.after_first_step()
             self.after_first_step = None
         if self.profiler is not None and self.profiler.ends_after(step):
@@ -201,7 +200,7 @@ class Executor:
         """Run eval programs (None: all of them); return the metrics by program."""
         programs = self.eval_programs if programs is None else programs
         self.train_programs.drain()
-        with self._paused_phase("eval"):
+        with self.goodput.phase("eval"):
             results = {p.name: dict(self._run_program(p, state, step)) for p in programs}
         self._evaluated = (step, self._evaluated_after(step) | results)
         self._record(step, results)
@@ -226,23 +225,17 @@ class Executor:
         if step < first or not programs:
             return {}
         self.train_programs.drain()
-        with self._paused_phase("decode"):
+        with self.goodput.phase("decode"):
             return {p.name: self._run_program(p, state, step) for p in programs}
 
     def _run_program(self, program: BaseProgram, state: TrainState, step: int) -> Any:
         with phase(f"running {program.name} after step {step}", waits_for_others=True):
             return program.run(state, step, self.observers)
 
-    @contextlib.contextmanager
-    def _paused_phase(self, phase: str) -> Iterator[None]:
-        """Account the time of other work than steps as `phase`, and exclude it from the rates."""
-        with self.throughput.pause(), self.goodput.phase(phase):
-            yield
-
     def _stop_profile(self, step: int) -> None:
         self.train_programs.drain()
         if self.profiler is not None:
-            with self._paused_phase("profile"):
+            with self.goodput.phase("profile"):
                 self.profiler.stop(step)
 
     def _record(self, step: int, results: Mapping[str, Mapping[str, float]]) -> None:
@@ -268,7 +261,7 @@ class Executor:
             return
         progress(f"saving step {step}", waits_for_others=True)
         self.observers.flush()
-        with self._paused_phase("save"):
+        with self.goodput.phase("save"):
             self.checkpoints.save(
                 step,
                 self.stored_state(state),

@@ -437,8 +437,8 @@ class TrainingRun:
     def _build_executor(self) -> Executor:
         """Build the training programs on the compiled steps, and the executor that runs them."""
         job, train = self.job, self.job.task.train
-        throughput = Throughput(self.info)
-        reports = [StepReports(job.observers, throughput, w, job.goodput) for w in self.works]
+        throughput = Throughput(self.info, job.goodput)
+        reports = [StepReports(job.observers, throughput, work) for work in self.works]
         skipped = SkippedSteps(
             train.max_consecutive_skipped_steps,
             train.num_train_steps,

@@ -115,8 +115,9 @@ class OverBatches:
         means = {}
         for name, total in self._totals.items():
             if isinstance(total, LossSum):
-                has_weight = any(weight > 0 for *_, weight in total.parts[: total.num_terms])
-                means[name] = sum(map(_loss_of_totals, total.parts)) if has_weight else np.nan
+                parts: Any = total.parts  # as `_float64_totals` returns them
+                has_weight = any(weight > 0 for *_, weight in parts[: total.num_terms])
+                means[name] = sum(map(_loss_of_totals, parts)) if has_weight else np.nan
             elif isinstance(total, Maximum):
                 means[name] = np.nan if total.value == -np.inf else float(total.value)
         return means
@@ -127,7 +128,7 @@ class OverBatches:
 
     def weights(self) -> dict[str, float]:
         """Return the total weight of each metric."""
-        sums = {name: x for name, x in self._totals.items() if isinstance(x, LossSum)}
+        sums: dict[str, Any] = {n: x for n, x in self._totals.items() if isinstance(x, LossSum)}
         return {name: float(total.parts[0][-1]) for name, total in sums.items()}
 
     def weight(self, name: str) -> float:

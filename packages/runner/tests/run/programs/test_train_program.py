@@ -23,7 +23,7 @@ from layerkit_inputs.base.prefetch import Prefetch
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.data.train_inputs import TrainInput, TrainInputs
 from layerkit_runner.errors import UsageError
-from layerkit_runner.observers import Throughput
+from layerkit_runner.observers import Goodput, Throughput
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.run.programs.train_program import (
     IS_VALID,
@@ -68,7 +68,9 @@ def started(tiny: SimpleNamespace, make_recorder: Any) -> Any:
         replaced = dataclasses.replace(compiled, run=run)
         recorder = make_recorder()
         info = SimpleNamespace(examples_per_step=1, tokens_per_step=0, flops_per_step=None)
-        reports = StepReports(recorder, Throughput(info))
+        goodput = Goodput()
+        goodput.outermost("steps")
+        reports = StepReports(recorder, Throughput(info, goodput))
         programs = TrainPrograms(
             TrainInputs([data]),
             [TrainProgram(replaced, data, None, reports)],

@@ -28,7 +28,6 @@ from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import (
-    Goodput,
     Histogram,
     Observer,
     StepWork,
@@ -113,7 +112,6 @@ class StepReports:
     observers: Observer
     throughput: Throughput
     work: StepWork | None = None
-    goodput: Goodput = dataclasses.field(default_factory=Goodput)
 
 
 class _StartedStep(NamedTuple):
@@ -249,8 +247,7 @@ class TrainProgram:
             may_take = functools.partial(signals.may_start, step)
             until = {"gives_up": signals.gives_up_waiting, "may_take": may_take}
         batch, idle_seconds = self.data.feed.take(is_idle, **until)
-        self._reports.throughput.waited(idle_seconds)
-        self._reports.goodput.moved("input_wait", idle_seconds)
+        self._reports.throughput.goodput.moved("input_wait", idle_seconds)
         return batch
 
     def _report_metrics(
@@ -281,7 +278,7 @@ class TrainProgram:
         values["learning/skipped_steps"] = float(skipped.in_all)
         if is_summarized:
             values |= self._rates()
-            values |= self._reports.goodput.shares() | memory_scalars()
+            values |= self._reports.throughput.goodput.shares() | memory_scalars()
         self._reports.observers.train_metrics(step, values)
         if is_summarized:
             if counts := self._since_summary.histograms():
