@@ -58,6 +58,7 @@ class Instruction:
 
 
 _Body = list[Instruction]
+_Named = dict[str, Instruction]
 # Number of runs, and whether it is exact.
 _Count = tuple[int, bool]
 
@@ -65,12 +66,11 @@ _Count = tuple[int, bool]
 def instructions(hlo_text: str) -> Iterator[Instruction]:
     """Yield all instructions that run of `compiled.as_text()`."""
     computations, entry = _computations(hlo_text)
+    named = {
+        instruction.name: instruction for body in computations.values() for instruction in body
+    }
     calls = {
-        name: [
-            (instruction, call)
-            for instruction in body
-            for call in _calls(instruction, body, computations)
-        ]
+        name: [(caller, call) for caller in body for call in _calls(caller, computations, named)]
         for name, body in computations.items()
     }
     callers: dict[str, set[str]] = collections.defaultdict(set)
@@ -116,7 +116,7 @@ def _computations(hlo_text: str) -> tuple[dict[str, _Body], str]:
 
 
 def _calls(
-    instruction: Instruction, caller: _Body, computations: dict[str, _Body]
+    instruction: Instruction, computations: dict[str, _Body], named: _Named
 ) -> Iterator[tuple[str, _Count]]:
     """Yield the computations that an instruction calls, with the number of calls per run."""
     opcode, rest = instruction.opcode, instruction.rest
@@ -125,7 +125,7 @@ def _calls(
     count = (1, opcode != "conditional")
     if opcode == "while":
         known = _TRIP_COUNT.search(rest)
-        count = (int(known[1]), True) if known else _rounds(instruction, caller, computations)
+        count = (int(known[1]), True) if known else _rounds(instruction, computations, named)
     for match in _CALLED.finditer(rest):
         yield match[1], count
     for match in _BRANCHES.finditer(rest):
@@ -133,11 +133,10 @@ def _calls(
             yield name.strip().removeprefix("%"), count
 
 
-def _rounds(loop: Instruction, caller: _Body, computations: dict[str, _Body]) -> _Count:
+def _rounds(loop: Instruction, computations: dict[str, _Body], named: _Named) -> _Count:
     """Count the rounds of a loop that counts up to a constant; see `Instruction`."""
     parts = dict(_LOOP_PARTS.findall(loop.rest))
     condition, body = (computations.get(parts.get(p, ""), []) for p in ("condition", "body"))
-    named = {instruction.name: instruction for instruction in condition}
     for compare in condition:
         if compare.opcode != "compare" or "direction=LT" not in compare.rest:
             continue
@@ -146,34 +145,24 @@ def _rounds(loop: Instruction, caller: _Body, computations: dict[str, _Body]) ->
         most = _constant(limit)
         if index is None or most is None:
             continue
-        step, start = _step(body, int(index[1])), _start(loop, caller, int(index[1]))
-        is_only_condition = compare is condition[-1]
-        is_exact = is_only_condition and step is not None and start is not None
+        # The state of the loop is a tuple, of which this element is the counter.
+        start = _constant(_element(named.get(loop.operands[0]), int(index[1]), named))
+        added = _element(body[-1] if body else None, int(index[1]), named)
+        terms = added.operands if added is not None and added.opcode == "add" else []
+        step = next((number for name in terms if (number := _constant(named.get(name)))), None)
+        is_exact = compare is condition[-1] and step is not None and start is not None
         return max(0, -(-(most - (start or 0)) // (step or 1))), is_exact
     return 1, False
 
 
-def _start(loop: Instruction, caller: _Body, index: int) -> int | None:
-    """Return the first value of a loop's counter, element `index` of its state."""
-    named = {instruction.name: instruction for instruction in caller}
-    state = named.get(loop.operands[0]) if loop.operands else None
+def _element(state: Instruction | None, index: int, named: _Named) -> Instruction | None:
+    """Return the instruction that computes an element of a tuple, without copies of it."""
     if state is None or state.opcode != "tuple" or index >= len(state.operands):
         return None
     value = named.get(state.operands[index])
     while value is not None and value.opcode.startswith("copy") and value.operands:
         value = named.get(value.operands[0])
-    return _constant(value)
-
-
-def _step(body: _Body, index: int) -> int | None:
-    """Return the increment of a loop's counter, element `index` of its state, in a round."""
-    named = {instruction.name: instruction for instruction in body}
-    state = body[-1].operands if body and body[-1].opcode == "tuple" else []
-    counter = named.get(state[index]) if index < len(state) else None
-    if counter is None or counter.opcode != "add":
-        return None
-    steps = (_constant(named.get(name)) for name in counter.operands)
-    return next((step for step in steps if step), None)
+    return value
 
 
 def _constant(instruction: Instruction | None) -> int | None:
