@@ -30,7 +30,6 @@ NODES_32 = SpmdPartitioner(ici_mesh_shape=[1, 8, 1], dcn_mesh_shape=[1, 32, 1])
         (PmapPartitioner(), {"target": "cpux6", "num_devices": 6}, "cpux6", 1),
         # The mesh completes the target.
         (NODES_32, {"target": "h100"}, "h100x256", 32),
-        (FSDP_4, {"target": "v5p"}, "v5p:2x2x1", 1),
         (TWICE_4, {"target": "v4:2x2x1*2"}, "v4:2x2x1*2", 2),
         (FSDP_4, {"target": "here"}, "here", 1),
         (TWICE_4, {"default": 3}, "cpux8", 2),

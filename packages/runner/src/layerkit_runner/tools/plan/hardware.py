@@ -6,7 +6,6 @@ docs/planning.md has a table of the forms of `--target`.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
 import tomllib
@@ -113,7 +112,7 @@ HERE = "here"
 
 _FORM = re.compile(
     r"(?P<kind>[a-z]\w*?(?:-40gb)?)"
-    r"(?:x(?P<count>\d+)|:(?P<sizes>\d+(?:x\d+)*)(?:\*(?P<slices>\d+))?)?"
+    r"(?:x(?P<count>[1-9]\d*)|:(?P<sizes>[1-9]\d*(?:x[1-9]\d*)*)(?:\*(?P<slices>[1-9]\d*))?)?"
 )
 
 # Slices of these are three-dimensional.
@@ -130,8 +129,8 @@ _FORMS = (
 class Target:
     """The devices to plan for: those of this machine if `kind` is None.
 
-    `num_devices` is None for as many as the mesh has. A slice is a TPU slice of the chips
-    `topology`, or a node of GPUs.
+    `num_devices` is None for as many CPU devices or GPUs as the mesh has. A slice is a TPU slice of
+    the chips `topology`, or a node of GPUs.
     """
 
     kind: DeviceKind | None
@@ -174,84 +173,32 @@ def _parse(text: str) -> Target:
             raise UsageError(expected=expected)
         sizes = tuple(map(int, match["sizes"].split("x")))
         return _slices(kind, sizes, int(match["slices"] or 1))
-    if match["count"] is None:
-        return Target(kind)
     if kind.platform == "tpu":
         raise UsageError(expected=f"the shape of a TPU slice, such as {_example(kind)}")
-    return _counted(kind, int(match["count"]))
+    return Target(kind) if match["count"] is None else counted(kind, int(match["count"]))
 
 
 def _example(kind: DeviceKind) -> str:
     return f"{kind.name}:{'4x4x4' if kind.name in _THREE_DIMENSIONS else '4x4'}"
 
 
-def _counted(kind: DeviceKind, count: int) -> Target:
-    """Return a number of CPU devices, or of GPUs in full nodes."""
-    if count < 1:
-        raise UsageError(expected="at least 1 device")
+def counted(kind: DeviceKind, count: int) -> Target:
+    """Return a target of CPU devices, or of GPUs in full nodes."""
     per_node = kind.devices_per_host
     if per_node is None or count <= per_node:
         return Target(kind, count)
     if count % per_node:
-        lower, upper = (f"{kind.name}x{count // per_node * per_node + n}" for n in (0, per_node))
-        raise UsageError(expected=f"full nodes of {per_node} devices, such as {lower} or {upper}")
+        raise UsageError(
+            field=f"number of {kind.name} devices",
+            value=count,
+            expected=f"1 to {per_node}, or full nodes of {per_node}",
+        )
     return Target(kind, count, num_slices=count // per_node)
 
 
 def _slices(kind: DeviceKind, topology: tuple[int, ...], num_slices: int) -> Target:
     dimensions = 3 if kind.name in _THREE_DIMENSIONS else 2
-    if len(topology) != dimensions or min(topology) < 1:
-        raise UsageError(expected=f"{dimensions} positive sizes of a slice, as in {_example(kind)}")
-    if num_slices < 1:
-        raise UsageError(expected="at least 1 slice")
+    if len(topology) != dimensions:
+        raise UsageError(expected=f"{dimensions} sizes of a slice, as in {_example(kind)}")
     devices = math.prod(topology) * _DEVICES_PER_CHIP.get(kind.name, 1)
     return Target(kind, devices * num_slices, num_slices, topology)
-
-
-def usual_topology(kind: DeviceKind, chips: int) -> tuple[int, ...]:
-    """Return the shape of a slice with so many chips that is nearest to a cube or square.
-
-    Dimensions are powers of two up to 4 chips, then multiples of 4, the shortest first; those of
-    two-dimensional slices are powers of two.
-
-    Raises:
-      UsageError: No such slice exists.
-
-    >>> usual_topology(device_kind("v4"), 192)
-    (4, 4, 12)
-    """
-    is_cube = kind.name in _THREE_DIMENSIONS
-    sizes = [
-        size
-        for size in range(1, chips + 1)
-        if chips % size == 0
-        and (size in (1, 2) or size % 4 == 0 if is_cube else size & (size - 1) == 0)
-    ]
-    shapes = itertools.combinations_with_replacement(sizes, 3 if is_cube else 2)
-    fitting = [shape for shape in shapes if math.prod(shape) == chips]
-    if not fitting:
-        raise UsageError(
-            f"no slice of {kind.name} has {chips} chip(s)",
-            expected=f"the shape of a slice, as in {_example(kind)}",
-        )
-    best = min(fitting, key=sum)
-    # The short side of a flat slice comes last: 2x2x1.
-    return best[::-1] if is_cube and best[0] == 1 else best
-
-
-def sized(target: Target, num_devices: int, *, num_slices: int) -> Target:
-    """Return a target of a known kind with the number of devices that a mesh has."""
-    kind = target.kind
-    assert kind is not None, target
-    try:
-        if kind.platform != "tpu":
-            return _counted(kind, num_devices)
-        smallest = num_slices * _DEVICES_PER_CHIP.get(kind.name, 1)
-        chips, rest = divmod(num_devices, smallest)
-        if rest:
-            raise UsageError(expected=f"a multiple of {smallest}, the devices of one chip a slice")
-        return _slices(kind, usual_topology(kind, chips), num_slices)
-    except UsageError as error:
-        error.owner = f"--target={kind.name}"
-        error.field, error.value = "devices of the mesh", num_devices
-        raise

@@ -23,9 +23,9 @@ from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.tools.plan.hardware import (
     DeviceKind,
     Target,
+    counted,
     kind_of_device,
     parse_target,
-    sized,
     target_config,
 )
 
@@ -72,16 +72,15 @@ def planned_target(
     if num_devices is not None and has_number and num_devices != asked.num_devices:
         expected = f"no number beside --target={target}"
         raise UsageError(field="--num_devices", value=num_devices, expected=expected)
-    if asked.kind is None:
+    if (kind := asked.kind) is None:
         return asked
     ici: Sequence[int] | None = getattr(partitioner, "ici_mesh_shape", None)
     dcn = max(1, math.prod(getattr(partitioner, "dcn_mesh_shape", None) or ()))
     if asked.num_devices is None:
         of_mesh = default if ici is None else max(1, math.prod(ici)) * dcn
-        asked = sized(asked, num_devices or of_mesh, num_slices=dcn)
-    if asked.kind is not None and asked.kind.platform == "cpu":
-        return dataclasses.replace(asked, num_slices=dcn)  # simulated slices are those of the mesh
-    return asked
+        asked = counted(kind, num_devices or of_mesh)
+    # Simulated slices are those of the mesh.
+    return dataclasses.replace(asked, num_slices=dcn) if kind.platform == "cpu" else asked
 
 
 def start_simulated(
