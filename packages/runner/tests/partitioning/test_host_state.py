@@ -94,7 +94,7 @@ def test_an_optimizer_whose_state_cannot_be_offloaded_is_an_error(
     task = make_task(arrangements, optimizer, **learner)
     partitioner = arrangements.start([8, 1, 1], task, **HOST)
     with raises(ConfigError, field=field):
-        partitioner.abstract_state(task)
+        trained(arrangements, partitioner, task)
 
 
 def test_offloading_on_a_mesh_that_does_not_divide_the_weights_is_an_error(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 from jax.tree_util import KeyPath
 
-from layerkit_runner.optim.optimizer_updates import is_on_host, is_schedule_free
+from layerkit_runner.optim.optimizer_updates import is_on_host
 from layerkit_runner.optim.optimizers import Bfloat16State
 from layerkit_runner.optim.weight_selection import weight_path
 
@@ -26,29 +26,23 @@ UpdateArguments = tuple[Any, ...]
 """The four arguments of an `UpdateFn`."""
 
 
-def can_update_by_layer(
-    transformation: Any, params: Any, *, per_layer: bool | None, is_by_layer: bool
-) -> bool:
-    """Return whether layers can be updated one at a time with the same result.
+def has_state_by_entry(state: Any, params: Any, *, per_layer: bool | None) -> bool:
+    """Return whether layers of a stack, which share a state, can be updated one at a time.
 
     Args:
-      transformation: An Optax transformation.
-      params: The weights that it updates, as arrays or shapes.
+      state: State of an optimizer.
+      params: The weights that it updates.
       per_layer: What the optimizer declares; see `declare_per_layer`.
-      is_by_layer: True if each layer has a state of its own.
     """
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    state = jax.eval_shape(transformation.init, shapes)
-    weights = flatten_dict(shapes)
+    weights = flatten_dict(params)
     has_shapes_of_weights = all(
         leaf.shape == weights[weight_path(path)].shape
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
         if weight_path(path) in weights
     )
     # With bfloat16_state, each layer would draw the same numbers.
-    is_by_entry = per_layer is False and not isinstance(state, Bfloat16State)
-    is_same = is_by_layer or (is_by_entry and has_shapes_of_weights)
-    return is_same and not is_schedule_free(state)
+    draws_numbers = isinstance(state, Bfloat16State)
+    return per_layer is False and has_shapes_of_weights and not draws_numbers
 
 
 def update_by_layer(
@@ -57,7 +51,7 @@ def update_by_layer(
     """Return `update(*trees)` for a state that is partly on the host.
 
     Weights whose state is on the host, `[layers, ...]`, are updated in a loop, and others at once.
-    `update` is that of an optimizer that `can_update_by_layer` accepts. The state to keep is
+    `update` is that of an optimizer that `has_state_by_entry` accepts. The state to keep is
     `select(next state, state)`, for steps that may be skipped.
     """
     grads, state, params, _ = trees

@@ -218,11 +218,6 @@ class Learner(Configurable):
         require(is_allowed, "Learner", "ema_decay", self.ema_decay, expected)
         return state
 
-    def check_updates_by_layer(self, params: Any, *, stacks: Stacks) -> None:
-        """Raise `ConfigError` if an optimizer cannot update one layer of a stack at a time."""
-        trained = self._computed(self.trained_weights.select(params))
-        self._groups.check_updates_by_layer(trained, stacks)
-
     def decayed_weights(
         self, params: Any, *, stacks: Stacks | None = None
     ) -> tuple[DecayedWeights, ...]:

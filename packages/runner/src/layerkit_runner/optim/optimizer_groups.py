@@ -149,6 +149,14 @@ class OptimizerGroups:
             if any(map(optimizer_updates.is_on_host, jax.tree.leaves(states[name]))):
                 from layerkit_runner.optim import host_state
 
+                is_by_layer = group.sizes or host_state.has_state_by_entry(
+                    states[name], params_, per_layer=group.optimizer.per_layer
+                )
+                is_allowed = is_by_layer and not optimizer_updates.is_schedule_free(states[name])
+                kind = getattr(group.optimizer.transformation.update, "__qualname__", "")
+                expected = f"one that updates entries, such as adamw, with {host_state.FIELD}=True"
+                owner, kind = group.optimizer.owner, kind.partition(".")[0]
+                require(is_allowed, owner, "optimizer", kind, expected)
                 loop = host_state.update_stack if group.sizes else host_state.update_by_layer
                 changes, states[name] = loop(update_all, arguments, select=select)
             else:
@@ -156,25 +164,6 @@ class OptimizerGroups:
                 states[name] = select(new_state, states[name])
             updates.update(flatten_dict(changes))
         return unflatten_dict(updates), _bare(states)
-
-    def check_updates_by_layer(self, params: Any, stacks: Stacks) -> None:
-        """Raise `ConfigError` if an optimizer cannot update one layer at a time."""
-        from layerkit_runner.optim import host_state
-
-        flat = flatten_dict(params)
-        for group in self._divide(params, stacks).values():
-            if not any(path in stacks for path in group.paths):
-                continue
-            optimizer = group.optimizer
-            can_update = host_state.can_update_by_layer(
-                optimizer.transformation,
-                group.select(flat),
-                per_layer=optimizer.per_layer,
-                is_by_layer=bool(group.sizes),
-            )
-            name = getattr(optimizer.transformation.update, "__qualname__", "")
-            expected = f"one that updates each entry, such as adamw, with {host_state.FIELD}=True"
-            require(can_update, optimizer.owner, "optimizer", name.partition(".")[0], expected)
 
     def evaluated(self, params: Any, state: Any, stacks: Stacks) -> Any:
         """Return `params` with the averages of schedule-free optimizers in their places."""

@@ -379,11 +379,6 @@ class SingleTask(Configurable):
         ]
         return LossSum.of(scaled, aux)
 
-    def check_updates_by_layer(self, params: Any) -> None:
-        """Raise `ConfigError` if an optimizer cannot update one layer of a stack at a time."""
-        with self.declared_weights() as stacks:
-            self.train.learner.check_updates_by_layer(params, stacks=stacks)
-
     def decayed_weights(self, params: Any) -> tuple[DecayedWeights, ...]:
         """Return which trained weights each optimizer decays; `params` may be shapes."""
         with self.declared_weights() as stacks:
