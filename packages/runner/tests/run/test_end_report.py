@@ -23,7 +23,6 @@ from layerkit_runner.distributed.cluster import LOST_PROCESS_EXIT_CODE
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers.metrics_log import draw_loss_curve
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
-from layerkit_runner.run.end_report import ERRORS_FILE
 from layerkit_runner.run.inference import run_inference
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
@@ -161,18 +160,16 @@ def test_failed_part_is_reported_and_the_others_are_made(
     folder = tmp_path / "job"
     resolved: ResolvedExperiment = resolve(experiment(FAILS=part))
     assert run_train(resolved, options(folder)) == 0
-    lines = capsys.readouterr().out.splitlines()
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
     (failure,) = [line for line in lines if line.startswith(f"{part} failed: ")]
     assert "KeyError" in failure and "no such" in failure
     assert f"--mode={'eval' if part == 'evaluation' else 'decode'}_once" in failure
-    assert str(folder / ERRORS_FILE) in failure
-    assert "raise KeyError(" in (folder / ERRORS_FILE).read_text()
+    assert "raise KeyError(" in printed.err
     assert f"loss curve: {folder / 'loss_curve.png'}" in lines
     (first,) = [n for n, line in enumerate(lines) if line.startswith("next: ")]
-    # A shell joins the lines of a command.
-    commands = "\n".join(lines[first + 1 :]).replace("\\\n", "").splitlines()
+    commands = lines[first + 1 :]
     assert [shlex.split(command)[0] for command in commands] == ["runner"] * 2
-    assert all(len(line) <= 100 for line in lines[first + 1 :] if " --" in line.strip())
     assert "--exp" not in commands[0] and "--mode=inspect" in commands[0]
     other = "sample (points): " if part == "evaluation" else "heldout: error "
     assert any(line.startswith(other) for line in lines)

@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import enum
 import hashlib
-import heapq
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -231,7 +230,8 @@ def verify(
         except OSError as error:
             return _unreadable(name, error)
 
-    findings += _map_names(_divide(manifest, num_shares)[share], find).values()
+    by_size = sorted(manifest, key=lambda name: (-manifest[name]["size"], name))
+    findings += _map_names(by_size[share::num_shares], find).values()
     return tuple(sorted(findings, key=lambda finding: finding.file))
 
 
@@ -358,17 +358,6 @@ def _unreadable(name: str, error: OSError) -> Finding:
 
 def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _divide(files: Mapping[str, Entry], num_shares: int) -> list[list[str]]:
-    shares: list[list[str]] = [[] for _ in range(num_shares)]
-    heap = [(0, index) for index in range(num_shares)]
-    by_size = sorted(files.items(), key=lambda item: (-item[1]["size"], item[0]))
-    for name, entry in by_size:
-        size, index = heap[0]
-        shares[index].append(name)
-        heapq.heapreplace(heap, (size + entry["size"], index))
-    return shares
 
 
 def _map_names(names: Iterable[str], find: Callable[[str], _T | None]) -> dict[str, _T]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import shlex
 import sys
 from collections.abc import Collection, Sequence
 
@@ -63,22 +62,6 @@ def stable_repr(value: object) -> str:
 def cut(text: str, width: int) -> str:
     """Return a text of at most `width` characters; `…` stands for the rest of a longer one."""
     return text if len(text) <= width else text[: width - 1].rstrip() + "…"
-
-
-def wrapped_command(command: str, *, width: int, indent: str) -> str:
-    r"""Return a shell command in lines of at most `width` characters, if its words allow that.
-
-    >>> print(wrapped_command("runner --exp=lm.Large --job_log_dir=runs", width=24, indent="  "))
-    runner --exp=lm.Large \
-      --job_log_dir=runs
-    """
-    lines = [""]
-    for word in map(shlex.quote, shlex.split(command)):
-        if lines[-1] and len(lines[-1]) + len(word) + 3 > width:
-            lines.append(indent + word)
-        else:
-            lines[-1] += f" {word}" if lines[-1] else word
-    return " \\\n".join(lines)
 
 
 def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:

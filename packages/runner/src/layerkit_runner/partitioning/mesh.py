@@ -6,9 +6,8 @@ slices or hosts. The mesh is their elementwise product, with the slow network ou
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,8 +16,6 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from layerkit_runner.errors import UsageError
-
-_LOG = logging.getLogger("layerkit.mesh")
 
 
 def make_mesh(
@@ -106,10 +103,13 @@ def _arrange(ici: list[int], dcn: list[int], devices: list[Any]) -> np.ndarray:
     shape = [d * i for d, i in zip(dcn, ici, strict=True)]
     if math.prod(dcn) == 1 or (devices[0].platform == "tpu" and num_slices == 1):
         # All chips of a slice are on one torus, so ICI and DCN axes need not be kept apart.
-        return _arrange_on_torus(mesh_utils.create_device_mesh, shape, devices=devices)
+        # Parts of a torus axis serve a mesh axis only if no whole ones fit.
+        return mesh_utils.create_device_mesh(shape, devices=devices, allow_split_physical_axes=True)
     slices = {getattr(device, "slice_index", None) for device in devices}
     if len(slices) == math.prod(dcn) and None not in slices:
-        return _arrange_on_torus(mesh_utils.create_hybrid_device_mesh, ici, dcn, devices=devices)
+        return mesh_utils.create_hybrid_device_mesh(
+            ici, dcn, devices=devices, allow_split_physical_axes=True
+        )
     if len({device.process_index for device in devices}) == math.prod(dcn):
         return mesh_utils.create_hybrid_device_mesh(
             ici, dcn, devices=devices, process_is_granule=True
@@ -119,19 +119,3 @@ def _arrange(ici: list[int], dcn: list[int], devices: list[Any]) -> np.ndarray:
     grid = np.asarray(devices, dtype=object).reshape([*dcn, *ici])
     order = [axis for dim in range(len(dcn)) for axis in (dim, len(dcn) + dim)]
     return grid.transpose(order).reshape(shape)
-
-
-def _arrange_on_torus(
-    arrange: Callable[..., np.ndarray], *shapes: list[int], devices: Any
-) -> np.ndarray:
-    """Return a mesh along whole axes of a TPU's torus, or along parts if that is impossible."""
-    try:
-        return arrange(*shapes, devices=devices)
-    except NotImplementedError:  # No product of mesh sizes is a torus size.
-        mesh = arrange(*shapes, devices=devices, allow_split_physical_axes=True)
-    _LOG.warning(
-        "mesh: %s does not lie along whole axes of the slice's torus, so some mesh axes use only a"
-        " part of the links of a torus axis",
-        " × ".join(map(str, shapes)),
-    )
-    return mesh

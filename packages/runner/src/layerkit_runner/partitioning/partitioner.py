@@ -78,26 +78,6 @@ class Partitioner(Configurable):
         """Return the devices and the mesh once started, and the fields before."""
         return super().__repr__() if self._mesh is None else f"<{self.describe()}>"
 
-    def _repr_html_(self) -> str | None:
-        """Return a table of the mesh axes, which notebooks show; None before the start."""
-        from layerkit.config import html_display
-
-        if self._mesh is None:
-            return None
-        return html_display.table(
-            ("mesh axis", "devices", "splits"),
-            [(axis, size, self._split_by(axis)) for axis, size in self.mesh.shape.items()],
-            caption=self.describe(),
-        )
-
-    def _split_by(self, mesh_axis: str) -> str:
-        """Return the logical axes that a mesh axis splits."""
-        sharding = self.model_sharding()
-        if sharding.mesh is None:
-            return "batch"
-        names = [name for name, _ in sharding.rules.table]
-        return ", ".join(name for name in names if mesh_axis in sharding.rules.mesh_axes(name))
-
     # Methods that a subclass defines.
 
     def _make_mesh(self, devices: Any) -> Mesh:

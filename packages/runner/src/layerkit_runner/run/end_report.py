@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -21,8 +20,7 @@ from layerkit_inputs.base.errors import MissingExtraError
 from layerkit_runner.distributed.cluster import all_arrive
 from layerkit_runner.distributed.watchdog import phase
 from layerkit_runner.errors import exits_as_errors, naming_line
-from layerkit_runner.files.atomic_write import atomic_write
-from layerkit_runner.files.text import size_text, wrapped_command
+from layerkit_runner.files.text import size_text
 from layerkit_runner.observers import memory_scalars, metrics_path
 from layerkit_runner.observers.metrics_log import encode, read_metrics
 from layerkit_runner.run.executor import Executor
@@ -31,12 +29,8 @@ from layerkit_runner.run.job_folder import command_line, longer
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_state import TrainState
 
-ERRORS_FILE = "end_report_errors.txt"
-"""Name of the file in the job folder that holds the tracebacks of failed parts."""
-
 _SAMPLE_CHARACTERS = 600
 _ERROR_CHARACTERS = 300
-_COMMAND_WIDTH = 98
 
 
 def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
@@ -84,7 +78,6 @@ class _Parts:
     def __init__(self, job: Job) -> None:
         self.unshared_failure: Exception | None = None
         self._job = job
-        self._tracebacks: list[str] = []
 
     def make(self, name: str, part: Callable[[], None], *, repeat_mode: str | None = None) -> None:
         """Make a part; report its failure instead of raising it."""
@@ -108,23 +101,11 @@ class _Parts:
         command = command_line(
             job.resolved, job.options, mode=repeat_mode or "train", is_recorded=True
         )
+        traceback.print_exception(error)
         job.observers.message(
             f"{name} failed: {reason}. The training is complete, and its exit code is unchanged."
-            f" {self._keep(name, error)} To try again: {command}"
+            f" The traceback is above. To try again: {command}"
         )
-
-    def _keep(self, name: str, error: Exception) -> str:
-        """Write the traceback to the job folder, or else print it; return a sentence about it."""
-        text = "".join(traceback.format_exception(error))
-        self._tracebacks.append(f"{name}\n{text}")
-        if jax.process_index() == 0:
-            try:
-                atomic_write(self._job.directory / ERRORS_FILE, "\n".join(self._tracebacks))
-                return f"The traceback is in {self._job.given_directory / ERRORS_FILE}."
-            except OSError:
-                pass  # such as a full disk
-        print(text, file=sys.stderr, flush=True)
-        return "The traceback is above."
 
 
 def _report_evaluation(
@@ -195,8 +176,7 @@ def _suggest(job: Job, executor: Executor, step: int) -> None:
     """Report commands to try next, below a line that explains them."""
 
     def command(**more: Any) -> str:
-        line = command_line(job.resolved, job.options, is_recorded=True, **more)
-        return "  " + wrapped_command(line, width=_COMMAND_WIDTH, indent="      ")
+        return "  " + command_line(job.resolved, job.options, is_recorded=True, **more)
 
     commands = {"print all settings": command(mode="inspect")}
     # More steps would not continue a stopped run, and would not mend one that failed to learn.

@@ -45,7 +45,6 @@ class LayerNotes(logging.Handler):
         """Create a handler that is active inside a `with` statement."""
         super().__init__(logging.INFO)
         self.lines: list[str] = []
-        self._records: list[logging.LogRecord] = []
         self._logger = logging.getLogger("layerkit")
         self._previous = self._logger.level, self._logger.propagate
 
@@ -57,22 +56,16 @@ class LayerNotes(logging.Handler):
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        """Restore the logger; log the records again if an exception was raised."""
+        """Restore the logger."""
         self._logger.removeHandler(self)
         level, self._logger.propagate = self._previous
         self._logger.setLevel(level)
-        if exception[0] is not None:  # The caller prints no lines then.
-            for record in self._records:
-                logger = logging.getLogger(record.name)
-                if logger.isEnabledFor(record.levelno):
-                    logger.handle(record)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Collect a record; a repeated line is collected once."""
         line = record.getMessage()
         if line not in self.lines:
             self.lines.append(line)
-            self._records.append(record)
 
 
 def data_lines(inputs: Mapping[str, BaseInput]) -> Iterator[str]:

@@ -126,14 +126,11 @@ class OverBatches:
         """Return histograms by name, in double precision on the host."""
         return {name: x for name, x in self._totals.items() if isinstance(x, BinCounts)}
 
-    def weights(self) -> dict[str, float]:
-        """Return the total weight of each metric."""
-        sums: dict[str, Any] = {n: x for n, x in self._totals.items() if isinstance(x, LossSum)}
-        return {name: float(total.parts[0][-1]) for name, total in sums.items()}
-
     def weight(self, name: str) -> float:
         """Return the total weight of the metric `name`; 0 before anything was added."""
-        return self.weights().get(name, 0.0)
+        total = self._totals.get(name)
+        parts: Any = total.parts if isinstance(total, LossSum) else [(0.0,)]
+        return float(parts[0][-1])
 
 
 def _float64_totals(metric: Reported) -> Any:

@@ -154,7 +154,7 @@ def test_eval_program_with_metric_that_counts_padding_warns_once(
     program.run(state, 3, recorder)
     program.run(state, 4, recorder)
     [warning] = recorder.messages
-    for fact in ("points", " error ", "16", "13", "example_weights(batch", "Careless.compute_loss"):
+    for fact in ("points", " error ", "example_weights(batch", "Careless.compute_loss"):
         assert fact in warning
     assert "loss " not in warning
 

@@ -7,7 +7,7 @@ further ones, computed from the model's score of each example.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -140,7 +140,7 @@ class EvalProgram(BaseProgram):
         self._scores_examples = dataset.has_score_metrics
         make_step = partitioner.score_step_fn if self._scores_examples else partitioner.eval_step_fn
         self._step = make_step(task, averaged=use_ema_states)
-        self._has_reported_padding = False
+        self._has_checked_padding = False
 
     def run(self, state: TrainState, step: int, observers: Observer) -> dict[str, float]:
         """Evaluate the weights after `step` steps; report and return the metrics.
@@ -148,7 +148,7 @@ class EvalProgram(BaseProgram):
         Metrics that the data set computes from scores are named `score/NAME`.
         """
         reported, scores = OverBatches(), ByExample[float](self.name)
-        padding = PaddingCheck(self.dataset)
+        has_padding = False
         pending: collections.deque[Any] = collections.deque()
 
         def start(global_batch: NestedMap) -> tuple[Any, Any]:
@@ -165,7 +165,8 @@ class EvalProgram(BaseProgram):
 
         for batch in eval_batches(self.dataset):
             global_batch = self.partitioner.put_batch(batch)
-            padding.add(batch, global_rows=len(jax.tree.leaves(global_batch)[0]))
+            is_example = example_rows(batch)
+            has_padding |= is_example is not None and not is_example.all()
             pending.append(start(global_batch))
             if len(pending) > self.task.train.max_inflight_steps:
                 collect()
@@ -173,23 +174,33 @@ class EvalProgram(BaseProgram):
             collect()
         if not reported.means():
             raise UsageError("the data set has no batches to evaluate", owner=self.name)
-        if not self._has_reported_padding:
-            counted = padding.counted(
-                reported.weights(), lambda batch: start(self.partitioner.put_batch(batch))[0]
-            )
-            if counted is not None:
-                self._has_reported_padding = True
-                model = type(self.task.model).__qualname__
-                observers.message(
-                    f"warning: {self.name}: {counted}. Weight each row by"
-                    f" layerkit.models.example_weights(batch, num_rows) in {model}.compute_loss."
-                )
+        if not self._has_checked_padding and any(gather_values(has_padding)):
+            self._has_checked_padding = True
+            padding = self.partitioner.put_batch(empty_batch(batch, num_rows_of(batch)))
+            self._warn_of_padding(jax.device_get(start(padding)[0]), padding, observers)
         others: dict[str, float] = {}
         if self._scores_examples:
             metrics = run_on_process_0(lambda: as_floats(self.dataset.score_metrics(scores.values)))
             others = {f"score/{name}": value for name, value in metrics.items()}
         others |= report_skipped(self.dataset, self.name, observers)
         return self._report(reported, others, step, observers)
+
+    def _warn_of_padding(
+        self, metrics: Mapping[str, Any], padding: NestedMap, observers: Observer
+    ) -> None:
+        """Report metrics that count the rows of a batch of padding, which must have weight 0."""
+        num_rows = len(jax.tree.leaves(padding)[0])
+        names = [
+            name
+            for name, metric in metrics.items()
+            if isinstance(metric, WeightedScalar | LossSum) and np.equal(metric.weight, num_rows)
+        ]
+        if names:
+            model = type(self.task.model).__qualname__
+            observers.message(
+                f"warning: {self.name}: {', '.join(names)} counted rows of padding. Weight each row"
+                f" by layerkit.models.example_weights(batch, num_rows) in {model}.compute_loss."
+            )
 
     def trace(self, abstract_state: TrainState) -> set[str] | None:
         """Trace one step; None if `run` is overridden, or the data set uses scores."""
@@ -230,61 +241,3 @@ class NextBatchEvalProgram(BaseProgram):
         # The feed would send the batch at the position before a restore.
         reported = jax.eval_shape(self._step, abstract_state, self._data.abstract_batch)
         return names_of_numbers(reported) | {TOTAL_WEIGHT}
-
-
-class PaddingCheck:
-    """A detector of metrics that count the rows of padding in a held-out data set.
-
-    A metric is suspected if its weight is the number of all rows. To exclude a coincidence, the
-    step then runs on a batch of padding alone, in which every metric must have weight 0.
-    """
-
-    def __init__(self, dataset: BaseInput) -> None:
-        """Start without batches of the data set."""
-        self._dataset = dataset
-        self._is_marked = True
-        self._num_rows = self._num_examples_here = self._global_rows = 0
-        self._batch: NestedMap | None = None
-
-    def add(self, batch: NestedMap, *, global_rows: int) -> None:
-        """Count the rows of a host-local batch, a part of a global batch of `global_rows` rows."""
-        rows = example_rows(batch)
-        if rows is None:
-            self._is_marked = False
-            return
-        self._num_rows += global_rows
-        self._num_examples_here += int(rows.sum())
-        self._global_rows, self._batch = global_rows, batch
-
-    def counted(
-        self, weights: Mapping[str, float], evaluate: Callable[[NestedMap], Mapping[str, Any]]
-    ) -> str | None:
-        """Return a sentence about the metrics that count padding; None if there are none.
-
-        Every process must call it with the same weights.
-
-        Args:
-          weights: Total weight of each metric over the evaluation, by name.
-          evaluate: Function that returns the metrics of a global batch, given its host-local part.
-        """
-        suspects = [name for name, weight in weights.items() if weight == self._num_rows]
-        if not self._is_marked or self._batch is None or not suspects:
-            return None
-        # Hosts with the same index feed the same rows, which count once.
-        hosts = gather_values([self._dataset.infeed_host_index, self._num_examples_here])
-        num_examples = sum(dict(hosts).values())
-        if num_examples == self._num_rows:
-            return None
-        metrics = jax.device_get(dict(evaluate(empty_batch(self._batch, num_rows_of(self._batch)))))
-        names = [
-            name
-            for name in suspects
-            if isinstance(metrics[name], WeightedScalar | LossSum)
-            and np.equal(metrics[name].weight, self._global_rows)
-        ]
-        if not names:
-            return None
-        return (
-            f"{', '.join(names)} counted rows of padding: total weight {self._num_rows}."
-            f" Expected {num_examples}, the rows that count"
-        )
