@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import jax
 import optax
 from etils import epath
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.base.base_layer import PARAMS
 from layerkit.base.base_model import BaseModel
@@ -213,9 +214,9 @@ class StoredHuggingFace:
             as_usage_error(OSError, ValueError, owner=self.label),
             folder.SafetensorsFolder(self._directory) as source,
         ):
-            tree = tensors.unflatten(like)
+            tree = unflatten_dict(like)
             read = importing.read_weights(source, self._family, self._chosen, like=tree)
-        return tensors.flatten(read)
+        return flatten_dict(read)
 
     def _anatomy_of(self, model: BaseModel) -> list[tensors.Anatomy]:
         """Return the anatomy of a model's network, such as a pipelined one, if it has one."""

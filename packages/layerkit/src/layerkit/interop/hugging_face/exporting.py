@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
 from layerkit.base.base_layer import PARAMS
@@ -32,7 +33,6 @@ from layerkit.interop.hugging_face.tensors import (
     Path,
     Piece,
     dissect,
-    flatten,
     group_by_tensor,
     group_by_weight,
     pieces_of,
@@ -104,7 +104,7 @@ def export_model(
     model, variables = deployed_model(model, variables)
     chosen, content = _describe(model, _candidates(family, tokenizer_folder))
     pieces = pieces_of(dissect(build(model), chosen.rows), chosen.rows)
-    leaves = {path: leaf for path, leaf in flatten(variables).items() if path[0] == PARAMS}
+    leaves = {path: leaf for path, leaf in flatten_dict(variables).items() if path[0] == PARAMS}
     _check_weights(leaves, pieces)
     path = pathlib.Path(folder)
     writes = jax.process_index() == 0

@@ -21,29 +21,18 @@ GENERATION_CONFIG = "generation_config.json"
 
 # Options that our decoders lack and that change the output, unless they have this value or are
 # null, false, 0 or empty.
-_UNSUPPORTED: dict[str, Any] = {
-    "begin_suppress_tokens": None,
-    "constraints": None,
-    "dola_layers": None,
-    "encoder_no_repeat_ngram_size": None,
-    "encoder_repetition_penalty": 1,
-    "exponential_decay_length_penalty": None,
-    "force_words_ids": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-    "guidance_scale": 1,
-    "max_time": None,
-    "min_length": None,
-    "num_beams": 1,
-    "num_return_sequences": 1,
-    "sequence_bias": None,
-    "stop_strings": None,
-    "token_healing": None,
-    "watermarking_config": None,
-}
-_UNSUPPORTED_SAMPLING = {"epsilon_cutoff": None, "eta_cutoff": None, "top_h": None, "typical_p": 1}
-_UNSUPPORTED_GREEDY = {"penalty_alpha": None}
 # fmt: off
+_UNSUPPORTED: dict[str, Any] = {
+    "begin_suppress_tokens": None, "constraints": None, "dola_layers": None,
+    "encoder_no_repeat_ngram_size": None, "encoder_repetition_penalty": 1, "epsilon_cutoff": None,
+    "eta_cutoff": None, "exponential_decay_length_penalty": None, "force_words_ids": None,
+    "forced_bos_token_id": None, "forced_eos_token_id": None, "guidance_scale": 1,
+    "max_time": None, "min_length": None, "num_beams": 1, "num_return_sequences": 1,
+    "penalty_alpha": None, "sequence_bias": None, "stop_strings": None, "token_healing": None,
+    "top_h": None, "typical_p": 1, "watermarking_config": None,
+}
+# Those that Transformers reads in one mode alone, by whether it samples.
+_OF_MODE = {True: {"epsilon_cutoff", "eta_cutoff", "top_h", "typical_p"}, False: {"penalty_alpha"}}
 _SUPPORTED = frozenset({
     "bad_words_ids", "do_sample", "max_length", "max_new_tokens", "min_new_tokens", "min_p",
     "no_repeat_ngram_size", "repetition_penalty", "suppress_tokens", "temperature", "top_k",
@@ -110,7 +99,7 @@ def generation_notes(folder: str | os.PathLike[str], decoder: Config) -> list[st
 def export_defaults(source: str | os.PathLike[str], target: Path) -> None:
     """Write defaults in the config.json of a folder to the generation_config.json of another."""
     name, content = _read(source)
-    options = {*_SUPPORTED, *_UNSUPPORTED, *_UNSUPPORTED_SAMPLING, *_UNSUPPORTED_GREEDY}
+    options = {*_SUPPORTED, *_UNSUPPORTED}
     if name == CONFIG and options & set(content):
         kept = {key: content[key] for key in sorted(options | _IDS) if key in content}
         write_json(target, GENERATION_CONFIG, kept)
@@ -157,11 +146,11 @@ def _samples(content: Mapping[str, Any]) -> bool:
 
 def _unsupported(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that our decoders lack and that would change the output."""
-    of_mode = _UNSUPPORTED_SAMPLING if _samples(content) else _UNSUPPORTED_GREEDY
+    of_other_mode = _OF_MODE[not _samples(content)]
     options = {
-        key: content[key]
-        for key, without_effect in (_UNSUPPORTED | of_mode).items()
-        if content.get(key) and content[key] != without_effect
+        key: value
+        for key, without_effect in _UNSUPPORTED.items()
+        if (value := content.get(key)) and value != without_effect and key not in of_other_mode
     }
     if words := [word for word in content.get("bad_words_ids", ()) if len(word) > 1]:
         options["bad_words_ids"] = words

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import floating_dtype
@@ -37,11 +38,9 @@ from layerkit.interop.hugging_face.tensors import (
     Path,
     Piece,
     dissect,
-    flatten,
     group_by_weight,
     pieces_of,
     their_shapes,
-    unflatten,
 )
 from layerkit.layers.transformer.stacks import unrolled_stack
 
@@ -172,7 +171,7 @@ def read_weights(
     """Load variables from any source of tensors; see `load_weights`."""
     anatomy = anatomy.drop(fresh)
     pieces = _stored_pieces(source, family, anatomy)
-    targets = {} if like is None else flatten(like)
+    targets = {} if like is None else flatten_dict(like)
     weights = group_by_weight(pieces)
     made: dict[Path, jax.Array] = {}
     for path, weight in anatomy.weights.items():
@@ -182,7 +181,7 @@ def read_weights(
         into = getattr(target, "dtype", None) or dtype
         reader = _WeightReader(source, path, weight.shape, weights[path], into)
         made[path] = reader.make(getattr(target, "sharding", None))
-    return unflatten(made)
+    return unflatten_dict(made)
 
 
 def stored_dtypes(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from layerkit.config import Config, field_names
 from layerkit.errors import ConfigError
@@ -144,21 +144,31 @@ class ConfigFile:
             )
 
 
-class Entry(Protocol):
-    """An entry of a family's table of keys."""
-
-    def read(self, file: ConfigFile, network: Config) -> None:
-        """Set fields of the config from keys of a config.json."""
-
-    def write(self, network: Config) -> dict[str, Any]:
-        """Return the keys of a config.json for the fields of the config."""
-
-
 @dataclasses.dataclass(frozen=True)
-class Key:
-    """An entry of one key and one field, or several fields of equal value.
+class Entry:
+    """An entry of a family's table of keys.
 
     Attributes:
+      read: Function (file, network) that sets fields of the config from keys of a config.json.
+      write: Function from the config to the keys of its fields.
+    """
+
+    read: Callable[[ConfigFile, Config], None]
+    write: Callable[[Config], dict[str, Any]]
+
+
+def key(
+    name: str,
+    paths: str | tuple[str, ...],
+    default: Any = REQUIRED,
+    *,
+    to_ours: Callable[[Any], Any] = lambda value: value,
+    to_theirs: Callable[[Any], Any] = lambda value: value,
+    fallback: Callable[[Config], Any] = lambda network: None,
+) -> Entry:
+    """Return the entry of one key and one field, or several fields of equal value.
+
+    Args:
       name: Name of the key.
       paths: Paths of the fields.
       default: Value of Transformers if the key is left out.
@@ -167,56 +177,30 @@ class Key:
       fallback: Function from the config, with the fields of earlier entries, to the value that null
         stands for.
     """
+    fields = (paths,) if isinstance(paths, str) else paths
 
-    name: str
-    paths: str | tuple[str, ...]
-    default: Any = REQUIRED
-    to_ours: Callable[[Any], Any] = lambda value: value
-    to_theirs: Callable[[Any], Any] = lambda value: value
-    fallback: Callable[[Config], Any] = lambda network: None
-
-    def read(self, file: ConfigFile, network: Config) -> None:
-        """Set fields from the file."""
-        value = self.to_ours(file.get(self.name, self.default))
-        value = self.fallback(network) if value is None else value
-        for path in self._paths():
+    def read(file: ConfigFile, network: Config) -> None:
+        value = to_ours(file.get(name, default))
+        value = fallback(network) if value is None else value
+        for path in fields:
             set_field(network, path, value)
 
-    def write(self, network: Config) -> dict[str, Any]:
-        """Return keys from fields."""
-        value = get_field(network, self._paths()[0])
-        value = self.fallback(network) if value is None else value
-        return {self.name: self.to_theirs(value)}
+    def write(network: Config) -> dict[str, Any]:
+        value = get_field(network, fields[0])
+        return {name: to_theirs(fallback(network) if value is None else value)}
 
-    def _paths(self) -> tuple[str, ...]:
-        return (self.paths,) if isinstance(self.paths, str) else self.paths
+    return Entry(read, write)
 
 
-@dataclasses.dataclass(frozen=True)
-class Fixed:
-    """An entry of a key with one supported value.
+def fixed(name: str, value: Any) -> Entry:
+    """Return the entry of a key with one supported value, which is its default."""
 
-    Attributes:
-      name: Name of the key.
-      value: Supported value, which export writes.
-      default: Value of Transformers if the key is left out; None for `value`.
-    """
-
-    name: str
-    value: Any
-    default: Any = None
-
-    def read(self, file: ConfigFile, network: Config) -> None:
-        """Set fields from the file."""
+    def read(file: ConfigFile, network: Config) -> None:
         del network
-        default = self.value if self.default is None else self.default
-        if file.get(self.name, default) != self.value:
-            raise file.invalid(self.name, repr(self.value))
+        if file.get(name, value) != value:
+            raise file.invalid(name, repr(value))
 
-    def write(self, network: Config) -> dict[str, Any]:
-        """Return keys from fields."""
-        del network
-        return {self.name: self.value}
+    return Entry(read, lambda network: {name: value})
 
 
 def layer_templates(network: Config) -> list[Config]:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from layerkit.config import Config
-from layerkit.interop.hugging_face.keys import ConfigFile, layer_templates
+from layerkit.interop.hugging_face.keys import ConfigFile, Entry, layer_templates
 from layerkit.layers.transformer.stacks import StackedTransformerRepeated
 
 NEAR, FAR = "sliding_attention", "full_attention"
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerTypes:
-    """Entry of `layer_types` and `sliding_window`, to be read after all entries of layer fields.
+def layer_types(
+    by_default: Callable[[ConfigFile, int], str],
+    *,
+    default_window: int | None,
+    has_switch: bool = False,
+    make_near: Callable[[ConfigFile, Config], None] = lambda file, template: None,
+    write_more: Callable[[Config | None, Config | None], dict[str, Any]] = lambda near, far: {},
+) -> Entry:
+    """Return the entry of `layer_types` and `sliding_window`, to be read after those of layers.
 
-    Attributes:
+    Args:
       by_default: Function (file, layer) → type that Transformers applies if types are not listed.
       default_window: Window of Transformers if the key is left out.
       has_switch: Near layers require `use_sliding_window` (Qwen).
@@ -25,43 +30,33 @@ class LayerTypes:
       write_more: Function from the near and far templates to further keys.
     """
 
-    by_default: Callable[[ConfigFile, int], str]
-    default_window: int | None
-    has_switch: bool = False
-    make_near: Callable[[ConfigFile, Config], None] | None = None
-    write_more: Callable[[Config | None, Config | None], dict[str, Any]] | None = None
-
-    def read(self, file: ConfigFile, network: Config) -> None:
-        """Set the templates of the layers."""
+    def read(file: ConfigFile, network: Config) -> None:
         layers = range(network.num_layers)
-        by_default = [self.by_default(file, layer) for layer in layers]
-        types = file.get("layer_types", None)
-        types = by_default if types is None else types
+        types = [by_default(file, layer) for layer in layers]
+        listed = file.get("layer_types", None)
+        types = types if listed is None else listed
         is_list = isinstance(types, (list, tuple))
         if not is_list or [kind in (NEAR, FAR) for kind in types] != [True] * len(layers):
             raise file.invalid("layer_types", f"{NEAR!r} or {FAR!r} for each layer")
-        is_on = not self.has_switch or file.get("use_sliding_window", default=False)
-        window = file.get("sliding_window", self.default_window)
+        is_on = not has_switch or file.get("use_sliding_window", default=False)
+        window = file.get("sliding_window", default_window)
         if NEAR in types and (window is None or not is_on):
-            if not self.has_switch:
+            if not has_switch:
                 raise file.invalid("sliding_window", f"a window, since layer_types has {NEAR!r}")
             types = [FAR for _ in layers]
-        pattern = [self._layer(file, network, kind, window) for kind in shortest_period(types)]
+        pattern = []
+        for kind in shortest_period(types):
+            template = network.stack_tpl.layer_tpl.clone()
+            if kind == NEAR:
+                template.attention_tpl.window = window
+                make_near(file, template)
+            pattern.append(template)
         if len(pattern) == 1:
             network.stack_tpl.layer_tpl = pattern[0]
         else:
             network.stack_tpl = StackedTransformerRepeated.HParams.config(block_tpls=tuple(pattern))
 
-    def _layer(self, file: ConfigFile, network: Config, kind: str, window: int | None) -> Config:
-        template = network.stack_tpl.layer_tpl.clone()
-        if kind == NEAR:
-            template.attention_tpl.window = window
-            if self.make_near is not None:
-                self.make_near(file, template)
-        return template
-
-    def write(self, network: Config) -> dict[str, Any]:
-        """Return the keys of the pattern."""
+    def write(network: Config) -> dict[str, Any]:
         pattern = layer_templates(network)
         near = [template for template in pattern if template.attention_tpl.window is not None]
         far = [template for template in pattern if template.attention_tpl.window is None]
@@ -72,13 +67,13 @@ class LayerTypes:
         content: dict[str, Any] = {"layer_types": types}
         if near:  # Gemma of Transformers loads no null.
             content["sliding_window"] = near[0].attention_tpl.window
-        if self.has_switch:
+        if has_switch:
             content["use_sliding_window"] = bool(near)
             # Read by versions that ignore `layer_types`; their near layers come last.
             content["max_window_layers"] = types.index(NEAR) if near else len(types)
-        if self.write_more is not None:
-            content |= self.write_more(next(iter(near), None), next(iter(far), None))
-        return content
+        return content | write_more(next(iter(near), None), next(iter(far), None))
+
+    return Entry(read, write)
 
 
 def shortest_period(types: Sequence[str]) -> list[str]:

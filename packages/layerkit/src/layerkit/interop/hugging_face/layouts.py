@@ -18,6 +18,12 @@ from collections.abc import Callable
 
 import numpy as np
 
+# Layouts of linear layers in PyTorch, and of projections to and from heads.
+LINEAR = "out in -> in out"
+INTO_HEADS = "(heads head_dim) embed -> embed heads head_dim"
+OUT_OF_HEADS = "embed (heads head_dim) -> heads head_dim embed"
+BIAS_OF_HEADS = "(heads head_dim) -> heads head_dim"
+
 # Range (start, stop) of each axis.
 Ranges = tuple[tuple[int, int], ...]
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from layerkit.config import Config, target_of
 from layerkit.interop.hugging_face.keys import (
     ConfigFile,
-    Key,
+    Entry,
     UnsupportedModelError,
     get_field,
     set_field,
@@ -49,30 +48,25 @@ ACTIVATIONS: dict[str, Config] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Activation:
-    """Entry of the activation of the feed-forward.
+def activation(name: str, default: str) -> Entry:
+    """Return the entry of the activation of the feed-forward.
 
-    Attributes:
+    Args:
       name: Name of the key.
       default: Value of Transformers if the key is left out, and the preferred spelling.
-      path: Path of the field.
     """
+    path = "layer.feed_forward_tpl.activation_tpl"
 
-    name: str
-    default: str
-    path: str = "layer.feed_forward_tpl.activation_tpl"
-
-    def read(self, file: ConfigFile, network: Config) -> None:
-        """Set fields from the file."""
-        spelling = file.get(self.name, self.default)
+    def read(file: ConfigFile, network: Config) -> None:
+        spelling = file.get(name, default)
         if spelling not in ACTIVATIONS:
-            raise file.invalid(self.name, choices=ACTIVATIONS)
-        set_field(network, self.path, ACTIVATIONS[spelling].clone())
+            raise file.invalid(name, choices=ACTIVATIONS)
+        set_field(network, path, ACTIVATIONS[spelling].clone())
 
-    def write(self, network: Config) -> dict[str, Any]:
-        """Return keys from fields."""
-        return {self.name: spelling_of(get_field(network, self.path), preferred=self.default)}
+    def write(network: Config) -> dict[str, Any]:
+        return {name: spelling_of(get_field(network, path), preferred=default)}
+
+    return Entry(read, write)
 
 
 def spelling_of(activation: Config, *, preferred: str) -> str:
@@ -89,26 +83,19 @@ def spelling_of(activation: Config, *, preferred: str) -> str:
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class TiedEmbedding:
-    """Entry of `tie_word_embeddings`.
+def tied_embedding(*, default: bool, scale_by_sqrt_dims: bool = False) -> Entry:
+    """Return the entry of `tie_word_embeddings`.
 
-    Attributes:
+    Args:
       default: Value of Transformers if the key is left out.
       scale_by_sqrt_dims: Multiply embeddings by √dims (Gemma).
     """
 
-    default: bool
-    scale_by_sqrt_dims: bool = False
+    def read(file: ConfigFile, network: Config) -> None:
+        tied = file.get("tie_word_embeddings", default)
+        put_embedding(network, tied=tied, scale_by_sqrt_dims=scale_by_sqrt_dims)
 
-    def read(self, file: ConfigFile, network: Config) -> None:
-        """Set fields from the file."""
-        tied = file.get("tie_word_embeddings", self.default)
-        put_embedding(network, tied=tied, scale_by_sqrt_dims=self.scale_by_sqrt_dims)
-
-    def write(self, network: Config) -> dict[str, Any]:
-        """Return keys from fields."""
-        return {"tie_word_embeddings": network.embedding_tpl is None}
+    return Entry(read, lambda network: {"tie_word_embeddings": network.embedding_tpl is None})
 
 
 def put_embedding(network: Config, *, tied: bool, scale_by_sqrt_dims: bool = False) -> None:
@@ -123,37 +110,12 @@ def put_embedding(network: Config, *, tied: bool, scale_by_sqrt_dims: bool = Fal
         network.softmax_tpl = FullSoftmax.HParams.config()
 
 
-def embedding_rows(embedding: str) -> tuple[Row, ...]:
-    """Return the rows of the embedding and of the head, tied or separate."""
+def embedding_rows(embedding: str, network: str = "lm") -> tuple[Row, ...]:
+    """Return the rows of the embedding and of the head of a network, tied or separate."""
+    separate, head = f"{network}/embedding/w", f"{network}/softmax/w"
     as_it_is = "vocab embed -> vocab embed"
-    separate = "lm/embedding/w"
     return (
         Row(embedding, separate, as_it_is),
-        Row(embedding, "lm/softmax/w", as_it_is, instead_of=separate),
-        Row("lm_head.weight", "lm/softmax/w", "vocab embed -> embed vocab", beside=separate),
-    )
-
-
-def key_value_heads(default: int | None = None) -> Key:
-    """Return the entry of `num_key_value_heads`; None stands for the number of query heads.
-
-    Args:
-      default: Value of Transformers if the key is left out.
-    """
-    return Key(
-        "num_key_value_heads", "num_kv_heads", default, fallback=lambda network: network.num_heads
-    )
-
-
-def head_dim(default: int | None = None) -> Key:
-    """Return the entry of `head_dim`; None divides the model dimension among the heads.
-
-    Args:
-      default: Value of Transformers if the key is left out.
-    """
-    return Key(
-        "head_dim",
-        "dim_per_head",
-        default,
-        fallback=lambda network: network.model_dims // network.num_heads,
+        Row(embedding, head, as_it_is, instead_of=separate),
+        Row("lm_head.weight", head, "vocab embed -> embed vocab", beside=separate),
     )

@@ -12,6 +12,7 @@ from typing import Any
 from layerkit.config import Config
 from layerkit.interop.hugging_face.keys import (
     ConfigFile,
+    Entry,
     UnsupportedModelError,
     get_field,
     set_field,
@@ -39,39 +40,33 @@ _OTHER_NAMES = {"su": "longrope"}
 _NOT_OF_SCALING = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 
 
-@dataclasses.dataclass(frozen=True)
-class Rotary:
-    """Entry of the rotary positions of queries and keys.
+def rotary(default_theta: float = 10_000.0, *, has_fraction: bool = False) -> Entry:
+    """Return the entry of the rotary positions of queries and keys.
 
-    Attributes:
+    Args:
       default_theta: Default of `rope_theta`.
       has_fraction: Models of the family may rotate a fraction of each head.
     """
 
-    default_theta: float = 10_000.0
-    has_fraction: bool = False
-
-    def read(self, file: ConfigFile, network: Config) -> None:
-        """Set fields from the file."""
+    def read(file: ConfigFile, network: Config) -> None:
         parameters: dict[str, Any] = {
             "partial_rotary_factor": float(file.get("partial_rotary_factor", 1.0)),
-            "rope_theta": float(file.get("rope_theta", self.default_theta)),
+            "rope_theta": float(file.get("rope_theta", default_theta)),
         }
         parameters |= file.get("rope_scaling", None) or {}
         # The newer form.
         parameters |= file.get("rope_parameters", None) or {}
         fraction = parameters["partial_rotary_factor"]
-        if fraction != 1.0 and not self.has_fraction:
+        if fraction != 1.0 and not has_fraction:
             raise file.invalid("partial_rotary_factor", "1 in this family", value=fraction)
         set_field(network, "layer.attention_tpl.rotary_tpl", rotary_config(file, parameters))
 
-    def write(self, network: Config) -> dict[str, Any]:
-        """Return keys from fields."""
-        rotary = get_field(network, "layer.attention_tpl.rotary_tpl")
-        content = rotary_keys(rotary)
-        if self.has_fraction:
-            content["partial_rotary_factor"] = rotary.fraction
-        return content
+    def write(network: Config) -> dict[str, Any]:
+        config = get_field(network, "layer.attention_tpl.rotary_tpl")
+        fraction = {"partial_rotary_factor": config.fraction} if has_fraction else {}
+        return rotary_keys(config) | fraction
+
+    return Entry(read, write)
 
 
 def rotary_config(file: ConfigFile, parameters: Mapping[str, Any]) -> Config:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+from flax.traverse_util import flatten_dict
 
 from layerkit.base.base_layer import PARAMS, BaseLayer
 from layerkit.base.weights import unbox
@@ -121,24 +122,7 @@ def dissect(model: BaseLayer, rows: tuple[Row, ...]) -> Anatomy:
             layers[path] = [stack.locate_layer(i) for i in range(stack.num_layers)]
 
     boxed = jax.eval_shape(lambda: model.init_boxed(jax.random.key(0), method=look))
-    return Anatomy(flatten({PARAMS: unbox(boxed)[PARAMS]}), layers)
-
-
-def flatten(tree: Mapping[str, Any]) -> dict[Path, Any]:
-    """Return the leaves of nested dicts by path."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {tuple(key.key for key in path): leaf for path, leaf in leaves}
-
-
-def unflatten(leaves: Mapping[Path, Any]) -> dict[str, Any]:
-    """Return nested dicts of leaves by path."""
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        node = tree
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = leaf
-    return tree
+    return Anatomy(flatten_dict({PARAMS: unbox(boxed)[PARAMS]}), layers)
 
 
 def pieces_of(anatomy: Anatomy, rows: Sequence[Row]) -> list[Piece]:

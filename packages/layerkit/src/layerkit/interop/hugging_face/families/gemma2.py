@@ -8,23 +8,19 @@ from __future__ import annotations
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import (
-    attention_rows,
-    feed_forward_rows,
+    ATTENTION_BIAS,
     llama_entries,
     llama_family,
     llama_network,
-    outer_rows,
 )
-from layerkit.interop.hugging_face.keys import ConfigFile, Entry, Key, UnsupportedModelError
-from layerkit.interop.hugging_face.layer_types import FAR, NEAR, LayerTypes
-from layerkit.interop.hugging_face.parts import Activation, head_dim
-from layerkit.interop.hugging_face.rotary import Rotary
-from layerkit.interop.hugging_face.tensors import Row
+from layerkit.interop.hugging_face.keys import ConfigFile, Entry, UnsupportedModelError, key
+from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types
+from layerkit.interop.hugging_face.parts import activation
 
 
-def gemma_network() -> Config:
+def gemma_network(*, qk_norm: bool = False) -> Config:
     """Return the network of Gemma 2 and 3."""
-    return llama_network(scale_offset=1.0, norm_policy="pre_post")
+    return llama_network(scale_offset=1.0, norm_policy="pre_post", qk_norm=qk_norm)
 
 
 def _every_other(file: ConfigFile, layer: int) -> str:
@@ -44,47 +40,47 @@ def _scalar_of(scale: float | None) -> float:
     return round(scalar) if abs(scalar - round(scalar)) < 1e-6 else scalar
 
 
-def gemma_entries(*, attention_cap: float | None, final_cap: float | None) -> tuple[Entry, ...]:
-    """Return the keys of Gemma 2 and 3 beyond those of Llama, with the default caps."""
+def gemma_entries(
+    *,
+    attention_cap: float | None,
+    final_cap: float | None,
+    qk_norm: bool = False,
+    positions: Entry | None = None,
+) -> tuple[Entry, ...]:
+    """Return the keys of Gemma 2 and 3, with the default caps; see `llama_entries`."""
     return (
-        Key("query_pre_attn_scalar", "layer.attention_tpl.logit_scale", 256, _scale_of, _scalar_of),
-        Key("attn_logit_softcapping", "layer.attention_tpl.logit_cap", attention_cap),
-        Key("final_logit_softcapping", "softmax_tpl.logit_soft_cap", final_cap),
-        Key("attention_bias", "layer.attention_tpl.use_bias", default=False),
-        Activation("hidden_activation", "gelu_pytorch_tanh"),
+        *llama_entries(
+            tied=True,
+            scale_by_sqrt_dims=True,
+            kv_heads=4,
+            head_dim=256,
+            qk_norm=qk_norm,
+            positions=positions,
+            nonlinearity=activation("hidden_activation", "gelu_pytorch_tanh"),
+        ),
+        key(
+            "query_pre_attn_scalar",
+            "layer.attention_tpl.logit_scale",
+            256,
+            to_ours=_scale_of,
+            to_theirs=_scalar_of,
+        ),
+        key("attn_logit_softcapping", "layer.attention_tpl.logit_cap", attention_cap),
+        key("final_logit_softcapping", "softmax_tpl.logit_soft_cap", final_cap),
+        ATTENTION_BIAS,
     )
 
 
 GEMMA_NEUTRAL = frozenset({"hidden_act"})
-
-_NORMS = {
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "attention_post_norm",
-    "pre_feedforward_layernorm": "feed_forward_norm",
-    "post_feedforward_layernorm": "feed_forward_post_norm",
-}
-GEMMA_ROWS = (
-    *outer_rows(),
-    *attention_rows(),
-    *feed_forward_rows(),
-    *(
-        Row(f"model.layers.{{layer}}.{theirs}.weight", f"lm/stack/{{layer}}/{ours}/scale")
-        for theirs, ours in _NORMS.items()
-    ),
-)
 
 GEMMA2 = llama_family(
     "gemma2",
     "Gemma2ForCausalLM",
     network=gemma_network,
     entries=(
-        *llama_entries(tied=True, scale_by_sqrt_dims=True, kv_heads=4),
-        head_dim(256),
-        Rotary(),
         *gemma_entries(attention_cap=50.0, final_cap=30.0),
-        LayerTypes(_every_other, default_window=4096),
+        layer_types(_every_other, default_window=4096),
     ),
-    rows=GEMMA_ROWS,
     # Some published folders have a second key of the window, which Transformers ignores.
     neutral=GEMMA_NEUTRAL | {"sliding_window_size"},
 )

@@ -11,30 +11,15 @@ from typing import Any
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.gemma2 import (
     GEMMA_NEUTRAL,
-    GEMMA_ROWS,
     gemma_entries,
     gemma_network,
 )
-from layerkit.interop.hugging_face.families.llama import (
-    llama_entries,
-    llama_family,
-    qk_norm_rows,
-)
-from layerkit.interop.hugging_face.keys import ConfigFile, set_field
-from layerkit.interop.hugging_face.layer_types import FAR, NEAR, LayerTypes
-from layerkit.interop.hugging_face.parts import head_dim
+from layerkit.interop.hugging_face.families.llama import llama_family
+from layerkit.interop.hugging_face.keys import ConfigFile, Entry, set_field
+from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types
 from layerkit.interop.hugging_face.rotary import rotary_config, rotary_keys
-from layerkit.layers.basic.normalizations import RmsNorm
 
 _FAR_THETA, _NEAR_THETA = 1_000_000.0, 10_000.0
-
-
-def _network() -> Config:
-    network = gemma_network()
-    network.stack_tpl.layer_tpl.attention_tpl.set(
-        qk_norm_tpl=RmsNorm.HParams.config(scale_offset=1.0), qk_norm_before_rotary=True
-    )
-    return network
 
 
 def _one_of_six(file: ConfigFile, layer: int) -> str:
@@ -42,21 +27,12 @@ def _one_of_six(file: ConfigFile, layer: int) -> str:
     return NEAR if (layer + 1) % period else FAR
 
 
-class _FarRotary:
-    """Entry of the rotation of full-attention layers; `_thetas` writes it."""
-
-    def read(self, file: ConfigFile, network: Config) -> None:
-        """Set fields from the file."""
-        newer = (file.get("rope_parameters", None) or {}).get(FAR)
-        older = {"rope_theta": file.get("rope_theta", _FAR_THETA)}
-        scaling = file.get("rope_scaling", None) or {}
-        rotary = rotary_config(file, {**older, **scaling, **(newer or {})})
-        set_field(network, "layer.attention_tpl.rotary_tpl", rotary)
-
-    def write(self, network: Config) -> dict[str, Any]:
-        """Return keys from fields."""
-        del network
-        return {}
+def _far_rotary(file: ConfigFile, network: Config) -> None:
+    newer = (file.get("rope_parameters", None) or {}).get(FAR)
+    older = {"rope_theta": file.get("rope_theta", _FAR_THETA)}
+    scaling = file.get("rope_scaling", None) or {}
+    rotary = rotary_config(file, {**older, **scaling, **(newer or {})})
+    set_field(network, "layer.attention_tpl.rotary_tpl", rotary)
 
 
 def _near_rotary(file: ConfigFile, template: Config) -> None:
@@ -77,19 +53,15 @@ def _thetas(near: Config | None, far: Config | None) -> dict[str, Any]:
 GEMMA3 = llama_family(
     "gemma3_text",
     "Gemma3ForCausalLM",
-    network=_network,
+    network=lambda: gemma_network(qk_norm=True),
     entries=(
-        *llama_entries(
-            tied=True,
-            scale_by_sqrt_dims=True,
-            kv_heads=4,
-            more_norms=("layer.attention_tpl.qk_norm_tpl",),
+        *gemma_entries(
+            attention_cap=None,
+            final_cap=None,
+            qk_norm=True,
+            positions=Entry(_far_rotary, lambda network: {}),  # `_thetas` writes it.
         ),
-        head_dim(256),
-        _FarRotary(),
-        *gemma_entries(attention_cap=None, final_cap=None),
-        LayerTypes(_one_of_six, default_window=4096, make_near=_near_rotary, write_more=_thetas),
+        layer_types(_one_of_six, default_window=4096, make_near=_near_rotary, write_more=_thetas),
     ),
-    rows=(*GEMMA_ROWS, *qk_norm_rows()),
     neutral=GEMMA_NEUTRAL | {"rope_local_base_freq"},
 )

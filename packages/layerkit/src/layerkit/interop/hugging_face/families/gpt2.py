@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.family import Family
-from layerkit.interop.hugging_face.keys import Fixed, Key
-from layerkit.interop.hugging_face.parts import Activation, TiedEmbedding, embedding_rows
+from layerkit.interop.hugging_face.keys import fixed, key
+from layerkit.interop.hugging_face.layouts import BIAS_OF_HEADS
+from layerkit.interop.hugging_face.parts import activation, embedding_rows, tied_embedding
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.basic.normalizations import LayerNorm
 from layerkit.layers.basic.positions import TrainablePositionalEmbedding
@@ -30,9 +31,8 @@ def _network() -> Config:
     return network
 
 
-_LAYER = "lm/stack/{layer}/"
+_THEIRS, _OURS = "transformer.h.{layer}.", "lm/stack/{layer}/"
 _FUSED = "embed (heads head_dim) -> embed heads head_dim"
-_FUSED_BIAS = "(heads head_dim) -> heads head_dim"
 _LINEAR = "in out -> in out"
 
 GPT2 = Family(
@@ -40,21 +40,21 @@ GPT2 = Family(
     architecture="GPT2LMHeadModel",
     network=_network,
     entries=(
-        TiedEmbedding(default=True),
-        Key("vocab_size", "vocab_size", 50257),
-        Key("n_embd", "model_dims", 768),
-        Key("n_inner", "hidden_dims", None, fallback=lambda network: 4 * network.model_dims),
-        Key("n_layer", "num_layers", 12),
-        Key("n_head", "num_heads", 12),
-        Key("n_positions", "position_tpl.max_length", 1024),
-        Key("layer_norm_epsilon", ("final_norm_tpl.epsilon", "layer.norm_tpl.epsilon"), 1e-5),
-        Activation("activation_function", "gelu_new"),
-        Key("embd_pdrop", "dropout_rate", 0.1),
-        Key("resid_pdrop", "layer.dropout_rate", 0.1),
-        Key("attn_pdrop", "layer.attention_tpl.dropout_rate", 0.1),
-        Fixed("scale_attn_weights", value=True),
-        Fixed("scale_attn_by_inverse_layer_idx", value=False),
-        Fixed("add_cross_attention", value=False),
+        tied_embedding(default=True),
+        key("vocab_size", "vocab_size", 50257),
+        key("n_embd", "model_dims", 768),
+        key("n_inner", "hidden_dims", None, fallback=lambda network: 4 * network.model_dims),
+        key("n_layer", "num_layers", 12),
+        key("n_head", "num_heads", 12),
+        key("n_positions", "position_tpl.max_length", 1024),
+        key("layer_norm_epsilon", ("final_norm_tpl.epsilon", "layer.norm_tpl.epsilon"), 1e-5),
+        activation("activation_function", "gelu_new"),
+        key("embd_pdrop", "dropout_rate", 0.1),
+        key("resid_pdrop", "layer.dropout_rate", 0.1),
+        key("attn_pdrop", "layer.attention_tpl.dropout_rate", 0.1),
+        fixed("scale_attn_weights", value=True),
+        fixed("scale_attn_by_inverse_layer_idx", value=False),
+        fixed("add_cross_attention", value=False),
     ),
     # Attention logits are always computed in float32 here. The summary keys belong to a head that
     # language models do not have, the special tokens to the first version of the code. Transformers
@@ -77,28 +77,33 @@ GPT2 = Family(
     rows=(
         *embedding_rows("transformer.wte.weight"),
         Row("transformer.wpe.weight", "lm/position/w", "length embed -> length embed"),
-        Row("transformer.h.{layer}.ln_1.weight", _LAYER + "attention_norm/scale"),
-        Row("transformer.h.{layer}.ln_1.bias", _LAYER + "attention_norm/bias"),
-        Row("transformer.h.{layer}.attn.c_attn.weight", _LAYER + "attention/query/w", _FUSED, 1),
-        Row("transformer.h.{layer}.attn.c_attn.weight", _LAYER + "attention/key/w", _FUSED, 1),
-        Row("transformer.h.{layer}.attn.c_attn.weight", _LAYER + "attention/value/w", _FUSED, 1),
-        Row("transformer.h.{layer}.attn.c_attn.bias", _LAYER + "attention/query/b", _FUSED_BIAS, 0),
-        Row("transformer.h.{layer}.attn.c_attn.bias", _LAYER + "attention/key/b", _FUSED_BIAS, 0),
-        Row("transformer.h.{layer}.attn.c_attn.bias", _LAYER + "attention/value/b", _FUSED_BIAS, 0),
+        *(
+            Row(_THEIRS + f"attn.c_attn.{theirs}", _OURS + f"attention/{name}/{ours}", layout, axis)
+            for theirs, ours, layout, axis in (
+                ("weight", "w", _FUSED, 1),
+                ("bias", "b", BIAS_OF_HEADS, 0),
+            )
+            for name in ("query", "key", "value")
+        ),
         Row(
-            "transformer.h.{layer}.attn.c_proj.weight",
-            _LAYER + "attention/output/w",
+            _THEIRS + "attn.c_proj.weight",
+            _OURS + "attention/output/w",
             "(heads head_dim) embed -> heads head_dim embed",
         ),
-        Row("transformer.h.{layer}.attn.c_proj.bias", _LAYER + "attention/output/b"),
-        Row("transformer.h.{layer}.ln_2.weight", _LAYER + "feed_forward_norm/scale"),
-        Row("transformer.h.{layer}.ln_2.bias", _LAYER + "feed_forward_norm/bias"),
-        Row("transformer.h.{layer}.mlp.c_fc.weight", _LAYER + "feed_forward/up/w", _LINEAR),
-        Row("transformer.h.{layer}.mlp.c_fc.bias", _LAYER + "feed_forward/up_bias/b"),
-        Row("transformer.h.{layer}.mlp.c_proj.weight", _LAYER + "feed_forward/down/w", _LINEAR),
-        Row("transformer.h.{layer}.mlp.c_proj.bias", _LAYER + "feed_forward/down_bias/b"),
-        Row("transformer.ln_f.weight", "lm/final_norm/scale"),
-        Row("transformer.ln_f.bias", "lm/final_norm/bias"),
+        Row(_THEIRS + "attn.c_proj.bias", _OURS + "attention/output/b"),
+        Row(_THEIRS + "mlp.c_fc.weight", _OURS + "feed_forward/up/w", _LINEAR),
+        Row(_THEIRS + "mlp.c_fc.bias", _OURS + "feed_forward/up_bias/b"),
+        Row(_THEIRS + "mlp.c_proj.weight", _OURS + "feed_forward/down/w", _LINEAR),
+        Row(_THEIRS + "mlp.c_proj.bias", _OURS + "feed_forward/down_bias/b"),
+        *(
+            Row(f"{theirs}.{theirs_kind}", f"{ours}/{kind}")
+            for theirs_kind, kind in (("weight", "scale"), ("bias", "bias"))
+            for theirs, ours in (
+                (_THEIRS + "ln_1", _OURS + "attention_norm"),
+                (_THEIRS + "ln_2", _OURS + "feed_forward_norm"),
+                ("transformer.ln_f", "lm/final_norm"),
+            )
+        ),
     ),
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
     counts=(("n_layer",),),

@@ -5,20 +5,15 @@ Pre-norm RmsNorm, rotary positions, groups of query heads, a SiLU-gated feed-for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.family import Family
-from layerkit.interop.hugging_face.keys import Entry, Key
-from layerkit.interop.hugging_face.parts import (
-    Activation,
-    TiedEmbedding,
-    embedding_rows,
-    head_dim,
-    key_value_heads,
-)
-from layerkit.interop.hugging_face.rotary import Rotary
+from layerkit.interop.hugging_face.keys import Entry, key
+from layerkit.interop.hugging_face.layouts import BIAS_OF_HEADS, INTO_HEADS, LINEAR, OUT_OF_HEADS
+from layerkit.interop.hugging_face.parts import activation, embedding_rows, tied_embedding
+from layerkit.interop.hugging_face.rotary import rotary
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.basic.normalizations import RmsNorm
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
@@ -26,23 +21,30 @@ from layerkit.layers.transformer.stacks import StackedTransformerRepeated
 from layerkit.layers.transformer.transformer import Transformer
 from layerkit.models.transformer_lm import TransformerLm
 
-_LAYER = "lm/stack/{layer}/"
-_INTO_HEADS = "(heads head_dim) embed -> embed heads head_dim"
-_BIAS_OF_HEADS = "(heads head_dim) -> heads head_dim"
-_LINEAR = "out in -> in out"
 
-
-def llama_network(*, scale_offset: float = 0.0, **layer: Any) -> Config:
+def llama_network(
+    *,
+    scale_offset: float = 0.0,
+    qk_norm: bool = False,
+    attention: Mapping[str, Any] | None = None,
+    **layer: Any,
+) -> Config:
     """Return the network that the families share.
 
     Args:
       scale_offset: Offset of the scales of all norms; 1 in Gemma.
+      qk_norm: Normalize queries and keys before the rotation.
+      attention: Fields of the attention.
       **layer: Fields of the layers.
     """
     norm = RmsNorm.HParams.config(scale_offset=scale_offset)
     network: Config = TransformerLm.HParams.config(final_norm_tpl=norm)
     template = Transformer.HParams.config(norm_tpl=norm.clone(), **layer)
-    template.attention_tpl.rotary_tpl = RotaryPositionalEmbedding.HParams.config()
+    template.attention_tpl.set(
+        rotary_tpl=RotaryPositionalEmbedding.HParams.config(), **(attention or {})
+    )
+    if qk_norm:
+        template.attention_tpl.set(qk_norm_tpl=norm.clone(), qk_norm_before_rotary=True)
     if "feed_forward_tpl" not in layer:
         template.feed_forward_tpl.use_gate = True
     network.stack_tpl = StackedTransformerRepeated.HParams.config(layer_tpl=template)
@@ -54,92 +56,87 @@ def llama_entries(
     tied: bool = False,
     scale_by_sqrt_dims: bool = False,
     kv_heads: int | None = None,
+    head_dim: int | None = None,
     epsilon: float = 1e-6,
-    more_norms: tuple[str, ...] = (),
+    qk_norm: bool = False,
+    positions: Entry | None = None,
+    nonlinearity: Entry | None = None,
 ) -> tuple[Entry, ...]:
     """Return the keys that the families share.
 
     Args:
       tied: Default of `tie_word_embeddings`.
       scale_by_sqrt_dims: Multiply embeddings by √dims.
-      kv_heads: Default of `num_key_value_heads`.
+      kv_heads: Default of `num_key_value_heads`; None for the number of query heads.
+      head_dim: Default of `head_dim`; None divides the model dimension among the heads.
       epsilon: Default of `rms_norm_eps`.
-      more_norms: Paths of norms in addition to those of branches and the final one.
+      qk_norm: The network has norms of queries and keys.
+      positions: Entry of the positions; None for `rotary()`.
+      nonlinearity: Entry of the activation; None for `hidden_act`, by default SiLU.
     """
-    norms = ("final_norm_tpl", "layer.norm_tpl", *more_norms)
+    norms = ["final_norm_tpl", "layer.norm_tpl"] + ["layer.attention_tpl.qk_norm_tpl"] * qk_norm
     return (
-        TiedEmbedding(default=tied, scale_by_sqrt_dims=scale_by_sqrt_dims),
-        Key("vocab_size", "vocab_size"),
-        Key("hidden_size", "model_dims"),
-        Key("intermediate_size", "hidden_dims"),
-        Key("num_hidden_layers", "num_layers"),
-        Key("num_attention_heads", "num_heads"),
-        key_value_heads(kv_heads),
-        Key("rms_norm_eps", tuple(f"{norm}.epsilon" for norm in norms), epsilon),
-        Key("attention_dropout", "layer.attention_tpl.dropout_rate", 0.0),
-    )
-
-
-def attention_rows() -> tuple[Row, ...]:
-    """Return the rows of attention projections, with the biases that some families have."""
-    attention = "model.layers.{layer}.self_attn."
-    return (
-        Row(attention + "q_proj.weight", _LAYER + "attention/query/w", _INTO_HEADS),
-        Row(attention + "k_proj.weight", _LAYER + "attention/key/w", _INTO_HEADS),
-        Row(attention + "v_proj.weight", _LAYER + "attention/value/w", _INTO_HEADS),
-        Row(attention + "q_proj.bias", _LAYER + "attention/query/b", _BIAS_OF_HEADS),
-        Row(attention + "k_proj.bias", _LAYER + "attention/key/b", _BIAS_OF_HEADS),
-        Row(attention + "v_proj.bias", _LAYER + "attention/value/b", _BIAS_OF_HEADS),
-        Row(
-            attention + "o_proj.weight",
-            _LAYER + "attention/output/w",
-            "embed (heads head_dim) -> heads head_dim embed",
+        tied_embedding(default=tied, scale_by_sqrt_dims=scale_by_sqrt_dims),
+        key("vocab_size", "vocab_size"),
+        key("hidden_size", "model_dims"),
+        key("intermediate_size", "hidden_dims"),
+        key("num_hidden_layers", "num_layers"),
+        key("num_attention_heads", "num_heads"),
+        key("num_key_value_heads", "num_kv_heads", kv_heads, fallback=lambda lm: lm.num_heads),
+        key(
+            "head_dim",
+            "dim_per_head",
+            head_dim,
+            fallback=lambda lm: lm.model_dims // lm.num_heads,
         ),
-        Row(attention + "o_proj.bias", _LAYER + "attention/output/b"),
+        key("rms_norm_eps", tuple(f"{norm}.epsilon" for norm in norms), epsilon),
+        key("attention_dropout", "layer.attention_tpl.dropout_rate", 0.0),
+        positions or rotary(),
+        nonlinearity or activation("hidden_act", "silu"),
     )
 
 
-def feed_forward_rows() -> tuple[Row, ...]:
-    """Return the rows of the gated feed-forward."""
-    mlp = "model.layers.{layer}.mlp."
-    return (
-        Row(mlp + "gate_proj.weight", _LAYER + "feed_forward/gate/w", _LINEAR),
-        Row(mlp + "up_proj.weight", _LAYER + "feed_forward/up/w", _LINEAR),
-        Row(mlp + "down_proj.weight", _LAYER + "feed_forward/down/w", _LINEAR),
-        Row(mlp + "gate_proj.bias", _LAYER + "feed_forward/gate_bias/b"),
-        Row(mlp + "up_proj.bias", _LAYER + "feed_forward/up_bias/b"),
-        Row(mlp + "down_proj.bias", _LAYER + "feed_forward/down_bias/b"),
-    )
+ATTENTION_BIAS = key("attention_bias", "layer.attention_tpl.use_bias", default=False)
 
+LAYER = "lm/stack/{layer}/"
+THEIR_LAYER = "model.layers.{layer}."
+_ATTENTION, _MLP = THEIR_LAYER + "self_attn.", THEIR_LAYER + "mlp."
+_PROJECTIONS = (("q", "query"), ("k", "key"), ("v", "value"))
+_POST_NORM = LAYER + "attention_post_norm/scale"
 
-def outer_rows() -> tuple[Row, ...]:
-    """Return the rows of the embedding, the head and the final norm."""
-    return (
-        *embedding_rows("model.embed_tokens.weight"),
-        Row("model.norm.weight", "lm/final_norm/scale"),
-    )
-
-
-def pre_norm_rows() -> tuple[Row, ...]:
-    """Return the rows of the two norms of a pre-norm layer."""
-    return (
-        Row("model.layers.{layer}.input_layernorm.weight", _LAYER + "attention_norm/scale"),
-        Row(
-            "model.layers.{layer}.post_attention_layernorm.weight",
-            _LAYER + "feed_forward_norm/scale",
-        ),
-    )
-
-
-def qk_norm_rows() -> tuple[Row, ...]:
-    """Return the rows of the norms of queries and keys."""
-    return (
-        Row("model.layers.{layer}.self_attn.q_norm.weight", _LAYER + "attention/query_norm/scale"),
-        Row("model.layers.{layer}.self_attn.k_norm.weight", _LAYER + "attention/key_norm/scale"),
-    )
-
-
-LLAMA_ROWS = (*outer_rows(), *pre_norm_rows(), *attention_rows(), *feed_forward_rows())
+# A family uses the rows of the weights that it has.
+LLAMA_ROWS = (
+    *embedding_rows("model.embed_tokens.weight"),
+    Row("model.norm.weight", "lm/final_norm/scale"),
+    *(
+        Row(f"{_ATTENTION}{letter}_proj.{theirs}", f"{LAYER}attention/{name}/{ours}", layout)
+        for theirs, ours, layout in (("weight", "w", INTO_HEADS), ("bias", "b", BIAS_OF_HEADS))
+        for letter, name in _PROJECTIONS
+    ),
+    Row(_ATTENTION + "q_norm.weight", LAYER + "attention/query_norm/scale"),
+    Row(_ATTENTION + "k_norm.weight", LAYER + "attention/key_norm/scale"),
+    Row(_ATTENTION + "o_proj.weight", LAYER + "attention/output/w", OUT_OF_HEADS),
+    Row(_ATTENTION + "o_proj.bias", LAYER + "attention/output/b"),
+    *(
+        Row(f"{_MLP}{name}_proj.{theirs}", f"{LAYER}feed_forward/{name}{ours}", layout)
+        for theirs, ours, layout in (("weight", "/w", LINEAR), ("bias", "_bias/b", "dims -> dims"))
+        for name in ("gate", "up", "down")
+    ),
+    Row(THEIR_LAYER + "input_layernorm.weight", LAYER + "attention_norm/scale"),
+    # Its place depends on whether layers have norms after their branches.
+    Row(
+        THEIR_LAYER + "post_attention_layernorm.weight",
+        LAYER + "feed_forward_norm/scale",
+        instead_of=_POST_NORM,
+    ),
+    Row(THEIR_LAYER + "post_attention_layernorm.weight", _POST_NORM),
+    Row(
+        THEIR_LAYER + "pre_feedforward_layernorm.weight",
+        LAYER + "feed_forward_norm/scale",
+        beside=_POST_NORM,
+    ),
+    Row(THEIR_LAYER + "post_feedforward_layernorm.weight", LAYER + "feed_forward_post_norm/scale"),
+)
 
 
 def llama_family(
@@ -183,10 +180,7 @@ LLAMA = llama_family(
     "LlamaForCausalLM",
     entries=(
         *llama_entries(),
-        head_dim(),
-        Rotary(),
-        Activation("hidden_act", "silu"),
-        Key("attention_bias", "layer.attention_tpl.use_bias", default=False),
-        Key("mlp_bias", "layer.feed_forward_tpl.has_bias", default=False),
+        ATTENTION_BIAS,
+        key("mlp_bias", "layer.feed_forward_tpl.has_bias", default=False),
     ),
 )

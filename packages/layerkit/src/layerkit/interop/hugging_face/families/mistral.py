@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from layerkit.interop.hugging_face.families.llama import (
-    llama_entries,
-    llama_family,
-)
-from layerkit.interop.hugging_face.keys import Key
-from layerkit.interop.hugging_face.parts import Activation, head_dim
-from layerkit.interop.hugging_face.rotary import Rotary
+from layerkit.interop.hugging_face.families.llama import llama_entries, llama_family
+from layerkit.interop.hugging_face.keys import key
 
 MISTRAL = llama_family(
     "mistral",
     "MistralForCausalLM",
     entries=(
         *llama_entries(kv_heads=8),
-        head_dim(),
-        Rotary(),
-        Activation("hidden_act", "silu"),
-        Key("sliding_window", "layer.attention_tpl.window", 4096),
+        key("sliding_window", "layer.attention_tpl.window", 4096),
     ),
 )

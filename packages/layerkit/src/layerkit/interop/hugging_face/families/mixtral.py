@@ -17,16 +17,16 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import (
-    attention_rows,
+    LAYER,
+    LLAMA_ROWS,
+    THEIR_LAYER,
     llama_entries,
     llama_family,
     llama_network,
-    outer_rows,
-    pre_norm_rows,
 )
-from layerkit.interop.hugging_face.keys import ConfigFile, Key, get_field, set_field
-from layerkit.interop.hugging_face.parts import Activation, head_dim
-from layerkit.interop.hugging_face.rotary import Rotary
+from layerkit.interop.hugging_face.keys import ConfigFile, Entry, get_field, key, set_field
+from layerkit.interop.hugging_face.layouts import LINEAR
+from layerkit.interop.hugging_face.rotary import rotary
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.moe.token_choice import MoeFeedForward
 
@@ -37,57 +37,47 @@ def _network() -> Config:
     return llama_network(feed_forward_tpl=experts)
 
 
-class _BalanceLoss:
-    """Entry of `router_aux_loss_coef`, to be read after the depth and the number of choices.
-
-    The losses of layerkit are means over the choices of a token; those of Transformers are sums.
-    """
-
-    _WEIGHT = "layer.feed_forward_tpl.load_balance_weight"
-
-    def read(self, file: ConfigFile, network: Config) -> None:
-        """Set fields from the file."""
-        coefficient = file.get("router_aux_loss_coef", 0.001)
-        set_field(network, self._WEIGHT, coefficient * self._choices_per_layer(network))
-
-    def write(self, network: Config) -> dict[str, Any]:
-        """Return keys from fields."""
-        coefficient = get_field(network, self._WEIGHT) / self._choices_per_layer(network)
-        # Rounded to the original coefficient.
-        return {"router_aux_loss_coef": float(f"{coefficient:.12g}")}
-
-    def _choices_per_layer(self, network: Config) -> float:
-        choices = get_field(network, "layer.feed_forward_tpl.num_experts_per_token")
-        return choices / network.num_layers
+# `router_aux_loss_coef` is read after the depth and the number of choices. The losses of layerkit
+# are means over the choices of a token; those of Transformers are sums.
+_WEIGHT = "layer.feed_forward_tpl.load_balance_weight"
 
 
-_MOE = "model.layers.{layer}.block_sparse_moe."
-_OURS = "lm/stack/{layer}/feed_forward/"
-_LINEAR = "out in -> in out"
+def _choices_per_layer(network: Config) -> float:
+    choices = get_field(network, "layer.feed_forward_tpl.num_experts_per_token")
+    return choices / network.num_layers
+
+
+def _read_balance(file: ConfigFile, network: Config) -> None:
+    coefficient = file.get("router_aux_loss_coef", 0.001)
+    set_field(network, _WEIGHT, coefficient * _choices_per_layer(network))
+
+
+def _write_balance(network: Config) -> dict[str, Any]:
+    coefficient = get_field(network, _WEIGHT) / _choices_per_layer(network)
+    # Rounded to the original coefficient.
+    return {"router_aux_loss_coef": float(f"{coefficient:.12g}")}
+
+
+_MOE, _OURS = THEIR_LAYER + "block_sparse_moe.", LAYER + "feed_forward/"
 
 MIXTRAL = llama_family(
     "mixtral",
     "MixtralForCausalLM",
     network=_network,
     entries=(
-        *llama_entries(kv_heads=8, epsilon=1e-5),
-        head_dim(),
-        Rotary(default_theta=1_000_000.0),
-        Activation("hidden_act", "silu"),
-        Key("sliding_window", "layer.attention_tpl.window", None),
-        Key("num_local_experts", "layer.feed_forward_tpl.num_experts", 8),
-        Key("num_experts_per_tok", "layer.feed_forward_tpl.num_experts_per_token", 2),
-        _BalanceLoss(),
-        Key("router_jitter_noise", "layer.feed_forward_tpl.router_tpl.jitter", 0.0),
+        *llama_entries(kv_heads=8, epsilon=1e-5, positions=rotary(1_000_000.0)),
+        key("sliding_window", "layer.attention_tpl.window", None),
+        key("num_local_experts", "layer.feed_forward_tpl.num_experts", 8),
+        key("num_experts_per_tok", "layer.feed_forward_tpl.num_experts_per_token", 2),
+        Entry(_read_balance, _write_balance),
+        key("router_jitter_noise", "layer.feed_forward_tpl.router_tpl.jitter", 0.0),
     ),
     rows=(
-        *outer_rows(),
-        *pre_norm_rows(),
-        *attention_rows(),
+        *LLAMA_ROWS,
         Row(_MOE + "gate.weight", _OURS + "router/w", "experts embed -> embed experts"),
-        Row(_MOE + "experts.{expert}.w1.weight", _OURS + "gate", _LINEAR),
-        Row(_MOE + "experts.{expert}.w2.weight", _OURS + "down", _LINEAR),
-        Row(_MOE + "experts.{expert}.w3.weight", _OURS + "up", _LINEAR),
+        Row(_MOE + "experts.{expert}.w1.weight", _OURS + "gate", LINEAR),
+        Row(_MOE + "experts.{expert}.w2.weight", _OURS + "down", LINEAR),
+        Row(_MOE + "experts.{expert}.w3.weight", _OURS + "up", LINEAR),
     ),
     neutral=frozenset({"output_router_logits"}),
     counts=(("num_hidden_layers", "num_local_experts"),),

@@ -13,12 +13,19 @@ from layerkit.config import Config
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import (
     ConfigFile,
-    Fixed,
-    Key,
+    Entry,
+    fixed,
     get_field,
+    key,
     set_field,
 )
-from layerkit.interop.hugging_face.parts import ACTIVATIONS, put_embedding, spelling_of
+from layerkit.interop.hugging_face.layouts import INTO_HEADS, LINEAR, OUT_OF_HEADS
+from layerkit.interop.hugging_face.parts import (
+    ACTIVATIONS,
+    embedding_rows,
+    put_embedding,
+    spelling_of,
+)
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.attention.biases import RelativeBias
 from layerkit.layers.attention.cross import CrossAttention
@@ -49,49 +56,43 @@ def _network() -> Config:
     return network
 
 
-class _FeedForward:
-    """Entry of `feed_forward_proj`: an activation, with the prefix `gated-` if gated.
+def _read_feed_forward(file: ConfigFile, network: Config) -> None:
+    """Read `feed_forward_proj`: an activation, with the prefix `gated-` if gated.
 
     Transformers prefers `dense_act_fn` and `is_gated_act` where a file has them.
     """
-
-    def read(self, file: ConfigFile, network: Config) -> None:
-        """Set fields from the file."""
-        name = file.get("feed_forward_proj", "relu")
-        is_gated = name.startswith("gated-")
-        # T5 1.1 uses the approximate GELU, despite the name.
-        activation = "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
-        override = file.get("dense_act_fn", None)
-        activation = override or activation
-        if activation not in ACTIVATIONS:
-            key = "dense_act_fn" if override else "feed_forward_proj"
-            raise file.invalid(key, "an activation", choices=ACTIVATIONS)
-        set_field(network, _GATE, bool(file.get("is_gated_act", is_gated)))
-        set_field(network, _ACTIVATION, ACTIVATIONS[activation].clone())
-
-    def write(self, network: Config) -> dict[str, Any]:
-        """Return keys from fields."""
-        activation = spelling_of(get_field(network, _ACTIVATION), preferred="relu")
-        is_gated = get_field(network, _GATE)
-        name = "gated-" + activation.removesuffix("_new") if is_gated else activation
-        return {"feed_forward_proj": name, "dense_act_fn": activation, "is_gated_act": is_gated}
+    name = file.get("feed_forward_proj", "relu")
+    is_gated = name.startswith("gated-")
+    # T5 1.1 uses the approximate GELU, despite the name.
+    activation = "gelu_new" if name == "gated-gelu" else name.removeprefix("gated-")
+    override = file.get("dense_act_fn", None)
+    activation = override or activation
+    if activation not in ACTIVATIONS:
+        stated = "dense_act_fn" if override else "feed_forward_proj"
+        raise file.invalid(stated, "an activation", choices=ACTIVATIONS)
+    set_field(network, _GATE, bool(file.get("is_gated_act", is_gated)))
+    set_field(network, _ACTIVATION, ACTIVATIONS[activation].clone())
 
 
-class _Head:
-    """Entry of the tied head, whose logits are divided by √dims."""
+def _write_feed_forward(network: Config) -> dict[str, Any]:
+    activation = spelling_of(get_field(network, _ACTIVATION), preferred="relu")
+    is_gated = get_field(network, _GATE)
+    name = "gated-" + activation.removesuffix("_new") if is_gated else activation
+    return {"feed_forward_proj": name, "dense_act_fn": activation, "is_gated_act": is_gated}
 
-    def read(self, file: ConfigFile, network: Config) -> None:
-        """Set fields from the file."""
-        tied = file.get("tie_word_embeddings", default=True)
-        # Newer versions of Transformers mark each T5 as tied and distinguish versions by this key.
-        tied = file.get("scale_decoder_outputs", tied)
-        put_embedding(network, tied=tied)
-        network.softmax_tpl.logit_scale = network.model_dims**-0.5 if tied else None
 
-    def write(self, network: Config) -> dict[str, Any]:
-        """Return keys from fields."""
-        tied = network.embedding_tpl is None
-        return {"tie_word_embeddings": tied, "scale_decoder_outputs": tied}
+def _read_head(file: ConfigFile, network: Config) -> None:
+    """Read the tied head, whose logits are divided by √dims."""
+    tied = file.get("tie_word_embeddings", default=True)
+    # Newer versions of Transformers mark each T5 as tied and distinguish versions by this key.
+    tied = file.get("scale_decoder_outputs", tied)
+    put_embedding(network, tied=tied)
+    network.softmax_tpl.logit_scale = network.model_dims**-0.5 if tied else None
+
+
+def _write_head(network: Config) -> dict[str, Any]:
+    tied = network.embedding_tpl is None
+    return {"tie_word_embeddings": tied, "scale_decoder_outputs": tied}
 
 
 def _side_rows(side: str) -> tuple[Row, ...]:
@@ -102,13 +103,13 @@ def _side_rows(side: str) -> tuple[Row, ...]:
     if side == "encoder":
         del branches["cross_attention"], norms["cross_attention_norm"]
         norms["feed_forward_norm"], last = "1", "1.DenseReluDense."
-    linear, gate = "out in -> in out", ours + "feed_forward/gate/w"
+    gate = ours + "feed_forward/gate/w"
     return (
         *(
             Row(
                 f"{theirs}{branch}.{letter}.weight",
                 f"{ours}{name}/{projection}/w",
-                "(heads head_dim) embed -> embed heads head_dim",
+                INTO_HEADS,
             )
             for name, branch in branches.items()
             for letter, projection in (("q", "query"), ("k", "key"), ("v", "value"))
@@ -117,7 +118,7 @@ def _side_rows(side: str) -> tuple[Row, ...]:
             Row(
                 f"{theirs}{branch}.o.weight",
                 f"{ours}{name}/output/w",
-                "embed (heads head_dim) -> heads head_dim embed",
+                OUT_OF_HEADS,
             )
             for name, branch in branches.items()
         ),
@@ -125,10 +126,10 @@ def _side_rows(side: str) -> tuple[Row, ...]:
             Row(f"{theirs}{number}.layer_norm.weight", f"{ours}{name}/scale")
             for name, number in norms.items()
         ),
-        Row(theirs + last + "wi.weight", ours + "feed_forward/up/w", linear, instead_of=gate),
-        Row(theirs + last + "wi_0.weight", gate, linear),
-        Row(theirs + last + "wi_1.weight", ours + "feed_forward/up/w", linear, beside=gate),
-        Row(theirs + last + "wo.weight", ours + "feed_forward/down/w", linear),
+        Row(theirs + last + "wi.weight", ours + "feed_forward/up/w", LINEAR, instead_of=gate),
+        Row(theirs + last + "wi_0.weight", gate, LINEAR),
+        Row(theirs + last + "wi_1.weight", ours + "feed_forward/up/w", LINEAR, beside=gate),
+        Row(theirs + last + "wo.weight", ours + "feed_forward/down/w", LINEAR),
         Row(
             f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
             f"model/{side}/relative_bias/w",
@@ -138,47 +139,44 @@ def _side_rows(side: str) -> tuple[Row, ...]:
     )
 
 
-_AS_IT_IS = "vocab embed -> vocab embed"
-_SEPARATE = "model/embedding/w"
-
 T5 = Family(
     model_type="t5",
     architecture="T5ForConditionalGeneration",
     network=_network,
     model_class=SequenceModel,
     network_field="model_tpl",
-    model_entries=(Key("decoder_start_token_id", "start_id", 0, to_ours=lambda start: start or 0),),
+    model_entries=(key("decoder_start_token_id", "start_id", 0, to_ours=lambda start: start or 0),),
     entries=(
-        Key("vocab_size", "vocab_size", 32128),
-        Key("d_model", "model_dims", 512),
-        Key("d_ff", "hidden_dims", 2048),
-        Key("d_kv", "dim_per_head", 64),
-        Key("num_heads", "num_heads", 8),
-        Key("num_layers", "num_encoder_layers", 6),
-        Key(
+        key("vocab_size", "vocab_size", 32128),
+        key("d_model", "model_dims", 512),
+        key("d_ff", "hidden_dims", 2048),
+        key("d_kv", "dim_per_head", 64),
+        key("num_heads", "num_heads", 8),
+        key("num_layers", "num_encoder_layers", 6),
+        key(
             "num_decoder_layers",
             "num_decoder_layers",
             None,
             fallback=lambda network: network.num_encoder_layers,
         ),
-        _Head(),
-        _FeedForward(),
-        Key(
+        Entry(_read_head, _write_head),
+        Entry(_read_feed_forward, _write_feed_forward),
+        key(
             "relative_attention_num_buckets",
             tuple(f"{bias}.num_buckets" for bias in _BIASES),
             32,
         ),
-        Key(
+        key(
             "relative_attention_max_distance",
             tuple(f"{bias}.max_distance" for bias in _BIASES),
             128,
         ),
-        Key(
+        key(
             "layer_norm_epsilon",
             ("encoder_norm_tpl.epsilon", "decoder_norm_tpl.epsilon", "layer.norm_tpl.epsilon"),
             1e-6,
         ),
-        Key(
+        key(
             "dropout_rate",
             (
                 "dropout_rate",
@@ -189,7 +187,7 @@ T5 = Family(
             ),
             0.1,
         ),
-        Fixed("is_encoder_decoder", value=True),
+        fixed("is_encoder_decoder", value=True),
     ),
     # The first belongs to a classification head, and the second is the length of training rows.
     # Transformers keeps the third from GGUF files without reading it.
@@ -204,9 +202,7 @@ T5 = Family(
     # A bias table of cross-attention in the first checkpoints, which is not used.
     buffers=r"EncDecAttention\.relative_attention_bias\.weight$",
     rows=(
-        Row("shared.weight", _SEPARATE, _AS_IT_IS),
-        Row("shared.weight", "model/softmax/w", _AS_IT_IS, instead_of=_SEPARATE),
-        Row("lm_head.weight", "model/softmax/w", "vocab embed -> embed vocab", beside=_SEPARATE),
+        *embedding_rows("shared.weight", "model"),
         *_side_rows("encoder"),
         *_side_rows("decoder"),
     ),
