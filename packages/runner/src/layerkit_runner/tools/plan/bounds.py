@@ -33,7 +33,7 @@ class DeviceWork:
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """Lower bounds of the time of a step. Values that need a rate in `unknown` are None.
+    """Lower bounds of the time of a step. Values that need an unknown rate are None.
 
     `step_seconds` and `mfu` are for full overlap of compute, memory and networks. Without overlap,
     the networks add to the longer of compute and memory.
@@ -51,7 +51,6 @@ class Bounds:
     tokens_per_sec_no_overlap: float | None
     mfu: float | None
     mfu_no_overlap: float | None
-    unknown: list[str]
 
 
 def device_work(memory: Memory, collectives: Iterable[Traffic], *, flops: float) -> DeviceWork:
@@ -72,14 +71,14 @@ def step_bounds(
 ) -> Bounds:
     """Return the bounds of a step. MFU counts the model's FLOPs, without rematerialized ones."""
     resources = {
-        "compute": (work.flops, device.peak_flops, "peak FLOP/s"),
-        "memory": (work.memory_bytes, device.memory_bandwidth, "memory bandwidth"),
-        "fast network": (work.fast_bytes, device.fast_bandwidth, "bandwidth within a slice"),
-        "slow network": (work.slow_bytes, device.slow_bandwidth, "bandwidth between slices"),
+        "compute": (work.flops, device.peak_flops),
+        "memory": (work.memory_bytes, device.memory_bandwidth),
+        "fast network": (work.fast_bytes, device.fast_bandwidth),
+        "slow network": (work.slow_bytes, device.slow_bandwidth),
     }
     seconds = {
         name: 0.0 if amount == 0 else None if rate is None else amount / rate
-        for name, (amount, rate, _) in resources.items()
+        for name, (amount, rate) in resources.items()
     }
     known = {name: value for name, value in seconds.items() if value is not None}
     # Leaving out a network of unknown rate keeps the step time a lower bound.
@@ -104,7 +103,6 @@ def step_bounds(
         tokens_per_sec_no_overlap=tokens / no_overlap if tokens and no_overlap else None,
         mfu=share / step if share is not None and step else None,
         mfu_no_overlap=share / no_overlap if share is not None and no_overlap else None,
-        unknown=[what for name, (_, _, what) in resources.items() if seconds[name] is None],
     )
 
 

@@ -22,7 +22,7 @@ import jax
 from layerkit_runner.config.config_tree import config_json
 from layerkit_runner.config.requests import Override, ResolvedExperiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.files.text import seconds_text, size_text
+from layerkit_runner.files.text import aligned, seconds_text, size_text
 from layerkit_runner.run.resolve import add_overrides
 from layerkit_runner.tools.plan.bounds import Bounds, DeviceWork
 from layerkit_runner.tools.plan.hardware import DeviceKind, Target, device_kind
@@ -332,47 +332,37 @@ def search_page(search: Search) -> str:
     ]
     if search.limit is not None:
         lines.append(f"stopped at the limit of {search.limit}; other candidates were not compiled")
-    meshes = [
-        " × ".join(map(str, candidate.mesh.values()))
-        + "".join(f", {slices} slices along {axis}" for axis, slices in candidate.across.items())
-        + (f", {candidate.accumulation} microbatches" if candidate.accumulation > 1 else "")
-        for candidate in search.ranked
-    ]
     axes = " × ".join(search.ranked[0].mesh)
-    width = max(map(len, [axes, *meshes]))
-    lines += [
-        f"ranked by: {_RANKED_BY}",
-        "",
-        f"      {axes:<{width}}  {'remat':<14}{'peak':>9}  fits {'sent':>9} {'between slices':>15}"
-        f"  {'full overlap':<12}  {'no overlap':<10}  MFU",
-    ]
-    for number, (candidate, mesh) in enumerate(zip(search.ranked, meshes, strict=True), start=1):
-        mark = " " if candidate.flags else "*"
-        remat = candidate.remat or ""
-        lines.append(
-            f"{number:>3} {mark} {mesh:<{width}}  {remat:<14}{_figures(candidate)}".rstrip()
-        )
+    head = ("peak", "fits", "sent", "between slices", "full overlap", "no overlap", "MFU")
+    rows: list[tuple[str, ...]] = [("", "", axes, "remat", *head)]
+    for number, candidate in enumerate(search.ranked, start=1):
+        mesh = " × ".join(map(str, candidate.mesh.values()))
+        mesh += "".join(f", {n} slices along {axis}" for axis, n in candidate.across.items())
+        if candidate.accumulation > 1:
+            mesh += f", {candidate.accumulation} microbatches"
+        mark = "" if candidate.flags else "*"
+        rows.append((str(number), mark, mesh, candidate.remat or "", *_figures(candidate)))
+    lines += [f"ranked by: {_RANKED_BY}", "", *aligned(rows, right=(0, 4, 6, 7))]
     lines += ["* the experiment as it is", ""]
     if search.command is None:
-        lines.append("no compiled candidate fits")
-    else:
-        command = shlex.join([f"--exp={search.experiment}", *search.command])
-        lines += ["the best", f"  {command}"]
-    return "\n".join(lines)
+        return "\n".join([*lines, "no compiled candidate fits"])
+    command = shlex.join([f"--exp={search.experiment}", *search.command])
+    return "\n".join([*lines, "the best", f"  {command}"])
 
 
-def _figures(candidate: Candidate) -> str:
+def _figures(candidate: Candidate) -> tuple[str, ...]:
+    """Return the cells of the peak and of the columns right of it."""
     if candidate.reason is not None:
-        return candidate.reason[:60]
+        return ("", *[""] * 5, candidate.reason[:60])
     fits = {None: "?", True: "yes", False: "no"}[candidate.fits]
-    text = f"{size_text(candidate.peak or 0):>9}  {fits:<4}"
     bounds = candidate.bounds
+    cells: tuple[str, ...] = (size_text(candidate.peak or 0), fits)
     if bounds is None:
-        return text
+        return (*cells, *[""] * 5)
     work = bounds.work
-    text += f" {size_text(work.fast_bytes + work.slow_bytes):>9} {size_text(work.slow_bytes):>15}"
+    cells += (size_text(work.fast_bytes + work.slow_bytes), size_text(work.slow_bytes))
     if bounds.step_seconds is None or bounds.step_seconds_no_overlap is None:
-        return text
+        return (*cells, *[""] * 3)
     mfu = "" if bounds.mfu is None else f"{100 * bounds.mfu:.0f} %"
-    full, none = map(seconds_text, (bounds.step_seconds, bounds.step_seconds_no_overlap))
-    return f"{text}  {full:<12}  {none:<10}  {mfu:<5} {bounds.limited_by}"
+    times = map(seconds_text, (bounds.step_seconds, bounds.step_seconds_no_overlap))
+    return (*cells, *times, f"{mfu} {bounds.limited_by}")
