@@ -13,7 +13,7 @@ import optax
 import pytest
 from etils import epath
 
-from layerkit.config import Configurable, Partial
+from layerkit.config import Partial
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
 from layerkit.models import DpoModel, LanguageModel, TransformerLm
@@ -285,30 +285,6 @@ def test_record_of_a_fresh_start(begin: Any, tmp_path: Path):
     assert record["weights"]["head/w"] == "random_init"
     bias = "stack/sub/bias/b"
     assert record["weights"][bias] == f"{begin.job}/checkpoints:7:params/{bias}"
-
-
-class OneWeight(Configurable):
-    """A custom loader that returns only the head."""
-
-    folder: str = "somewhere"
-
-    def load(self, model: Any, like: Any) -> Any:
-        head = jax.tree.map(lambda leaf: jnp.ones(leaf.shape, leaf.dtype), like["head"])
-        return {"head": head}
-
-
-def test_record_of_a_custom_loader(begin: Any):
-    first = plan_first_state(*begin.bound(begin.model(), begin=OneWeight()))()
-    np.testing.assert_array_equal(first.state.params["head"]["w"], np.ones((8, 4)))
-    assert first.provenance.weights == {
-        "head/w": "somewhere:params/head/w",
-        "stack/sub/bias/b": "random_init",
-        "stack/sub/linear/w": "random_init",
-    }
-    drawn = "stack/sub/bias/b, stack/sub/linear/w"
-    assert list(first.provenance.lines()) == [
-        f"init from    1 weight from somewhere; 2 initialized randomly ({drawn})"
-    ]
 
 
 def test_damaged_checkpoint_is_skipped_or_an_error(begin: Any, tmp_path: Path):

@@ -6,9 +6,9 @@ sharding on the mesh, so that no host holds more than its devices need.
 
 from __future__ import annotations
 
-import collections
 import functools
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weight_formats import WeightFormat, scale_path
-from layerkit.errors import UserError, first_names
+from layerkit.errors import UserError
 from layerkit.layers.quantization.stored_weights import round_like
-from layerkit_runner.checkpointing.stored_state import LeafPath, join, named_leaves, spec_of
-from layerkit_runner.errors import UsageError, as_usage_error
+from layerkit_runner.checkpointing.stored_state import LeafPath, join, named_leaves
+from layerkit_runner.errors import as_usage_error
 from layerkit_runner.init_from.matching import OPT_STATE, PARAMS, InitialValue, Matched, match
 from layerkit_runner.init_from.settings import InitFrom
 from layerkit_runner.init_from.sources import StoredHuggingFace, open_source
@@ -61,8 +61,6 @@ def plan_first_state(
     source = task.initial_weights if weights is None else weights
     if source is None:
         return lambda: FirstState(partitioner.init_fn(task)())
-    if not isinstance(source, InitFrom):
-        return lambda: _load_custom(partitioner, task, source)
     state = partitioner.abstract_stored_state(task)
     matched, state = _match(source, state, task, report)
     return lambda: _read_match(partitioner, task, state, matched)
@@ -125,8 +123,7 @@ def _read_match(
         for target, initial in matched.values.items()
     }
 
-    def init(consumed: Mapping[_Key, jax.Array], kept: Mapping[_Key, jax.Array]) -> TrainState:
-        read = {**consumed, **kept}
+    def init(read: Mapping[_Key, jax.Array]) -> TrainState:
         computed = {
             target: _compute(initial, [read[key] for key in keys[target]])
             for target, initial in matched.values.items()
@@ -134,12 +131,11 @@ def _read_match(
         return _assemble(task, _rounded(task.model, computed, stored_leaves), matched.step)
 
     stored_leaves = named_leaves(partitioner.abstract_stored_state(task))
-    consumed = _consumed(matched.values, keys, named_leaves(partitioner.abstract_state(task)))
     make = partitioner.jit_making(task, init, donate_argnums=0)
-    made = make(
-        {key: value for key, value in values.items() if key in consumed},
-        {key: value for key, value in values.items() if key not in consumed},
-    )
+    with warnings.catch_warnings():
+        # Values that are converted, indexed or stacked do not become parts of the state.
+        warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+        made = make(values)
     return FirstState(made, matched.step, _provenance(state, matched))
 
 
@@ -165,23 +161,6 @@ def _stored_sharding(value: InitialValue) -> NamedSharding:
         axes = axes[1:]
     axes = [*[None] * len(value.origin.indices), *axes[kept:]]
     return NamedSharding(sharding.mesh, PartitionSpec(*axes))
-
-
-def _consumed(
-    initial_values: Mapping[LeafPath, InitialValue],
-    keys: Mapping[LeafPath, list[_Key]],
-    on_devices: Mapping[LeafPath, Any],
-) -> set[_Key]:
-    """Return the values that become one value of the state unchanged and may be donated to it."""
-    uses = collections.Counter(key for several in keys.values() for key in several)
-    return {
-        keys[target][0]
-        for target, value in initial_values.items()
-        if value.origin.is_whole
-        and value.stored_dtype == value.target.dtype
-        and spec_of(value.target) == spec_of(on_devices[target])
-        and uses[keys[target][0]] == 1
-    }
 
 
 def _compute(initial: InitialValue, stored: Sequence[jax.Array]) -> jax.Array:
@@ -252,60 +231,11 @@ def _provenance(state: TrainState, matched: Matched) -> Provenance:
     )
 
 
-def _load_custom(partitioner: Partitioner, task: SingleTask, loader: Any) -> FirstState:
-    """Make the first state with a custom loader: `load(model, like)`."""
-    stored = partitioner.abstract_stored_state(task)
-    like = _floating_weights(task.model, stored).params
-    with as_usage_error(OSError, ValueError, ImportError, owner="task.initial_weights"):
-        loaded_weights = loader.load(_floating_model(task.model), like)
-    _check_loaded(loaded_weights, like)
-    on_devices = flatten_dict(partitioner.abstract_state(task).params)
-
-    def init(consumed: Any, kept: Any) -> TrainState:
-        weights = _rounded(task.model, {**consumed, **kept}, flatten_dict(stored.params))
-        return task.init_state(task.first_key(), weights=unflatten_dict(weights))
-
-    make = partitioner.jit_making(task, init, donate_argnums=0)
-    loaded = flatten_dict(loaded_weights, sep="/").keys()
-    place = getattr(loader, "folder", None) or type(loader).__qualname__
-
-    def origin(path: LeafPath) -> str:
-        original = task.model.original_of(path)
-        if join(path) in loaded:
-            return f"{place}:{PARAMS}/{join(path)}"
-        return RANDOM_INIT if original is None else copy_of(join(original))
-
-    weights = {join(path): origin(path) for path in flatten_dict(like)}
-    consumed: dict[Any, Any] = {}
-    kept: dict[Any, Any] = {}
-    for path, leaf in flatten_dict(loaded_weights).items():
-        is_whole = spec_of(leaf) == spec_of(on_devices[path])
-        (consumed if is_whole else kept)[path] = leaf
-    return FirstState(make(consumed, kept), provenance=Provenance(weights))
-
-
-def _check_loaded(weights: Any, like: Any) -> None:
-    """Compare loaded weights, which may be a part of the model's, with those of the model."""
-    expected = flatten_dict(jax.tree.map(spec_of, like), sep="/")
-    problems = [
-        f"{path} is {spec_of(leaf)}, expected {expected.get(path, 'no such weight')}"
-        for path, leaf in flatten_dict(weights, sep="/").items()
-        if spec_of(leaf) != expected.get(path)
-    ]
-    if problems:
-        raise UsageError(first_names(problems), owner="task.initial_weights")
-
-
-def _floating_model(model: Any) -> Any:
-    """Return a model that stores all its weights in floats."""
-    return model if model.weight_format is None else model.clone(weight_format=None)
-
-
 def _floating_weights(model: BaseLayer, state: TrainState) -> TrainState:
-    """Return a state that describes the weights of `_floating_model`."""
+    """Return a state that describes the weights of a model that stores all of them in floats."""
     if model.weight_format is None:
         return state
-    variables = jax.eval_shape(_floating_model(model).init, jax.random.key(0))
+    variables = jax.eval_shape(model.clone(weight_format=None).init, jax.random.key(0))
     stored, plain = flatten_dict(state.params), flatten_dict(variables[PARAMS])
     params = {
         path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=stored[path].sharding)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -60,14 +60,6 @@ class InitialWeights(Configurable):
     """Base class of settings that the runner reads itself, such as `InitFrom`."""
 
 
-@runtime_checkable
-class WeightsLoader(Protocol):
-    """An object that loads the weights itself."""
-
-    def load(self, model: Any, like: Any) -> Any:
-        """Return weights by name; others are random. `like` has their shapes and shardings."""
-
-
 # Fields of a batch that are copied to decoded outputs, to tell examples from padding.
 _KEPT_FOR_RECORDS = ("prompt_lengths", *ROW_MARKS)
 
@@ -91,8 +83,7 @@ class SingleTask(Configurable):
       summary_verbosity: Highest verbosity of the layer summaries to report; 0 for none.
       early_stopping: Config of a `StoppingRule`, such as `EarlyStopping`, which may end training
         before its last step; None for none.
-      initial_weights: Source of initial weights: a `layerkit_runner.init_from.InitFrom`, or an
-        object with a method `load(model, like)`. Other weights are initialized randomly. None
+      initial_weights: Source of initial weights, a `layerkit_runner.init_from.InitFrom`; None
         initializes all weights randomly.
     """
 
@@ -106,7 +97,7 @@ class SingleTask(Configurable):
     metrics: Mapping[str, Any] | None = None
     summary_verbosity: int = DEFAULT_VERBOSITY
     early_stopping: Annotated[Any, StoppingRule | None] = instance_field(None)
-    initial_weights: Annotated[Any, InitialWeights | WeightsLoader | None] = instance_field(None)
+    initial_weights: Annotated[Any, InitialWeights | None] = instance_field(None)
 
     def __post_init__(self) -> None:
         """Check the fields."""
