@@ -236,10 +236,8 @@ class GrainIterInput(BaseInput):
             self._iterator.set_state(position["iterator"])
 
     def _iterate(self) -> None:
-        from layerkit_inputs.grain.grain_iterators import UntimedRows  # imports Grain
-
         iterator = iter(self._pipeline())
-        self._iterator = RowsOfLists(iterator) if self.num_workers else UntimedRows(iterator)
+        self._iterator = RowsOfLists(iterator) if self.num_workers else iterator
         self._close_iterator = weakref.finalize(self, _close_on_another_thread, iterator)
 
     def _close(self) -> None:

@@ -1,8 +1,7 @@
 """Transfer of rows from Grain's worker processes in lists, which costs less than single rows.
 
-Rows with equal fields, shapes and dtypes are stacked for the transfer, since few large arrays cost
-less than many small ones. Grain would use shared memory for each array, which is slower than the
-pipe below some hundred kilobytes.
+Grain would use shared memory for each array, which is slower than the pipe below some hundred
+kilobytes.
 
 The state is that of the list in use, and the number of rows read from it. Resuming makes this list
 again.
@@ -11,43 +10,16 @@ again.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.errors import BadRecordError
-from layerkit_inputs.grain.row_batches import stack_rows, to_arrays
 
 
 class RowList:
-    """A list of rows whose arrays Grain does not move to shared memory.
-
-    After unpickling, rows of one shape are views of arrays `[rows, ...]`.
-    """
+    """A list of rows whose arrays Grain does not move to shared memory."""
 
     def __init__(self, rows: Sequence[Any]):
         """Copy the list of rows."""
         self.rows = list(rows)
-
-    def __reduce__(self) -> tuple[Callable[..., RowList], tuple[Any, ...]]:
-        """Pickle rows of one shape as stacked arrays, and other rows as they are."""
-        try:
-            stacked = stack_rows([to_arrays(row) for row in self.rows], name_of=str)
-        except BadRecordError:  # the input that reads the rows raises it
-            return RowList, (self.rows,)
-        return _unstack, (stacked, len(self.rows))
-
-
-def _unstack(stacked: NestedMap, num_rows: int) -> RowList:
-    return RowList(_rows_of(stacked, num_rows))
-
-
-def _rows_of(stacked: Mapping[str, Any], num_rows: int) -> list[dict[str, Any]]:
-    columns = [
-        _rows_of(value, num_rows) if isinstance(value, Mapping) else value
-        for value in stacked.values()
-    ]
-    return [dict(zip(stacked, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 class RowsOfLists:
