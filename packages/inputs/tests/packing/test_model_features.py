@@ -132,11 +132,6 @@ def test_padding_is_defined_by_length_and_not_by_an_id():
     assert batch.weights.tolist() == [[1, 1, 1, 0, 0]]
 
 
-def test_a_piece_of_a_document_is_predicted_from_the_token_before_it():
-    batch = lm_features(None, [[5, 6], [7]], length=4, rows=[[1, 0]], first_ids=[4, 0], bos_id=2)
-    assert batch.ids.tolist() == [[0, 4, 5, 0]]
-
-
 def test_inputs_that_ended_before_a_piece_are_not_marked_in_it():
     rows = [
         [Segment(np.array([6, 7], np.int32), num_inputs=after, first_id=5)] for after in (1, -1)

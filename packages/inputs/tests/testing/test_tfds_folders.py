@@ -44,16 +44,6 @@ def test_given_texts_are_written_to_the_number_of_shards(tmp_path):
     assert sorted(example["passage"].decode() for example in loaded) == sorted(texts)
 
 
-def test_array_records_give_random_access(tmp_path):
-    import tensorflow_datasets as tfds
-
-    pytest.importorskip("array_record")
-    folder = write_tfds_folder(tmp_path, "c4/en:3.0.1", file_format="array_record", num_shards=2)
-    assert list(folder.glob("c4-train.array_record-*"))
-    source = tfds.builder_from_directory(str(folder)).as_data_source(split="train")
-    assert len(source) == 40 and source[39]["text"].startswith(b"Page ")
-
-
 def test_sample_texts_are_deterministic_and_different():
     assert sample_texts(5) == sample_texts(5) != sample_texts(5, seed=1)
     assert len(set(sample_texts(50))) == 50

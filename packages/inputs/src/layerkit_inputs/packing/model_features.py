@@ -71,7 +71,6 @@ def lm_features(
     rows: Iterable[Iterable[int]] | None = None,
     bos_id: int | None = 0,
     pad_id: int = 0,
-    first_ids: Sequence[int] | None = None,
     weights_on_targets_only: bool = False,
     negative_ids: NegativeIds = "error",
 ) -> NestedMap:
@@ -92,8 +91,6 @@ def lm_features(
       bos_id: Id that an example's first token is predicted from. None: the first token is only
         read, and the second one is predicted from it.
       pad_id: Id of padded positions.
-      first_ids: Ids in place of `bos_id`, one for each example, such as the token before the piece
-        of a document. None: `bos_id`.
       weights_on_targets_only: Whether inputs have weight 0, for example to score continuations
         (LAMBADA).
       negative_ids: Meaning of negative ids. With `no_weight` a negative id stands for its absolute
@@ -108,19 +105,16 @@ def lm_features(
     Raises:
       ConfigError: The examples of a row are longer than the row, or not token ids.
     """
+    has_inputs = inputs is not None
     if inputs is None:
         inputs = [()] * len(targets)
-        has_inputs = False
-    else:
-        has_inputs = True
     may_be_negative = negative_ids != "error"
     segments = []
     for number, (before, after) in enumerate(zip(inputs, targets, strict=True)):
         where = f"example {number}"
         before = as_tokens(before, where=f"{where}, inputs", may_be_negative=may_be_negative)
         after = as_tokens(after, where=f"{where}, targets", may_be_negative=may_be_negative)
-        first_id = bos_id if first_ids is None else int(first_ids[number])
-        segments.append(Segment.of(before, after, first_id))
+        segments.append(Segment.of(before, after, bos_id))
     batch = segment_features(
         _rows_of(segments, rows),
         length=length,
@@ -130,22 +124,12 @@ def lm_features(
     )
     if rows is None:
         batch.ids[:, 1:] = batch.labels[:, :-1]
-    drop_signs(batch, negative_ids)
-    return batch
-
-
-def drop_signs(batch: NestedMap, negative_ids: NegativeIds) -> None:
-    """Replace negative `ids` and `labels` of a batch by their absolute values, in place.
-
-    Args:
-      batch: Arrays of `lm_features`.
-      negative_ids: `no_weight` to set the weights of negative labels to 0.
-    """
     is_negative = batch.labels < 0
     if is_negative.any():
         if negative_ids == "no_weight":
             batch.weights[is_negative] = 0
         batch.ids, batch.labels = np.abs(batch.ids), np.abs(batch.labels)
+    return batch
 
 
 def segment_features(

@@ -22,12 +22,10 @@ from layerkit_inputs.base.errors import BadRecords
 from layerkit_inputs.packing.first_fit import plan_packing
 from layerkit_inputs.packing.model_features import (
     NegativeIds,
-    as_tokens,
-    drop_signs,
     encoder_decoder_features,
     fill_rows,
+    lm_features,
     prompt_features,
-    stretch_features,
 )
 from layerkit_inputs.seqio.example_stream import ExampleSource, NumberedExample
 from layerkit_inputs.seqio.shard_pipelines import Example
@@ -131,11 +129,12 @@ class RowFormat(NamedTuple):
     def _batch_of_tokens(self, rows: Sequence[Sequence[Example]]) -> NestedMap:
         examples = [example for row in rows for example in row]
         inputs = [example.get("inputs", ()) for example in examples]
+        targets = [example.get("targets", ()) for example in examples]
         match self.converter:
             case "encoder_decoder":
                 return encoder_decoder_features(
                     inputs,
-                    [example.get("targets", ()) for example in examples],
+                    targets,
                     inputs_length=self.lengths["inputs"],
                     targets_length=self.lengths["targets"],
                     rows=_number_rows(rows) if self.packed else None,
@@ -145,31 +144,17 @@ class RowFormat(NamedTuple):
                 return prompt_features(
                     [np.abs(ids) for ids in inputs], length=self.limits[0], bos_id=self.bos_id
                 )
-        features = [name for name in ("inputs", "targets") if name in self.lengths]
-        empty = np.zeros(0, np.int32)
-        parts = [example.get(name, empty) for example in examples for name in features]
-        tokens = as_tokens(np.concatenate([empty, *parts]), where="token ids", may_be_negative=True)
-        part_sizes = np.array([len(part) for part in parts], int).reshape(-1, len(features))
-        sizes = part_sizes.sum(axis=1)
-        ids = np.roll(tokens, 1)
-        ids[(np.cumsum(sizes) - sizes)[sizes > 0]] = self.bos_id
-        has_inputs = len(features) > 1
-        batch = stretch_features(
-            ids,
-            tokens,
-            rows=np.repeat(np.arange(len(rows)), [len(row) for row in rows]),
-            sizes=sizes,
-            num_rows=len(rows),
+        batch = lm_features(
+            inputs if "inputs" in self.lengths else None,
+            targets,
             length=self.limits[0],
-            num_inputs=part_sizes[:, 0] * has_inputs
-            if has_inputs or self.weights_on_targets_only
-            else None,
-            has_inputs=has_inputs and self.converter == "prefix_lm",
+            rows=_number_rows(rows) if self.packed else None,
+            bos_id=self.bos_id,
             weights_on_targets_only=self.weights_on_targets_only,
+            negative_ids=self.negative_ids,
         )
-        if not self.packed:
-            batch.ids[:, 1:] = batch.labels[:, :-1]
-        drop_signs(batch, self.negative_ids)
+        if self.converter != "prefix_lm":
+            batch.pop("inputs_indicator", None)
         return batch
 
 
