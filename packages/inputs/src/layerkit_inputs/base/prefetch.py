@@ -18,7 +18,6 @@ from typing import Any
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
-from layerkit_inputs.base.state import Scope
 
 _EXIT_SECONDS = 1.0
 _CLOSE_SECONDS = 5.0
@@ -102,6 +101,11 @@ class _Worker:
         return not self._thread.is_alive()
 
 
+def _of_source(name: str) -> Any:
+    """Return a property with the value of `source`."""
+    return property(lambda self: getattr(self.source, name))
+
+
 class Prefetch(BaseInput):
     """An input that reads `source` ahead on a thread and returns its batches and states.
 
@@ -131,15 +135,11 @@ class Prefetch(BaseInput):
         self._stop_at_exit: weakref.finalize | None = None
         self._position: dict[str, Any] = {}
 
-    @property
-    def token_unit(self) -> str:  # type: ignore[override]
-        """Token unit of `source`."""
-        return self.source.token_unit
-
-    @property
-    def state_scope(self) -> Scope:  # type: ignore[override]
-        """Scope of the states of `source`."""
-        return self.source.state_scope
+    token_unit = _of_source("token_unit")
+    state_scope = _of_source("state_scope")
+    num_skipped = _of_source("num_skipped")  # including records of queued batches
+    has_score_metrics = _of_source("has_score_metrics")
+    has_prediction_metrics = _of_source("has_prediction_metrics")
 
     def _check_fields(self) -> None:
         """Do nothing, since the source has checked its fields."""
@@ -198,18 +198,3 @@ class Prefetch(BaseInput):
         # A source that hangs inside get_next is not closed.
         if self._stop(_CLOSE_SECONDS):
             self.source.close()
-
-    @property
-    def num_skipped(self) -> int:
-        """Number of skipped records of `source`, including those of queued batches."""
-        return self.source.num_skipped
-
-    @property
-    def has_score_metrics(self) -> bool:
-        """Whether `source` has them."""
-        return self.source.has_score_metrics
-
-    @property
-    def has_prediction_metrics(self) -> bool:
-        """Whether `source` has them."""
-        return self.source.has_prediction_metrics

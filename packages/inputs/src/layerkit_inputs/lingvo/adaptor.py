@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import importlib
 import logging
 import re
@@ -253,7 +252,7 @@ class LingvoInputAdaptor(BaseInput):
 
     def _complete(self, batch: NestedMap) -> NestedMap:
         """Add weights and numbers of rows, and pad to the batch size."""
-        rows = _num_rows_of_arrays(batch)
+        rows = num_rows_of(batch)
         # Interleaved, so that hosts have different numbers.
         hosts = self.num_infeed_hosts
         first = self._rows_made * hosts + self.infeed_host_index
@@ -357,12 +356,6 @@ class LingvoInputAdaptorNewBatchSize(LingvoInputAdaptor):
         self._current = None
 
 
-def _num_rows_of_arrays(batch: NestedMap) -> int:
-    """Return `num_rows_of` a batch, with a fast path for arrays of one length."""
-    sizes = {array.shape[:1] for _, array in batch.flatten_items()}
-    return next(iter(sizes))[0] if len(sizes) == 1 and () not in sizes else num_rows_of(batch)
-
-
 def _add_to_checksum(batch: NestedMap, checksum: int) -> int:
     """Return the checksum of the batches so far, of their fields and first and last rows.
 
@@ -370,12 +363,7 @@ def _add_to_checksum(batch: NestedMap, checksum: int) -> int:
     checksum of all rows would cost as much as making them.
     """
     for path, array in batch.flatten_items():
-        label = _label(path, array.dtype, array.shape)
+        label = f"{path} {array.dtype.str} {array.shape}".encode()
         ends = array if len(array) <= 2 else array[:: len(array) - 1]
         checksum = zlib.crc32(ends.tobytes(), zlib.crc32(label, checksum))
     return checksum
-
-
-@functools.lru_cache(maxsize=1024)  # batches have the same labels
-def _label(path: str, dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
-    return f"{path} {dtype.str} {shape}".encode()

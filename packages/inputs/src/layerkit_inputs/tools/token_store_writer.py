@@ -14,51 +14,6 @@ from layerkit_inputs.grain.array_records import WRITER_OPTIONS
 from layerkit_inputs.text.token_store import BLOCK_LENGTH, ENDS_FILE, Shard, SplitAbout
 
 
-class _ShardWriter:
-    """Writer of one file of blocks."""
-
-    def __init__(self, path: Path, dtype: np.dtype, block_length: int):
-        module = require_extra("array_record.python.array_record_module", needed_by="SplitWriter")
-        self._path = path
-        self._writer: Any = module.ArrayRecordWriter(str(path), WRITER_OPTIONS)
-        self._block_bytes = block_length * dtype.itemsize
-        self._itemsize = dtype.itemsize
-        self._pending = bytearray()
-        self._num_bytes = 0
-        self._crc32 = 0
-        self._block_crc32 = 0
-
-    def add(self, data: bytes) -> None:
-        self._pending += data
-        self._num_bytes += len(data)
-        self._crc32 = zlib.crc32(data, self._crc32)
-        whole = len(self._pending) - len(self._pending) % self._block_bytes
-        for begin in range(0, whole, self._block_bytes):
-            self._write(bytes(self._pending[begin : begin + self._block_bytes]))
-        del self._pending[:whole]
-
-    def finish(self) -> Shard:
-        if self._pending:
-            self._write(bytes(self._pending))
-        self._writer.close()
-        _sync(self._path)
-        size = self._path.stat().st_size
-        return Shard(
-            file=self._path.name,
-            num_bytes=size,
-            num_ids=self._num_bytes // self._itemsize,
-            crc32=self._crc32,
-            last_block_crc32=self._block_crc32,
-        )
-
-    def close(self) -> None:
-        self._writer.close()
-
-    def _write(self, block: bytes) -> None:
-        self._block_crc32 = zlib.crc32(block)
-        self._writer.write(block)
-
-
 class SplitWriter:
     """Writer of the documents of a split, in constant memory."""
 
@@ -70,16 +25,19 @@ class SplitWriter:
           dtype: Type of the ids, `uint16` or `int32`.
           block_length: Number of ids in a block.
         """
+        self._records = require_extra(
+            "array_record.python.array_record_module", needed_by="SplitWriter"
+        )
         folder.mkdir()
         self._folder = folder
         self._dtype = np.dtype(dtype).newbyteorder("<")
-        self._block_length = block_length
+        self._block_bytes = block_length * self._dtype.itemsize
         self._ends = (folder / ENDS_FILE).open("wb")
         self._ends_crc32 = 0
         self._num_documents = 0
         self._num_predictions = 0
-        self._shard: _ShardWriter | None = None
         self._place: int | None = None
+        self._writer: Any = None  # of the open shard
         self._shards: list[Shard] = []
 
     def __enter__(self) -> SplitWriter:
@@ -89,8 +47,8 @@ class SplitWriter:
     def __exit__(self, *error: object) -> None:
         """Close the files; without `finish`, the split is incomplete."""
         self._ends.close()
-        if self._shard is not None:
-            self._shard.close()
+        if self._writer is not None:
+            self._writer.close()
 
     def add(self, ids: np.ndarray, *, place: int) -> None:
         """Write a document.
@@ -99,12 +57,19 @@ class SplitWriter:
           ids: Two or more token ids `[length]`, with the start id and the end id, if any.
           place: Number of the part of the input. A new number begins a new shard.
         """
-        if self._shard is None or place != self._place:
+        if self._writer is None or place != self._place:
             self._finish_shard()
-            path = self._folder / f"tokens-{len(self._shards):05d}.array_record"
-            self._shard = _ShardWriter(path, self._dtype, self._block_length)
             self._place = place
-        self._shard.add(ids.astype(self._dtype).tobytes())
+            self._path = self._folder / f"tokens-{len(self._shards):05d}.array_record"
+            self._writer = self._records.ArrayRecordWriter(str(self._path), WRITER_OPTIONS)
+            self._pending = bytearray()
+            self._num_bytes = self._crc32 = self._block_crc32 = 0
+        data = ids.astype(self._dtype).tobytes()
+        self._pending += data
+        self._num_bytes += len(data)
+        self._crc32 = zlib.crc32(data, self._crc32)
+        while len(self._pending) >= self._block_bytes:
+            self._write_block()
         self._num_documents += 1
         self._num_predictions += len(ids) - 1
         end = np.array(self._num_predictions, "<i8").tobytes()
@@ -124,10 +89,29 @@ class SplitWriter:
             shards=tuple(self._shards),
         )
 
+    def _write_block(self) -> None:
+        block = bytes(self._pending[: self._block_bytes])
+        del self._pending[: self._block_bytes]
+        self._block_crc32 = zlib.crc32(block)
+        self._writer.write(block)
+
     def _finish_shard(self) -> None:
-        if self._shard is not None:
-            self._shards.append(self._shard.finish())
-            self._shard = None
+        if self._writer is None:
+            return
+        if self._pending:
+            self._write_block()
+        self._writer.close()
+        self._writer = None
+        _sync(self._path)
+        self._shards.append(
+            Shard(
+                file=self._path.name,
+                num_bytes=self._path.stat().st_size,
+                num_ids=self._num_bytes // self._dtype.itemsize,
+                crc32=self._crc32,
+                last_block_crc32=self._block_crc32,
+            )
+        )
 
 
 def _sync(path: Path) -> None:
