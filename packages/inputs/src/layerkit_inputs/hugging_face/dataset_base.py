@@ -162,26 +162,27 @@ class HuggingFaceData(BaseInput):
 
     def _urls(self) -> Iterator[str]:
         """Yield the URLs in `data_files`, or those that a folder names in its settings."""
-        files = self.data_files or ()
-        for entries in files.values() if isinstance(files, Mapping) else [files]:
-            entries = [entries] if isinstance(entries, str) else entries
+        for entries in self._entries.values():
             yield from (entry for entry in entries if "://" in entry)
         for name in _SETTINGS:
             yield from _urls_of_settings(Path(str(self.path), name))
 
+    @property
+    def _entries(self) -> dict[str, list[str]]:
+        """Files and patterns of `data_files` by split."""
+        files = self.data_files or {}
+        by_split = files if isinstance(files, Mapping) else {"train": files}
+        return {k: [v] if isinstance(v, str) else list(v) for k, v in by_split.items()}
+
     def _files_by_split(self, splits: Sequence[str]) -> dict[str, list[str]] | None:
         """Return the checked files of some splits in `data_files`, or None if it is unset."""
-        by_split = self.data_files
-        if by_split is None:
+        if self.data_files is None:
             return None
-        if not isinstance(by_split, Mapping):
-            by_split = {"train": by_split}
-        files = {}
+        by_split, files = self._entries, {}
         for split in splits:
             check_choice(self._label, list(by_split), split=split)
             entries = by_split[split]
-            entries = [entries] if isinstance(entries, str) else entries
-            matches = [file for entry in entries for file in self._matches(str(entry))]
+            matches = [file for entry in entries for file in self._matches(entry)]
             files[split] = [file for file in matches if not self._is_faulty(file)]
             expected = f"files of split {split!r} that can be read"
             require(files[split], self._label, "data_files", entries, expected)

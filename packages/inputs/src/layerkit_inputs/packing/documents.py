@@ -14,14 +14,14 @@ import array
 import bisect
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.tokenizer_interface import Tokenizer, first_ids, last_ids
 from layerkit_inputs.packing.first_fit import cut_documents, plan_packing
-from layerkit_inputs.packing.model_features import stretch_features
+from layerkit_inputs.packing.model_features import prompt_features, stretch_features
 
 Packing = Literal["stream", "first_fit", "none"]
 """`stream`: documents are concatenated and cut anywhere; `first_fit`: several whole documents in a
@@ -126,10 +126,10 @@ def ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 
 
 class TokenStream(Protocol):
-    """Token ids with random access."""
+    """Token ids, stretches of which are read."""
 
-    def __getitem__(self, at: Any) -> np.ndarray:
-        """Return the ids at positions int64 `[...]` or in a slice, of any integer dtype."""
+    def __getitem__(self, at: slice, /) -> np.ndarray:
+        """Return the ids in a slice, of any integer dtype."""
         ...
 
 
@@ -142,19 +142,9 @@ class PiecewiseStream:
         self._ends = np.cumsum([len(piece) for piece in self._pieces], dtype=np.int64)
         self._stops = self._ends.tolist()
 
-    def __getitem__(self, at: Any) -> np.ndarray:
-        """Return the ids at positions int64 `[...]` or in a slice, as int32."""
-        if isinstance(at, slice):
-            return self._between(at.start, at.stop)
-        ids = np.empty(at.shape, np.int32)
-        which = np.searchsorted(self._ends, at, side="right")
-        for number in np.unique(which):
-            here = which == number
-            begin = self._ends[number - 1] if number else 0
-            ids[here] = self._pieces[number][at[here] - begin]
-        return ids
-
-    def _between(self, start: int, stop: int) -> np.ndarray:
+    def __getitem__(self, at: slice) -> np.ndarray:
+        """Return the ids in a slice, as int32."""
+        start, stop = at.start, at.stop
         first = bisect.bisect_right(self._stops, start)
         parts = []
         for number in range(first, bisect.bisect_left(self._stops, stop) + 1):
@@ -266,18 +256,13 @@ class Documents:
             sizes = self.num_predictions_of(rows) + (tokenizer.eos_id is None)
         else:
             sizes = self.num_inputs[rows] + 1
-        lengths = np.clip(sizes, 1, length)
-        columns = np.arange(length)
-        valid = columns < lengths[:, None]
-        at = np.where(valid, self.begins[rows][:, None] + columns, 0)
-        ids = np.where(valid, self.ids[at], tokenizer.pad_id).astype(np.int32)
+        begins = self.begins[rows]
+        bounds = zip(begins.tolist(), (begins + np.clip(sizes, 1, length)).tolist(), strict=True)
+        prompts = [self.ids[start:stop] for start, stop in bounds]
         if tokenizer.start_id is not None:  # else the end id continues an empty document
-            ids[sizes < 1, 0] = tokenizer.start_id
-        return NestedMap(
-            ids=ids,
-            paddings=(~valid).astype(np.float32),
-            prompt_lengths=lengths.astype(np.int32),
-        )
+            for place in np.flatnonzero(sizes < 1).tolist():
+                prompts[place] = np.array([tokenizer.start_id])
+        return prompt_features(prompts, length=length, pad_id=tokenizer.pad_id)
 
 
 def ids_and_labels(tokens: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
