@@ -35,7 +35,6 @@ from layerkit.base.weights import (
     check_declaration,
     draw_boxed,
     floating_dtype,
-    layer_html,
     unbox,
 )
 from layerkit.config import build, is_config, target_of
@@ -98,8 +97,6 @@ class _Theta:
 
 class LayerMethods(_Module):
     """The plain methods of `BaseLayer`."""
-
-    _repr_html_ = layer_html
 
     if TYPE_CHECKING:
 

@@ -49,13 +49,6 @@ class ShardingRules:
         table = {n: tuple(axes) if isinstance(axes, list) else axes for n, axes in rules.items()}
         return cls(tuple(sorted(table.items())))
 
-    def _repr_html_(self) -> str:
-        """Return a table of the rules, which notebooks show."""
-        from layerkit.config import html_display
-
-        rows = [(name, ", ".join(self.mesh_axes(name)) or "–") for name, _ in self.table]
-        return html_display.table(("logical axis", "mesh axes"), rows)
-
     def replace(self, **rules: MeshAxes | list[str]) -> ShardingRules:
         """Return this table with some rules changed.
 

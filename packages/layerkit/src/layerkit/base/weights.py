@@ -260,26 +260,6 @@ def logical_axes(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.axes if is_box(leaf) else None, tree, is_leaf=is_box)
 
 
-def layer_html(layer: Any) -> str | None:
-    """Return a table of the variables of a layer; None for a layer that is bound to values."""
-    from layerkit.config import html_display
-
-    if layer.scope is not None:
-        return None
-    boxed = jax.eval_shape(layer.init_boxed, jax.random.key(0))
-    rows, total = [], 0
-    for path, leaf in jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box):
-        array, axes = (leaf.value, leaf.axes) if is_box(leaf) else (leaf, ())
-        name = jax.tree_util.keystr(path, simple=True, separator="/").removeprefix("params/")
-        shape, count = " × ".join(map(str, array.shape)), math.prod(array.shape)
-        rows.append((name, shape, str(array.dtype), ", ".join(a or "–" for a in axes), count))
-        total += count
-    columns = ("weight", "shape", "dtype", "axes", "count")
-    return html_display.table(
-        columns, rows, caption=f"{type(layer).__qualname__}: {total:,} numbers"
-    )
-
-
 def shared_ids(template: Any) -> list[str]:
     """Return the ids of shared weights of the configs in a template."""
     ids = (assigned_fields(config).get("shared_weight_id") for config in walk_configs(template))

@@ -137,10 +137,23 @@ class _Editable(Generic[T_co]):
     def __eq__(self, other: object) -> bool:
         return equal_configs(self, other)
 
-    def _repr_html_(self) -> str:
-        from layerkit.config.html_display import config_html
+    def _ipython_display_(self) -> None:
+        """Show a foldable tree in a notebook."""
+        import treescope
 
-        return config_html(self)
+        treescope.show(self)
+
+    def __treescope_repr__(self, path: Any, subtree_renderer: Any) -> Any:
+        """Return the call and its assigned fields for treescope."""
+        from treescope import repr_lib
+
+        return repr_lib.render_object_constructor(
+            self.__fn_or_cls__,
+            {str(k): v for k, v in self.__arguments__.items()},
+            path,
+            subtree_renderer,
+            roundtrippable=False,
+        )
 
     def __copy__(self) -> Self:
         """Return a shallow copy that can be edited."""

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from layerkit.base.base_layer import PARAMS
-from layerkit.config import Config, html_display
+from layerkit.config import Config
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import SampleDecoder, SampledRows
 from layerkit_inputs.base.tokenizer_interface import Tokenizer, end_disagreement, end_ids
@@ -358,22 +358,6 @@ class LoadedModel:
         count = sum(leaf.size for leaf in leaves)
         name = type(self.model).__name__
         return f"LoadedModel({name}, {count:,} weights, {self.path!r}, step={self.step})"
-
-    def _repr_html_(self) -> str:
-        """Return a table of the weights with their layout, which notebooks show."""
-        shapes = self.job.abstract_stored_state().params
-        rows = [
-            (
-                jax.tree_util.keystr(path, simple=True, separator="/"),
-                " × ".join(map(str, leaf.shape)),
-                str(leaf.dtype),
-                str(leaf.sharding.spec),
-                leaf.size,
-            )
-            for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)
-        ]
-        columns = ("weight", "shape", "dtype", "layout on the mesh", "count")
-        return html_display.table(columns, rows, caption=repr(self))
 
     @property
     def _has_source(self) -> bool:

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 
-from layerkit.config import html_display
 from layerkit_inputs.base.errors import MissingExtraError
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.requests import ResolvedExperiment, flag_word
@@ -45,9 +44,6 @@ _FLAGS_OF_THE_COMMAND = frozenset(
 )
 
 
-_SHOWN_ROWS = 20
-
-
 class MetricsTable(dict[str, list[Any]]):
     """A table of metrics: a dict of columns of equal length, such as `table["loss"]`.
 
@@ -74,14 +70,6 @@ class MetricsTable(dict[str, list[Any]]):
     def __repr__(self) -> str:
         """Return the names of the columns and the number of rows."""
         return f"MetricsTable({self.num_rows} rows: {', '.join(self)})"
-
-    def _repr_html_(self) -> str:
-        """Return the last rows as a table, which notebooks show."""
-        names = [name for name in self if name != "time"]
-        first = max(0, self.num_rows - _SHOWN_ROWS)
-        rows = [[self[name][row] for name in names] for row in range(first, self.num_rows)]
-        caption = f"last {len(rows)} of {self.num_rows} rows" if first else None
-        return html_display.table(names, rows, caption=caption)
 
     def to_pandas(self) -> Any:
         """Return a `pandas.DataFrame`, with the steps as its index.
@@ -130,15 +118,6 @@ class TrainResult:
     def model(self) -> LoadedModel:
         """Trained model, from the newest checkpoint; see `layerkit_runner.load`."""
         return load_checkpoint(self.experiment, self.job_log_dir, None)
-
-    def _repr_html_(self) -> str:
-        """Return the last metrics of training and of each evaluation, which notebooks show."""
-        tables = {"train": self.metrics, **self.evaluations}
-        rows = [
-            (name, *(series.last().get(key, "") for key in ("step", "loss")))
-            for name, series in tables.items()
-        ]
-        return html_display.table(("data set", "step", "loss"), rows, caption=self.job_log_dir)
 
     def __repr__(self) -> str:
         """Return the folder, and the last values of the loss."""
