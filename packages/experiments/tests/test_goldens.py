@@ -12,9 +12,11 @@ A golden changes only on purpose: look at the difference, then write them all an
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -144,6 +146,29 @@ def test_configuration_is_as_it_was(name: str, request: pytest.FixtureRequest):
 def test_at_most_five_classes_are_behind_an_experiment(name: str):
     bases = [cls for cls in EXPERIMENTS[name].__mro__[1:] if cls is not object]
     assert len(bases) <= 5
+
+
+def test_the_source_behind_an_experiment_is_short():
+    # Bases, and the recipes that their methods call; a reader of DATA_FORMAT is looked up.
+    parts: dict[Any, list[str]] = {}
+    rest = [cls for cls in EXPERIMENTS["lm.llama.Llama7B"].__mro__ if cls is not object]
+    while rest:
+        part = rest.pop()
+        if part in parts:
+            continue
+        parts[part] = inspect.getsourcelines(part)[0]
+        values = [part] if inspect.isfunction(part) else vars(part).values()
+        functions = [value for value in values if inspect.isfunction(value)]
+        called = [f.__globals__.get(name) for f in functions for name in f.__code__.co_names]
+        rest += [
+            function
+            for function in (*functions, *called)
+            if inspect.isfunction(function)
+            and function.__module__.startswith(PREFIX)
+            and "." not in function.__qualname__
+        ]
+    assert len({part.__module__ for part in parts}) <= 4
+    assert sum(map(len, parts.values())) <= 600
 
 
 def test_every_golden_is_of_an_experiment():

@@ -23,12 +23,6 @@ def test_the_vocabulary_of_the_environment_is_written_down(monkeypatch: pytest.M
             assert data.mixture_or_task.vocab_path == path
 
 
-def test_data_variables_are_used_only_if_no_field_is_set():
-    assert list(Pile126M().unset_variables()) == ["VOCAB_PATH", "TFDS_DATA_DIR"]
-    assert list(Pile126M(VOCAB_PATH="own.model").unset_variables()) == ["TFDS_DATA_DIR"]
-    assert Pile126M(DATA_FORMAT="synthetic").unset_variables() == {}
-
-
 def test_the_same_data_in_another_format():
     fields: dict[str, Any] = {"DATA_FORMAT": "grain", "GRAIN_DATA_DIR": "tokens"}
     train, heldout = resolve(C4Spmd1BAdam4Replicas(**fields, VOCAB_PATH="c4.model")).datasets

@@ -69,9 +69,3 @@ def test_numbers_fit_their_rows_and_what_may_be_decoded():
 def test_invalid_field_raises(raises: Any, field: str, value: Any):
     with raises(UsageError, field=field, value=value):
         resolve(EnglishToGermanNumbers(**{field: value}))
-
-
-def test_tfds_variable_is_used_only_by_seqio_without_a_folder():
-    assert list(wmt.TransformerBase(DATA_FORMAT="seqio").unset_variables()) == ["TFDS_DATA_DIR"]
-    with_folder = wmt.TransformerBase(DATA_FORMAT="seqio", TFDS_DATA_DIR="tfds")
-    assert with_folder.unset_variables() == wmt.TransformerBase().unset_variables() == {}

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from layerkit.config import Config
 from layerkit_experiments.recipes.language_model import remat_policy
-from layerkit_experiments.recipes.training import mesh_partitioner, mesh_rules
+from layerkit_experiments.recipes.training import spmd
 from layerkit_runner.partitioning import PmapPartitioner
 
 EXPERT_AXES = ("data", "fsdp", "expert", "tensor")
@@ -19,8 +19,7 @@ def pipelined(fields: Any) -> Config:
     # Embedding and softmax are in no stage; without these rules the devices of every stage compute
     # them.
     vocab = ("tensor", "stage")
-    rules = mesh_rules(fields).replace(vocab=vocab, act_vocab=vocab)
-    return mesh_partitioner(fields, ("stage", *fields.mesh_axes), rules)
+    return spmd(fields, axes=("stage",), vocab=vocab, act_vocab=vocab)
 
 
 def pmap(_: Any) -> Config:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 
 import optax
 
-from layerkit.base.sharding import DEFAULT_RULES, ShardingRules
+from layerkit.base.sharding import DEFAULT_RULES
 from layerkit.config import Config, Partial, assigned_fields, is_config
 from layerkit.config.checks import check_non_negative, check_positive, check_rates, check_sizes
 from layerkit.errors import ConfigError
@@ -25,15 +25,142 @@ from layerkit_runner.optim.optimizers import decays
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.step.train_hparams import TrainHParams, summary_interval
 
-_NON_NEGATIVE = (
-    "LEARNING_RATE",
-    "LEARNING_RATE_SCALE",
-    "ADAM_EPSILON",
-    "WEIGHT_DECAY",
-    "SECOND_MOMENT_DECAY",
-)
-_RATES = ("ADAM_BETA1", "ADAM_BETA2")
-_POSITIVE = ("UPDATE_RMS_CAP",)
+_CHECKS: dict[str, Callable[..., None]] = {
+    "LEARNING_RATE": check_non_negative,
+    "LEARNING_RATE_SCALE": check_non_negative,
+    "ADAM_EPSILON": check_non_negative,
+    "WEIGHT_DECAY": check_non_negative,
+    "SECOND_MOMENT_DECAY": check_non_negative,
+    "ADAM_BETA1": check_rates,
+    "ADAM_BETA2": check_rates,
+    "UPDATE_RMS_CAP": check_positive,
+}
+
+
+def train_config(fields: Any, learner: Config) -> Config:
+    """Return the training config of a task with a learner."""
+    interval = fields.SUMMARY_INTERVAL_STEPS
+    return TrainHParams.HParams.config(
+        learner=learner,
+        num_train_steps=fields.MAX_STEPS,
+        random_seed=fields.SEED,
+        summary_interval_steps=summary_interval(fields.MAX_STEPS) if interval is None else interval,
+        eval_interval_steps=fields.EVAL_INTERVAL_STEPS,
+        decode_interval_steps=fields.DECODE_INTERVAL_STEPS,
+        save_interval_steps=fields.CHECKPOINT_EVERY_N_STEPS,
+        save_max_to_keep=fields.CHECKPOINT_MAX_TO_KEEP,
+        save_keep_interval_hours=fields.CHECKPOINT_KEEP_INTERVAL_HOURS,
+    )
+
+
+def adamw_cosine(fields: Any) -> Config:
+    """Return AdamW with a linear warmup, then a cosine down to MIN_LEARNING_RATE_RATIO."""
+    rate = schedule_learning_rate(
+        fields, schedules.linear_warmup_cosine_decay, min_ratio=fields.MIN_LEARNING_RATE_RATIO
+    )
+    return adamw(fields, rate, decays_all=fields.DECAYED_WEIGHTS == "all")
+
+
+def adamw(fields: Any, learning_rate: Config, *, decays_all: bool = False) -> Config:
+    """Return AdamW with a schedule, which decays the weights that declare it (matrices), or all."""
+    optimizer = Partial(
+        optax.adamw,
+        b1=fields.ADAM_BETA1,
+        b2=fields.ADAM_BETA2,
+        eps=fields.ADAM_EPSILON,
+        weight_decay=fields.WEIGHT_DECAY,
+        mask=None if decays_all else decays,
+    )
+    return checked_learner(fields, optimizer, learning_rate)
+
+
+def checked_learner(fields: Any, optimizer: Partial, learning_rate: Config) -> Config:
+    """Return the config of a learner, after a check of numbers with which it would not learn."""
+    for name, check in _CHECKS.items():
+        if hasattr(fields, name):
+            check(type(fields).__qualname__, **{name: getattr(fields, name)})
+    return Learner.HParams.config(
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        clip_global_norm=fields.CLIP_GRADIENT_NORM,
+    )
+
+
+def schedule_learning_rate(fields: Any, schedule: Callable[..., Any], **options: Any) -> Config:
+    """Return the config of a schedule of the runner with LEARNING_RATE and the schedule's steps.
+
+    Args:
+      fields: Experiment with LEARNING_RATE and the fields of `schedule_steps`.
+      schedule: Function such as `linear_warmup_cosine_decay`.
+      **options: Other arguments of the function.
+    """
+    warmup, start, end = schedule_steps(fields)
+    steps = {"warmup_steps": warmup, "decay_start": start, "decay_end": end}
+    return Config(schedule, fields.LEARNING_RATE, **steps, **options)
+
+
+def schedule_steps(fields: Any) -> tuple[int, int, int]:
+    """Return the end of the warmup, and start and end of the decay, by the rule of this module."""
+    warmup = number_of_steps(fields, "WARMUP_STEPS")
+    start, end = fields.DECAY_START, fields.DECAY_END
+    decay_start = warmup if start is None else number_of_steps(fields, "DECAY_START")
+    if end is not None:
+        return warmup, decay_start, number_of_steps(fields, "DECAY_END")
+    if not warmup <= decay_start < fields.MAX_STEPS:
+        check_sizes(None, MAX_STEPS=fields.MAX_STEPS)
+        longest = schedules.longest_warmup(fields.MAX_STEPS)
+        warmup = min(warmup, longest)
+        decay_start = warmup if start is None else min(decay_start, max(warmup, longest))
+    return warmup, decay_start, fields.MAX_STEPS
+
+
+def number_of_steps(fields: Any, name: str) -> int:
+    """Return the number of steps of a field that holds steps or a fraction of MAX_STEPS."""
+    value = getattr(fields, name)
+    if isinstance(value, int):
+        return value
+    if not 0.0 <= value <= 1.0:
+        expected = "an integer, or a fraction of MAX_STEPS between 0 and 1"
+        raise ConfigError(field=name, value=value, expected=expected)
+    return round(value * fields.MAX_STEPS)
+
+
+def schedule_notes(experiment: Any) -> list[str]:
+    """Return a line for the start report if the learner has a shortened schedule."""
+    rate = experiment.learner().learning_rate
+    if not is_config(rate):
+        return []
+    steps, changes = assigned_fields(rate), []
+    for name, argument in (("WARMUP_STEPS", "warmup_steps"), ("DECAY_START", "decay_start")):
+        is_set = argument in steps and getattr(experiment, name) is not None
+        if is_set and number_of_steps(experiment, name) != steps[argument]:
+            changes.append(f"{name} {getattr(experiment, name)} → {steps[argument]}")
+    if not changes:
+        return []
+    return [f"schedule     {', '.join(changes)}, to fit into MAX_STEPS={experiment.MAX_STEPS}"]
+
+
+def spmd(fields: Any, *, axes: tuple[str, ...] = (), **rules: Any) -> Config:
+    """Return a partitioner that runs one program over the mesh of ICI_MESH_SHAPE.
+
+    A device keeps the whole inputs of its layers by default. SEQUENCE_PARALLEL shards them by
+    position over tensor, and `shards_features` by feature, as Pax does for the largest models.
+
+    Args:
+      fields: Experiment with the fields and class attributes of the mesh of `TrainedExperiment`.
+      axes: Names of axes before those of `mesh_axes`.
+      **rules: Mesh axes by the names of logical axes, in place of the default rules.
+    """
+    if fields.SEQUENCE_PARALLEL:
+        rules["residual_length"] = ("context", "tensor")
+    elif fields.shards_features:
+        rules["act_embed"] = "tensor"
+    return SpmdPartitioner.HParams.config(
+        mesh_axis_names=(*axes, *fields.mesh_axes),
+        ici_mesh_shape=fields.ICI_MESH_SHAPE,
+        dcn_mesh_shape=fields.DCN_MESH_SHAPE,
+        rules=DEFAULT_RULES.replace(**rules),
+    )
 
 
 class TrainedExperiment(BaseExperiment, abstract=True):
@@ -46,7 +173,7 @@ class TrainedExperiment(BaseExperiment, abstract=True):
     mesh_axes: ClassVar[tuple[str, ...]] = ("data", "fsdp", "tensor")
     """Names of the mesh axes, in the order of ICI_MESH_SHAPE."""
     shards_features: ClassVar[bool] = False
-    """True to shard the activations between layers over tensor; see `recipes.meshes.spmd`."""
+    """True to shard the activations between layers over tensor; see `spmd`."""
 
     MAX_STEPS: int = 300_000
     SUMMARY_INTERVAL_STEPS: int | None = None
@@ -98,166 +225,9 @@ class TrainedExperiment(BaseExperiment, abstract=True):
         "DCN_MESH_SHAPE": None,
     }
 
-    def learner(self) -> Config:
-        """Return the config of the learner."""
-        return adamw_cosine(self)
+    learner = adamw_cosine
+    start_notes = schedule_notes
 
     def partitioner(self) -> Config:
         """Return the config of the partitioner."""
         return spmd(self)
-
-    def start_notes(self) -> list[str]:
-        """Return a note about a schedule that was shortened."""
-        return schedule_notes(self)
-
-
-def train_config(fields: Any, learner: Config) -> Config:
-    """Return the training config of a task.
-
-    Args:
-      fields: Experiment with the fields of training of `TrainedExperiment`.
-      learner: Config of the learner.
-    """
-    interval = fields.SUMMARY_INTERVAL_STEPS
-    return TrainHParams.HParams.config(
-        learner=learner,
-        num_train_steps=fields.MAX_STEPS,
-        random_seed=fields.SEED,
-        summary_interval_steps=summary_interval(fields.MAX_STEPS) if interval is None else interval,
-        eval_interval_steps=fields.EVAL_INTERVAL_STEPS,
-        decode_interval_steps=fields.DECODE_INTERVAL_STEPS,
-        save_interval_steps=fields.CHECKPOINT_EVERY_N_STEPS,
-        save_max_to_keep=fields.CHECKPOINT_MAX_TO_KEEP,
-        save_keep_interval_hours=fields.CHECKPOINT_KEEP_INTERVAL_HOURS,
-    )
-
-
-def adamw_cosine(fields: Any) -> Config:
-    """Return AdamW with a linear warmup, then a cosine down to MIN_LEARNING_RATE_RATIO."""
-    rate = schedule_learning_rate(
-        fields, schedules.linear_warmup_cosine_decay, min_ratio=fields.MIN_LEARNING_RATE_RATIO
-    )
-    return adamw(fields, rate, decays_all=fields.DECAYED_WEIGHTS == "all")
-
-
-def adamw(fields: Any, learning_rate: Config, *, decays_all: bool = False) -> Config:
-    """Return a learner with AdamW.
-
-    Args:
-      fields: Experiment with the fields of Adam, WEIGHT_DECAY and CLIP_GRADIENT_NORM.
-      learning_rate: Config of the schedule.
-      decays_all: True to decay all weights, False to decay those that declare it (matrices).
-    """
-    optimizer = Partial(
-        optax.adamw,
-        b1=fields.ADAM_BETA1,
-        b2=fields.ADAM_BETA2,
-        eps=fields.ADAM_EPSILON,
-        weight_decay=fields.WEIGHT_DECAY,
-        mask=None if decays_all else decays,
-    )
-    return checked_learner(fields, optimizer, learning_rate)
-
-
-def checked_learner(fields: Any, optimizer: Partial, learning_rate: Config) -> Config:
-    """Return the config of a learner, after a check of numbers with which it would not learn."""
-    for names, check in (
-        (_NON_NEGATIVE, check_non_negative),
-        (_RATES, check_rates),
-        (_POSITIVE, check_positive),
-    ):
-        values = {name: getattr(fields, name) for name in names if hasattr(fields, name)}
-        check(type(fields).__qualname__, **values)
-    return Learner.HParams.config(
-        optimizer=optimizer,
-        learning_rate=learning_rate,
-        clip_global_norm=fields.CLIP_GRADIENT_NORM,
-    )
-
-
-def schedule_learning_rate(fields: Any, schedule: Callable[..., Any], **options: Any) -> Config:
-    """Return the config of a schedule of the runner with LEARNING_RATE and the schedule's steps.
-
-    Args:
-      fields: Experiment with LEARNING_RATE and the fields of `schedule_steps`.
-      schedule: Function such as `linear_warmup_cosine_decay`.
-      **options: Other arguments of the function.
-    """
-    warmup, start, end = schedule_steps(fields)
-    steps = {"warmup_steps": warmup, "decay_start": start, "decay_end": end}
-    return Config(schedule, fields.LEARNING_RATE, **steps, **options)
-
-
-def schedule_steps(fields: Any) -> tuple[int, int, int]:
-    """Return the end of the warmup, and start and end of the decay, by the rule of this module."""
-    warmup = number_of_steps(fields, "WARMUP_STEPS")
-    start, end = fields.DECAY_START, fields.DECAY_END
-    decay_start = warmup if start is None else number_of_steps(fields, "DECAY_START")
-    if end is not None:
-        return warmup, decay_start, number_of_steps(fields, "DECAY_END")
-    if not warmup <= decay_start < fields.MAX_STEPS:
-        check_sizes(None, MAX_STEPS=fields.MAX_STEPS)
-        longest = schedules.longest_warmup(fields.MAX_STEPS)
-        warmup = min(warmup, longest)
-        decay_start = warmup if start is None else min(decay_start, max(warmup, longest))
-    return warmup, decay_start, fields.MAX_STEPS
-
-
-def number_of_steps(fields: Any, name: str) -> int:
-    """Return the number of steps of a field that holds steps or a fraction of MAX_STEPS.
-
-    Raises:
-      ConfigError: The field is a float outside of [0, 1].
-    """
-    value = getattr(fields, name)
-    if isinstance(value, int):
-        return value
-    if not 0.0 <= value <= 1.0:
-        expected = "an integer, or a fraction of MAX_STEPS between 0 and 1"
-        raise ConfigError(field=name, value=value, expected=expected)
-    return round(value * fields.MAX_STEPS)
-
-
-def schedule_notes(experiment: Any) -> list[str]:
-    """Return a line for the start report if the learner has a shortened schedule."""
-    rate = experiment.learner().learning_rate
-    if not is_config(rate):
-        return []
-    steps, changes = assigned_fields(rate), []
-    for name, argument in (("WARMUP_STEPS", "warmup_steps"), ("DECAY_START", "decay_start")):
-        is_set = argument in steps and getattr(experiment, name) is not None
-        if is_set and number_of_steps(experiment, name) != steps[argument]:
-            changes.append(f"{name} {getattr(experiment, name)} → {steps[argument]}")
-    if not changes:
-        return []
-    return [f"schedule     {', '.join(changes)}, to fit into MAX_STEPS={experiment.MAX_STEPS}"]
-
-
-def spmd(fields: Any) -> Config:
-    """Return a partitioner that runs one program over the mesh of ICI_MESH_SHAPE.
-
-    Args:
-      fields: Experiment with ICI_MESH_SHAPE, DCN_MESH_SHAPE and SEQUENCE_PARALLEL. It may have the
-        class attributes `mesh_axes`, the names of the axes in the order of the shapes, and
-        `shards_features`, True to shard the activations between layers over tensor, as Pax does for
-        the largest models. Otherwise a device keeps the whole inputs of its layers.
-        SEQUENCE_PARALLEL shards them by position instead.
-    """
-    return mesh_partitioner(fields, fields.mesh_axes, mesh_rules(fields))
-
-
-def mesh_rules(fields: Any) -> ShardingRules:
-    """Return the sharding rules of SEQUENCE_PARALLEL and `shards_features`; see `spmd`."""
-    if fields.SEQUENCE_PARALLEL:
-        return DEFAULT_RULES.replace(residual_length=("context", "tensor"))
-    return DEFAULT_RULES.replace(act_embed="tensor") if fields.shards_features else DEFAULT_RULES
-
-
-def mesh_partitioner(fields: Any, axes: tuple[str, ...], rules: ShardingRules) -> Config:
-    """Return a partitioner of ICI_MESH_SHAPE and DCN_MESH_SHAPE with these axes and rules."""
-    return SpmdPartitioner.HParams.config(
-        mesh_axis_names=axes,
-        ici_mesh_shape=fields.ICI_MESH_SHAPE,
-        dcn_mesh_shape=fields.DCN_MESH_SHAPE,
-        rules=rules,
-    )

@@ -19,7 +19,7 @@ from layerkit.layers import (
 )
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.models import SequenceModel, TransformerEncoderDecoder
-from layerkit_experiments.recipes.language_model import TFDS_DATA_DIR_UNSET, remat_policy
+from layerkit_experiments.recipes.language_model import remat_policy
 from layerkit_experiments.recipes.training import TrainedExperiment, train_config
 from layerkit_experiments.translation.seqio_task import translation_task
 from layerkit_inputs import NumberWords, ParallelText, SeqIOInput, Tokenizer, tokenizer_config
@@ -156,11 +156,6 @@ class TranslationExperiment(TrainedExperiment, abstract=True):
             max_decode_steps=self.MAX_DECODE_STEPS,
             eos_id=self.EOS_ID,
         )
-
-    def unset_variables(self) -> dict[str, str]:
-        """Return TFDS_DATA_DIR if SeqIO reads it because the field is None."""
-        reads_tfds = self.DATA_FORMAT == "seqio" and self.TFDS_DATA_DIR is None
-        return {"TFDS_DATA_DIR": TFDS_DATA_DIR_UNSET} if reads_tfds else {}
 
     def data_summary(self) -> str:
         """Return a short description of the training data."""

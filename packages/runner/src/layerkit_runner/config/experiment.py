@@ -35,23 +35,18 @@ _FIELD_NAME = re.compile(r"[A-Z][A-Z0-9_]*")
 class BaseExperiment:
     """Base of all experiments.
 
-    An abstract base of other experiments is declared by `class Base(BaseExperiment,
-    abstract=True)` or a name with a leading underscore. It is not listed and does not run.
+    `class Base(BaseExperiment, abstract=True)`, or one whose name begins with an underscore, is a
+    base of other experiments. It is not listed and does not run.
     """
 
     _is_abstract: ClassVar[bool] = True
-
     reduced_fields: ClassVar[Mapping[str, Any]] = {}
-    """Values that `--reduced` sets so that the experiment trains on this machine in a minute,
-    without a download. Each class lists its own fields; `reduced_values` merges all bases."""
-
+    """Values that `--reduced` sets, after those of the bases, so that the experiment trains on this
+    machine in a minute, without a download."""
     trained_by: ClassVar[type[BaseExperiment] | None] = None
     """The experiment that trains the model of an experiment that only evaluates; errors name it."""
-
     tags: ClassVar[tuple[str, ...]] = ()
-    """Words that `runner --list --tag=NAME` filters by, such as `moe`, in addition to the tags of
-    all base classes."""
-
+    """Words that `runner --list --tag=NAME` filters by, in addition to the tags of the bases."""
     unused_fields: ClassVar[tuple[str, ...]] = ()
     """Fields of the bases that are no fields of this class, since it does not read them or fixes
     their values, so that a flag without effect is an error. It replaces that of the bases."""
@@ -69,28 +64,26 @@ class BaseExperiment:
           FieldError: An override names no field, a value does not fit its annotation, or a field
             has no value.
         """
-        declared = experiment_fields(type(self))
+        declared, owner = experiment_fields(type(self)), type(self).__qualname__
         for name in overrides:
             if name not in declared:
-                raise unknown_field(type(self).__qualname__, name, declared)
-        missing = [n for n in declared if n not in overrides and not hasattr(self, n)]
-        if missing:
-            owner = type(self).__qualname__
+                raise unknown_field(owner, name, declared)
+        values = {n: getattr(self, n) for n in declared if hasattr(self, n)} | overrides
+        if missing := [name for name in declared if name not in values]:
             raise FieldError("missing value", owner=owner, field=", ".join(missing))
-        self._overrides = dict(overrides)
-        for name in declared:
-            setattr(self, name, overrides.get(name, getattr(self, name, None)))
+        self._overrides = overrides
+        for name, value in values.items():
+            setattr(self, name, value)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a field is checked and converted by its annotation."""
         if is_field_name(name):
-            declared = experiment_fields(type(self))
+            declared, owner = experiment_fields(type(self)), type(self).__qualname__
             if name not in declared:
-                raise unknown_field(type(self).__qualname__, name, declared)
+                raise unknown_field(owner, name, declared)
             try:
                 value = field_types.convert(value, declared[name])
             except field_types.FieldTypeError as error:
-                owner = type(self).__qualname__
                 raise recast(FieldError, error, owner=owner, field=name) from None
             # A list that an instance edits must not be the default of its class.
             value = copy.copy(value) if isinstance(value, (list, dict)) else value
@@ -114,50 +107,33 @@ class BaseExperiment:
         return []
 
     def tokenizer(self) -> Config | None:
-        """Return the config of the tokenizer of text, or None.
-
-        `load`, `--mode=generate` and `--inspect=batches` use it if no data set has a tokenizer
-        (`BaseInput.text_tokenizer`), as a custom reader of token ids may not.
-        """
+        """Return the config of the tokenizer of data sets that have none themselves, or None."""
         return None
 
     def train_programs(self) -> list[Config] | None:
-        """Return configs of `TrainProgram`, or of a class derived from it, which alternate.
+        """Return configs of `TrainProgram` that alternate; see docs/programs.md.
 
-        `[Config(TrainProgram, dataset="web", steps=3), Config(TrainProgram, dataset="code")]`
-        repeats three steps on the data set "web" and one on "code". None, the default, trains on
-        the only data set with `is_training=True`.
+        None, the default, trains on the only data set with `is_training=True`.
         """
         return None
 
     def eval_programs(self) -> list[Config] | None:
-        """Return configs of `EvalProgram`, or of another `BaseProgram`.
-
-        `Config(EvalProgram, dataset="heldout", interval_steps=50)` evaluates one of `datasets()`.
-        None, the default, evaluates all with `is_training=False`.
-        """
+        """Return configs of `BaseProgram`; None evaluates all data sets with is_training=False."""
         return None
 
     def decode_programs(self) -> list[Config] | None:
-        """Return configs of `DecodeProgram`, or of another `BaseProgram`.
-
-        Each names a `dataset` of `decode_datasets()`. None, the default, decodes all of these.
-        """
+        """Return configs of `BaseProgram`; None decodes all `decode_datasets()`."""
         return None
 
     def executor(self) -> Config | None:
-        """Return the config of a class derived from `layerkit_runner.run.executor.Executor`.
+        """Return the config of a class derived from `Executor`, or None for that class.
 
-        The job sets the fields of `Executor`; a derived class may add fields. None, the default,
-        means `Executor`.
+        The job sets the fields of `Executor`; a derived class may add fields.
         """
         return None
 
     def observers(self) -> list[Config]:
-        """Return configs of observers (`layerkit_runner.observers.Observer`); none by default.
-
-        Each runs on its own thread, in addition to the built-in observers; see docs/observing.md.
-        """
+        """Return configs of observers besides the built-in ones; see docs/observing.md."""
         return []
 
     def partitioner(self) -> Config:
@@ -179,20 +155,10 @@ class BaseExperiment:
         """Return lines for the start report, such as values that were adjusted; none by default."""
         return []
 
-    def unset_variables(self) -> dict[str, str]:
-        """Return the environment variables that the inputs read because a field is None.
-
-        The value states what happens if the variable is unset, and the flag that sets the field.
-        `runner launch` reports the variables that the launched run lacks.
-        """
-        return {}
-
     def validate(self) -> None:
-        """Check the fields against each other, after overrides and before `task()` is called.
+        """Raise ValueError if fields contradict each other; it is called before `task()`.
 
-        Raises:
-          ValueError: Fields contradict each other. The command line shows this error, OSError and
-            MissingExtraError without a traceback.
+        The command line shows this error, OSError and MissingExtraError without a traceback.
         """
 
 

@@ -91,27 +91,6 @@ def test_words_of_the_run_have_an_absolute_folder_and_no_pax_names(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_unset_variables_of_the_data_are_reported(tmp_path: Path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("VOCAB_PATH", "TFDS_DATA_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    words = ["--exp=lm.pile.Pile126M", "--job_log_dir=gs://b/r", "--dry_run"]
-    words += ["--fdl.ICI_MESH_SHAPE=[1,8,1]", "--fdl.DCN_MESH_SHAPE=None", "--gpus_per_node=8"]
-    assert launch("slurm", *words) == 0
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.partition(" is not set")[0] for line in lines] == [
-        "launch: VOCAB_PATH",
-        "launch: TFDS_DATA_DIR",
-    ]
-    for more in (
-        ["--fdl.VOCAB_PATH=there.model", "--tfds_data_dir=/data/tfds"],
-        ["--env=VOCAB_PATH=there.model", "--setup=export TFDS_DATA_DIR=/data/tfds"],
-        ["--fdl.DATA_FORMAT=synthetic"],
-    ):
-        assert launch("slurm", *words, *more) == 0
-        assert capsys.readouterr().err == ""
-
-
 def test_mesh_of_other_devices_is_an_error_with_the_flags_of_the_mesh(tmp_path: Path, capsys):
     words = [f"--exp={EXP}", f"--job_log_dir={tmp_path}/job", "--nodes=1", "--gpus_per_node=7"]
     assert launch("slurm", *words) == 2

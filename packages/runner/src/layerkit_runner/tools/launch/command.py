@@ -10,8 +10,6 @@ All flags, the experiment and its fields are checked before anything is written 
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
 
 from layerkit_runner.config import flags
@@ -73,10 +71,6 @@ def run_launch(words: Sequence[str]) -> int:
 
     with naming_paths(request.resolved):
         script = kind.make_script(request, options)
-    environment = {**os.environ, **dict(options.env)}
-    for variable, consequence in request.resolved.experiment.unset_variables().items():
-        if variable not in environment and not any(f"{variable}=" in s for s in options.setup):
-            print(f"launch: {variable} is not set for the run: {consequence}", file=sys.stderr)
     if options.dry_run:
         print("\n".join(script.lines()))
         return 0
