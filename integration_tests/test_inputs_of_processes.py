@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import socket
 import subprocess
 import time
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from layerkit_runner.distributed.cluster import LOST_PROCESS_EXIT_CODE
+from layerkit_runner.distributed.peers import LOST_PROCESS_EXIT_CODE
 from layerkit_runner.distributed.watchdog import HUNG_EXIT_CODE
 from layerkit_runner.observers import read_metrics
 
@@ -77,39 +76,16 @@ def check_every_example_counts_once(jobs: Any, folder: Path, count: int) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("count", "victim"),
-    [
-        # JAX aborts where process 0 is gone, from C++, and the name comes all the same.
-        (2, 0),
-        (2, 1),
-        (4, 2),
-    ],
-)
-def test_a_process_that_is_killed_is_named_by_the_others(
-    jobs: Any, tmp_path: Path, count: int, victim: int
-):
-    job = make(jobs, tmp_path, count, PERCORE_BATCH_SIZE=1.0, **ENDLESS)
-    with job.started_as(count) as processes:
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_is_killed_is_named_by_the_others(jobs: Any, tmp_path: Path, victim: int):
+    job = make(jobs, tmp_path, 2, PERCORE_BATCH_SIZE=1.0, **ENDLESS)
+    with job.started_as(2) as processes:
         assert job.wait_for(processes[0], job.steps_logged)
         processes[victim].kill()
         outputs = ends_of_others(processes, victim)
     for code, output in outputs:
-        assert code != 0, output
-        assert f"runner: {name_of(processes, victim)} ended without a report" in output, output
-
-
-@pytest.mark.slow
-def test_a_process_that_is_stopped_is_named_by_the_others(jobs: Any, tmp_path: Path):
-    job = make(jobs, tmp_path, 4, PERCORE_BATCH_SIZE=1.0, **ENDLESS)
-    with job.started_as(4) as processes:
-        assert job.wait_for(processes[0], job.steps_logged)
-        processes[1].send_signal(signal.SIGSTOP)
-        outputs = ends_of_others(processes, 1)
-        assert processes[1].wait(SECONDS_TO_NOTICE) == -signal.SIGKILL
-    for code, output in outputs:
         assert code == LOST_PROCESS_EXIT_CODE, output
-        assert f"runner: {name_of(processes, 1)} is stalled" in output, output
+        assert f"runner: {name_of(processes, victim)} is lost: " in output, output
 
 
 def ends_of_others(processes: list[subprocess.Popen[str]], victim: int) -> list[tuple[int, str]]:

@@ -246,7 +246,7 @@ def test_killed_process_is_restarted_in_the_same_job(submit):
     assert run.cluster.restarts(run.number) == 0
     output = run.output()
     assert re.search(r"launch: exit code \d+; restart 1 of 3", output)
-    assert "ended without a report" in output
+    assert " is lost: " in output
     assert run.job.steps_logged()[-1] == STEPS
     assert log
 

@@ -121,16 +121,6 @@ def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
 
     # A misspelled experiment is reported before anything that takes time is imported.
     find_experiment(flags.exp or "")
-    # Printing a configuration needs no other processes.
-    if flags.mode in MODES and not flags.only_prints:
-        # Looks for the clusters that JAX supports, without importing JAX.
-        from layerkit_runner.distributed import launchers
-
-        launchers.check_removed_flags(os.environ)
-        if flags.mode == "export":
-            launchers.check_alone(flags.mode, os.environ)
-        else:
-            launchers.check_processes(flags.options, os.environ)
     # Imports Fiddle and the experiment.
     from layerkit_runner.run.resolve import resolve_flags
 

@@ -1,11 +1,15 @@
-"""Processes that join a job, the interfaces they listen at, and their exchange of values."""
+"""Processes that join a job, lose each other, and exchange values."""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,12 +17,12 @@ import pytest
 from layerkit_runner.distributed.cluster import (
     bind_address,
     gather_values,
-    listen,
     run_on_process_0,
 )
+from layerkit_runner.distributed.peers import LOST_PROCESS_EXIT_CODE
 
 PROCESS = """
-import os, signal, sys, time
+import os, sys, threading, time
 from pathlib import Path
 from layerkit_runner.checkpointing import SaveTimeoutError
 from layerkit_runner.errors import StorageError, UsageError
@@ -26,45 +30,47 @@ from layerkit_runner.run_options import RunOptions
 from layerkit_runner.distributed import watchdog
 from layerkit_runner.distributed.cluster import joined
 
-def print_surroundings():
-    own = os.getpid()
-    children = Path(f"/proc/{own}/task/{own}/children").read_text().split()
-    for pid in [own, *children]:
-        links = [os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink()]
-        for table in ("tcp", "tcp6"):
-            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-                words = line.split()
-                if words[3] == "0A" and f"socket:[{words[9]}]" in links:
-                    print("listens", words[1].partition(":")[0], file=sys.stderr)
-    for pid in children:
-        print("arguments", Path(f"/proc/{pid}/cmdline").read_bytes(), file=sys.stderr)
+folder, what = sys.argv[1:3]
 
-with joined(RunOptions(job_log_dir=sys.argv[1])) as process:
-    if process.identity.process == 0 and "--listeners" in sys.argv:
-        print_surroundings()
-    print(f"I am {process.identity.process} of {process.identity.num_processes}", file=sys.stderr)
-    if "forced" in sys.argv and process.identity.process == 0:
-        watchdog.print_error("hung")
-        watchdog.notify_others("it hung")
-        watchdog.exit_now(70)
-    if "fails" in sys.argv and process.identity.process == 1:
+def listening_addresses():
+    links = [os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()]
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in links:
+                yield words[1].partition(":")[0][-8:]
+
+with joined(RunOptions(job_log_dir=folder)) as process:
+    index = process.identity.process
+    print("printed by", index)
+    os.system(f"echo from a child of {index} >&2")
+    print(f"I am {index} of {process.identity.num_processes}", file=sys.stderr, flush=True)
+    if index == 0:
+        print("listens", *listening_addresses())
+        if what == "forced":
+            watchdog.forced_exit(70, "it hung")
+        if what == "interrupted":
+            raise KeyboardInterrupt
+        if what in ("error", "timeout"):
+            with watchdog.forced_exit_on(SaveTimeoutError, exit_code=1):
+                try:
+                    while not Path(folder, "killed").exists():
+                        time.sleep(0.01)
+                    raise RuntimeError("the connection was closed by its peer")
+                except RuntimeError as error:
+                    kind = SaveTimeoutError if what == "timeout" else StorageError
+                    raise kind("step 4 could not be written") from error
+    elif what == "fails":
         raise UsageError("the data are gone")
-    broken = Path(sys.argv[1]) / "broken"
-    if "saves" in sys.argv and process.identity.process == 0:
-        broken.touch()
-        with watchdog.forced_exit_on(SaveTimeoutError, exit_code=1):
-            try:
-                raise RuntimeError("the connection was closed by its peer")
-            except RuntimeError as error:
-                kind = SaveTimeoutError if "timeout" in sys.argv else StorageError
-                raise kind("step 4 could not be written") from error
-    if "saves" in sys.argv:
-        while not broken.exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
-    if "fails" in sys.argv or "forced" in sys.argv:
-        import threading
+    elif what == "raises":
+        raise ZeroDivisionError("a mistake")
+    elif what == "aborts":
+        os.abort()
+    if what == "uneven":
+        time.sleep(2 * index)
+    elif what != "ends":
         threading.Event().wait()
+print("after the job")
 """
 
 
@@ -79,10 +85,11 @@ def slurm(port: int, index: int, count: int) -> dict[str, str]:
         "JAX_COORDINATOR_PORT": str(port),
         "SLURM_JOB_ID": "4711",
         "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NUM_TASKS": str(count),
         "SLURM_NTASKS": str(count),
         "SLURM_PROCID": str(index),
         "SLURM_LOCALID": str(index),
-        "SLURM_NODEID": "0",
     }
 
 
@@ -106,10 +113,10 @@ def torchrun(port: int, index: int, count: int) -> dict[str, str]:
     }
 
 
-def run(environs: list[dict[str, str]], *words: str) -> list[subprocess.CompletedProcess[str]]:
-    processes = [
+def start(environs: list[dict[str, str]], *words: object) -> list[subprocess.Popen[str]]:
+    return [
         subprocess.Popen(
-            [sys.executable, "-c", PROCESS, *words],
+            [sys.executable, "-c", PROCESS, *map(str, words)],
             env={**os.environ, **environ},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -117,62 +124,141 @@ def run(environs: list[dict[str, str]], *words: str) -> list[subprocess.Complete
         )
         for environ in environs
     ]
+
+
+def ends(processes: list[subprocess.Popen[str]]) -> list[subprocess.CompletedProcess[str]]:
+    """Return how all processes end; those that do not end are killed."""
     try:
-        ends = [process.communicate(timeout=120) for process in processes]
+        outputs = [process.communicate(timeout=120) for process in processes]
     finally:
         for process in processes:
             process.kill()
     return [
-        subprocess.CompletedProcess(process.args, process.returncode, *end)
-        for process, end in zip(processes, ends, strict=True)
+        subprocess.CompletedProcess(process.args, process.returncode, *output)
+        for process, output in zip(processes, outputs, strict=True)
     ]
+
+
+def run(count: int, folder: Path, what: str) -> list[subprocess.CompletedProcess[str]]:
+    port = free_port()
+    return ends(start([torchrun(port, index, count) for index in range(count)], folder, what))
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Callable[[str], list[subprocess.Popen[str]]]:
+    """Return a function that starts three processes and waits until all have joined."""
+
+    def make(what: str) -> list[subprocess.Popen[str]]:
+        port = free_port()
+        processes = start([torchrun(port, index, 3) for index in range(3)], tmp_path, what)
+        logs = [tmp_path / f"logs/process_{index:04d}.log" for index in range(3)]
+        deadline = time.monotonic() + 60
+        while not all(log.exists() and "I am" in log.read_text() for log in logs):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return processes
+
+    return make
+
+
+def assert_named(
+    processes: list[subprocess.Popen[str]],
+    done: list[subprocess.CompletedProcess[str]],
+    victim: int,
+    text: str,
+) -> None:
+    """Check that all processes but one end, and what they report about this one."""
+    name = f"process {victim} of {len(done)} (host {socket.gethostname()}"
+    for index in {*range(len(done))} - {victim}:
+        assert done[index].returncode == LOST_PROCESS_EXIT_CODE, done
+        sentence = rf"runner: {re.escape(name)}, pid {processes[victim].pid}\) {text}"
+        assert re.search(sentence, done[index].stderr), done
+        assert f"so process {index} ends as well" in done[index].stderr
 
 
 @pytest.mark.parametrize(
     ("launcher", "name"),
     [
-        (slurm, "Slurm (job 4711)"),
+        (slurm, "Slurm"),
         pytest.param(open_mpi, "Open MPI", marks=pytest.mark.slow),
-        pytest.param(torchrun, "the launcher", marks=pytest.mark.slow),
+        (torchrun, "torchrun"),
     ],
 )
 def test_processes_of_each_launcher_join_one_job(tmp_path: Path, launcher, name: str):
     port = free_port()
-    done = run([launcher(port, index, 2) for index in (0, 1)], str(tmp_path))
+    done = ends(start([launcher(port, index, 2) for index in (0, 1)], tmp_path, "ends"))
     assert [process.returncode for process in done] == [0, 0], done
-    start = f"processes    2, found by {name}; coordinator "
-    assert done[0].stdout.startswith(start)
+    assert done[0].stdout.startswith(f"processes    2, found by {name}; coordinator ")
     assert f":{port}\n" in done[0].stdout
+
+
+def test_log_has_all_output_and_the_terminal_that_of_process_0_and_errors(tmp_path: Path):
+    done = run(2, tmp_path, "ends")
+    assert "printed by 0\n" in done[0].stdout
+    assert done[0].stdout.endswith("after the job\n")
+    assert done[1].stdout == "after the job\n"
     for index in (0, 1):
-        assert f"I am {index} of 2\n" in done[index].stderr
-        assert f"I am {index} of 2\n" in (tmp_path / f"logs/process_{index:04d}.log").read_text()
+        log = (tmp_path / f"logs/process_{index:04d}.log").read_text()
+        assert log.startswith(f"process {index} of 2 (host {socket.gethostname()}, pid ")
+        assert f"printed by {index}\n" in log
+        for text in (f"from a child of {index}\n", f"I am {index} of 2\n"):
+            assert text in log
+            assert text in done[index].stderr
 
 
-@pytest.mark.slow
-def test_job_on_one_machine_listens_at_loopback_only_and_hides_its_key(tmp_path: Path):
+def test_processes_that_complete_at_different_times_are_not_lost(tmp_path: Path):
+    done = run(3, tmp_path, "uneven")
+    assert [process.returncode for process in done] == [0, 0, 0], done
+    assert not any("runner:" in process.stderr for process in done)
+
+
+@pytest.mark.parametrize(
+    ("victim", "number"),
+    [
+        (0, signal.SIGKILL),
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
+        pytest.param(0, signal.SIGSTOP, marks=pytest.mark.slow),
+        pytest.param(2, signal.SIGSTOP, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_or_suspended_process_is_named_by_all_others(waiting, victim: int, number: int):
+    processes = waiting("waits")
+    processes[victim].send_signal(number)
+    began = time.monotonic()
+    for process in {*processes} - {processes[victim]}:
+        process.wait(60)
+    assert time.monotonic() - began < 35
+    processes[victim].kill()
+    assert_named(processes, ends(processes), victim, "is lost: ")
+
+
+@pytest.mark.parametrize(
+    ("what", "victim", "code", "text"),
+    [
+        ("raises", 1, 1, "failed: ZeroDivisionError: a mistake. Every step"),
+        # Process 0 has JAX's coordinator, without which JAX aborts the others.
+        ("forced", 0, 70, "failed: it hung. Every step"),
+        pytest.param(
+            "interrupted", 0, 130, "failed: interrupted by Ctrl-C", marks=pytest.mark.slow
+        ),
+        pytest.param("aborts", 1, -signal.SIGABRT, "is lost: ", marks=pytest.mark.slow),
+    ],
+)
+def test_end_of_one_process_is_reported_by_the_other(
+    tmp_path: Path, what: str, victim: int, code: int, text: str
+):
     port = free_port()
-    environs = [torchrun(port, index, 2) for index in (0, 1)]
-    done = run(environs, str(tmp_path), "--listeners")
-    assert [process.returncode for process in done] == [0, 0], done
-    lines = done[0].stderr.splitlines()
-    # JAX's coordinator and the hub, as the kernel writes 127.0.0.1, in IPv4 or mapped to IPv6.
-    listening = {line.split()[1][-8:] for line in lines if line.startswith("listens")}
-    assert listening == {"0100007F"}
-    (arguments,) = [line for line in lines if line.startswith("arguments")]
-    assert "key" not in arguments
-
-
-def test_single_slurm_task_starts_no_peer_monitor(tmp_path: Path):
-    (done,) = run([slurm(free_port(), 0, 1)], str(tmp_path))
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "I am 0 of 1\n")
-    assert not list(tmp_path.iterdir())
+    processes = start([torchrun(port, index, 2) for index in range(2)], tmp_path, what)
+    done = ends(processes)
+    assert done[victim].returncode == code, done
+    assert_named(processes, done, victim, text)
 
 
 def test_failed_process_ends_the_others_with_logs_in_a_local_folder(tmp_path: Path):
     port, folder = free_port(), "gs://bucket/run"
     environs = [{**slurm(port, index, 2), "TMPDIR": str(tmp_path)} for index in (0, 1)]
-    done = run(environs, folder, "fails")
-    assert [process.returncode for process in done] == [75, 2], done
+    done = ends(start(environs, folder, "fails"))
+    assert [process.returncode for process in done] == [LOST_PROCESS_EXIT_CODE, 2], done
     assert "runner: the data are gone\n" in done[1].stderr
     assert "failed: the data are gone. Every step needs all processes" in done[0].stderr
     (local,) = tmp_path.glob("layerkit_logs_*")
@@ -180,41 +266,35 @@ def test_failed_process_ends_the_others_with_logs_in_a_local_folder(tmp_path: Pa
     assert "runner: the data are gone" in (local / "process_0001.log").read_text()
 
 
-def test_forced_exit_of_process_0_is_reported_by_the_others(tmp_path: Path):
-    port = free_port()
-    done = run([torchrun(port, index, 2) for index in (0, 1)], str(tmp_path), "forced")
-    # Process 0 has JAX's coordinator, without which JAX aborts the others.
-    assert [process.returncode for process in done] == [70, 75], done
-    assert "failed: it hung. Every step needs all processes" in done[1].stderr
-
-
-@pytest.mark.parametrize("kind", ["error", "timeout"])
-def test_failed_save_is_blamed_on_the_process_that_was_lost_in_it(tmp_path: Path, kind: str):
-    port = free_port()
-    environs = [torchrun(port, index, 2) for index in (0, 1)]
-    done = run(environs, str(tmp_path), "saves", kind)
-    assert [process.returncode for process in done] == [75, -9], done
-    assert "process 1 of 2" in done[0].stderr and "ended without a report" in done[0].stderr
+@pytest.mark.parametrize("kind", ["error", pytest.param("timeout", marks=pytest.mark.slow)])
+def test_failed_save_is_blamed_on_the_process_that_was_lost_in_it(waiting, tmp_path, kind: str):
+    processes = waiting(kind)
+    processes[1].kill()
+    (tmp_path / "killed").touch()
+    done = ends(processes)
+    assert_named(processes, done, 1, "is lost: ")
     assert "could not be written" not in done[0].stderr
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_loopback_host_is_bound_alone(host: str):
-    assert bind_address(host) == "127.0.0.1"
-    with listen(host, backlog=1) as listener:
-        assert listener.getsockname()[0] == "127.0.0.1"
+def test_job_on_one_machine_listens_at_loopback_only(tmp_path: Path):
+    done = run(2, tmp_path, "ends")
+    (line,) = [line for line in done[0].stdout.splitlines() if line.startswith("listens")]
+    # As the kernel writes 127.0.0.1, in IPv4 or mapped to IPv6.
+    assert set(line.split()[1:]) == {"0100007F"}
 
 
-@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
-def test_host_that_is_not_an_address_of_this_machine_listens_everywhere(host: str):
-    assert bind_address(host) == "::"
+def test_single_task_keeps_no_log(tmp_path: Path):
+    (done,) = ends(start([slurm(free_port(), 0, 1)], tmp_path, "ends"))
+    assert (done.returncode, done.stderr) == (0, "from a child of 0\nI am 0 of 1\n")
+    assert not list(tmp_path.iterdir())
 
 
-def test_name_that_means_loopback_only_here_listens_everywhere(monkeypatch: pytest.MonkeyPatch):
-    """Debian has `127.0.1.1 NAME` in /etc/hosts, where other machines know the real address."""
-    entry = (2, 1, 6, "", ("127.0.1.1", 0))
-    monkeypatch.setattr("socket.getaddrinfo", lambda *_: [entry])
-    assert bind_address("node1") == "::"
+def test_coordinator_listens_at_an_address_of_this_machine_alone():
+    assert bind_address("localhost:1") == "127.0.0.1:1"
+    assert bind_address("127.0.0.1:1") == "127.0.0.1:1"
+    # A name may resolve to loopback here, and an address may be that of a router.
+    for host in ("node1", "192.0.2.1", "no-such-host.invalid"):
+        assert bind_address(f"{host}:1") is None
 
 
 EXCHANGE = """

@@ -17,23 +17,13 @@ class Store:
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
-        self.failures = 0
-        self._lock = threading.Lock()
 
-    def key_value_set(self, key: str, value: str, *, allow_overwrite: bool = False) -> None:
-        self._fail_if_due()
-        assert allow_overwrite or key not in self._values
+    def key_value_set(self, key: str, value: str) -> None:
+        assert key not in self._values
         self._values[key] = value
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
-        self._fail_if_due()
         return [(name, value) for name, value in dict(self._values).items() if key in name]
-
-    def _fail_if_due(self) -> None:
-        with self._lock:
-            if self.failures:
-                self.failures -= 1
-                raise RuntimeError("UNAVAILABLE: no connection")
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -48,13 +38,7 @@ class Process:
 
     def __init__(self, store: Store, index: int, count: int) -> None:
         self.pending = Requests()
-        self.agreement = StopAgreement(
-            store,
-            index,
-            count,
-            take_requests=self._take,
-            has_requests=lambda: self.pending != Requests(),
-        )
+        self.agreement = StopAgreement(store, index, count, self._take)
 
     def _take(self) -> Requests:
         taken, self.pending = self.pending, Requests()
@@ -157,12 +141,3 @@ def test_request_before_a_process_finishes_is_met_first(processes: list[Process]
     for process in processes:
         assert not process.agreement.finish()
     assert all_reach(processes, 4) == [Requests(stop=15)] * 3
-
-
-def test_request_is_met_after_the_store_failed_for_a_while(store: Store, processes: list[Process]):
-    for process in processes:
-        process.run_to(2)
-    store.failures = 7
-    request(processes, 1, stop=15)
-    assert store.failures == 0
-    assert all_reach(processes, 2) == [Requests(stop=15)] * 3

@@ -15,18 +15,20 @@ from layerkit_runner.distributed.watchdog import HUNG_EXIT_CODE, progress
 PROCESS = """
 import sys, threading, time
 from pathlib import Path
-from layerkit_runner.distributed.watchdog import notifying_others
-from layerkit_runner.distributed.watchdog import phase, progress, training_is_complete, watched
+from layerkit_runner.distributed.watchdog import (
+    phase, progress, reporting_to, training_is_complete, watched
+)
 
 log, seconds, what = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
 
 def reads_forever():
     threading.Event().wait()
 
-def tell(reason):
-    print(reason, flush=True)
+class Peers:
+    def leave(self, reason):
+        print(reason, flush=True)
 
-with notifying_others(tell), watched(seconds, process="process 3 of 4", log=lambda: log):
+with reporting_to(Peers()), watched(seconds, process="process 3 of 4", log=lambda: log):
     if what == "busy":
         for step in range(30):
             progress(f"step {step}")
@@ -125,14 +127,18 @@ def test_progress_without_a_watchdog_has_no_effect():
 
 FORCED_EXIT = """
 import contextlib, threading
-from layerkit_runner.distributed.watchdog import forced_exit_on, notifying_others
+from layerkit_runner.distributed.watchdog import forced_exit_on, reporting_to
 
-def tell(reason):
-    print("told", reason, flush=True)
+class Peers:
+    def confirm_all_alive(self):
+        print("all are alive", flush=True)
+
+    def leave(self, reason):
+        print("told", reason, flush=True)
 
 with contextlib.ExitStack() as stack:
     stack.callback(threading.Event().wait)  # a file that cannot be closed
-    stack.enter_context(notifying_others(tell))
+    stack.enter_context(reporting_to(Peers()))
     stack.enter_context(forced_exit_on(TimeoutError, exit_code=7))
     raise TimeoutError("the disk does not answer")
 """
@@ -144,4 +150,4 @@ def test_forced_exit_on_an_error_closes_no_outer_context():
     )
     assert done.returncode == 7
     assert done.stderr == "runner: the disk does not answer\n"
-    assert done.stdout == "told the disk does not answer\n"
+    assert done.stdout == "all are alive\ntold the disk does not answer\n"

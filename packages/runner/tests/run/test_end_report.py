@@ -19,7 +19,7 @@ from layerkit.config import Config
 from layerkit.config.nested_map import NestedMap
 from layerkit_runner import BaseExperiment
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.distributed.cluster import LOST_PROCESS_EXIT_CODE
+from layerkit_runner.distributed.peers import LOST_PROCESS_EXIT_CODE
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers.metrics_log import draw_loss_curve
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner

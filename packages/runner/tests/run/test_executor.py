@@ -48,7 +48,7 @@ class Recorder(Observer):
     def progress(self, step: int) -> None:
         self.events.append(f"step {step}")
         if step == self._stop_at:
-            self._signals.received = signal.SIGTERM
+            self._signals.request_stop(signal.SIGTERM)
         self._signals.save_received |= step in self._save_at
 
     def message(self, text: str) -> None:

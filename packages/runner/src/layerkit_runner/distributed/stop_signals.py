@@ -80,8 +80,8 @@ class StopSignals:
         self._save_agreed = False
         self._at_once: str | None = None
         self._agreement: StopAgreement | None = None
-        # Signal to stop that has not been published to the other processes; 0 for none.
-        self._unpublished = 0
+        # Signal to stop that `_take_requests` has not returned; 0 for none.
+        self._unmet = 0
         self._terminals: list[int] = []
         self.received: signal.Signals | None = None
         self.save_received = False
@@ -119,29 +119,23 @@ class StopSignals:
 
     def agree_by(self, store: Any, process: int, num_processes: int) -> None:
         """Agree with the other processes of a training job on the step for each signal."""
-        self._agreement = StopAgreement(
-            store,
-            process,
-            num_processes,
-            take_requests=self._take_requests,
-            has_requests=lambda: self.save_received or self._unpublished != 0,
-        )
+        self._agreement = StopAgreement(store, process, num_processes, self._take_requests)
 
     def agreed(self, step: int) -> bool:
         """Return whether all processes stop after `step` steps; must be called after each step."""
         if self._agreement is None:
-            self._agreed = self.received
-            self._save_agreed |= self._take_received_save()
-        elif (requests := self._agreement.reached(step)) is not None:
-            self._agreed = signal.Signals(requests.stop) if requests.stop else None
-            self._save_agreed |= requests.saves
-        return self._agreed is not None
+            return self._meet(self._take_requests())
+        return self._meet(self._agreement.reached(step))
 
     def agreed_now(self) -> bool:
         """Return whether all processes stop now; all must call this at the same place."""
-        latest = max(gather_values(0 if self.received is None else int(self.received)))
-        self._agreed = signal.Signals(latest) if latest else None
-        self._save_agreed |= self._take_received_save()
+        requests = gather_values(dataclasses.astuple(self._take_requests()))
+        return self._meet(Requests(*map(max, zip(*requests, strict=True))))
+
+    def _meet(self, requests: Requests | None) -> bool:
+        if requests is not None and requests.stop:
+            self._agreed = signal.Signals(requests.stop)
+        self._save_agreed |= requests is not None and requests.saves
         return self._agreed is not None
 
     def gives_up_waiting(self) -> bool:
@@ -159,8 +153,10 @@ class StopSignals:
         return self._agreement is None or self._agreement.finish()
 
     def _take_requests(self) -> Requests:
-        stop, self._unpublished = self._unpublished, 0
-        return Requests(stop=stop, saves=self._take_received_save())
+        """Return the requests of signals since the last call."""
+        stop, self._unmet = self._unmet, 0
+        saves, self.save_received = self.save_received, False
+        return Requests(stop=stop, saves=saves)
 
     @contextlib.contextmanager
     def leaving_at_once(self, what: str) -> Iterator[None]:
@@ -174,6 +170,11 @@ class StopSignals:
         finally:
             self._at_once = None
 
+    def request_stop(self, number: signal.Signals) -> None:
+        """Stop as if the signal had been received first."""
+        self.received, self._unmet = number, int(number)
+        self._stop.set()
+
     def wait(self, seconds: float) -> None:
         """Wait for `seconds`, or until this process receives a signal to stop."""
         self._stop.wait(seconds)
@@ -182,10 +183,6 @@ class StopSignals:
         """Return whether all processes save now, as `agreed` found; True once for each signal."""
         is_agreed, self._save_agreed = self._save_agreed, False
         return is_agreed
-
-    def _take_received_save(self) -> bool:
-        is_received, self.save_received = self.save_received, False
-        return is_received
 
     @property
     def exit_code(self) -> int:
@@ -225,8 +222,7 @@ class StopSignals:
                     os.dup2(nowhere, terminal)
                     os.close(nowhere)
         if self.received is None:
-            self.received, self._unpublished = number, int(number)
-            self._stop.set()
+            self.request_stop(number)
             if (what := self._at_once) is not None:
                 print_error(f"\n{number.name}: leaving at once; {what}")
                 # On a thread, so that a second Ctrl-C is still handled.
@@ -274,8 +270,7 @@ class Interrupts(StopSignals):
     def _interrupt(self, number: int, frame: Any) -> None:
         if self.received is not None or self._at_once is not None:
             raise KeyboardInterrupt(self._at_once or "interrupted again")
-        self.received = signal.Signals(number)
-        self._stop.set()
+        self.request_stop(signal.Signals(number))
         with contextlib.suppress(RuntimeError):  # A print was interrupted.
             print("interrupted: " + self._leaving, file=sys.stderr, flush=True)
 
@@ -291,31 +286,25 @@ class Requests:
 class StopAgreement:
     """The agreement between processes on the step after which they act on requests.
 
-    `take_requests` returns the requests to this process since its last call.
+    Each round of it has keys in the store: `request` of a process that starts it, and `at` with the
+    newest step and the requests of every process. `take_requests` returns and clears the requests
+    to this process.
     """
 
     def __init__(
-        self,
-        store: Any,
-        process: int,
-        num_processes: int,
-        *,
-        take_requests: Callable[[], Requests],
-        has_requests: Callable[[], bool],
+        self, store: Any, process: int, num_processes: int, take_requests: Callable[[], Requests]
     ) -> None:
         """Start the thread that watches for requests; see the class for the arguments."""
         self._store = store
         self._process = process
         self._num_processes = num_processes
         self._take_requests = take_requests
-        self._has_requests = has_requests
         self._lock = threading.Lock()
         self._round = 0
         # Newest step that this process has started; None before its loop.
         self._started: int | None = None
-        self._is_frozen = False
-        # Record that this process publishes in this round, the same at each attempt.
-        self._at: dict[str, Any] | None = None
+        # Requests of this round to this process; None before the round starts.
+        self._requests: Requests | None = None
         self._is_published = False
         self._decision: tuple[int, Requests] | None = None
         self._ended = threading.Event()
@@ -330,12 +319,12 @@ class StopAgreement:
     @property
     def is_open(self) -> bool:
         """True if there is a request whose step is not decided yet."""
-        return self._is_frozen and self._decision is None
+        return self._requests is not None and self._decision is None
 
     def may_start(self, step: int) -> bool:
         """Return whether this process may start a step; if not, call `reached`."""
         with self._lock:
-            if self._is_frozen and (self._decision is None or step > self._decision[0]):
+            if self.is_open or (self._decision is not None and step > self._decision[0]):
                 return False
             self._started = step
             return True
@@ -349,7 +338,7 @@ class StopAgreement:
         with self._lock:
             if self._started is None:
                 self._started = step
-            if not self._is_frozen:
+            if self._requests is None:
                 return None
             self._publish()
         if self._decision is None:
@@ -359,15 +348,15 @@ class StopAgreement:
             return None
         with self._lock:
             self._round += 1
-            self._is_frozen = self._is_published = False
-            self._at = self._decision = None
+            self._is_published = False
+            self._requests = self._decision = None
         return requests
 
     def finish(self) -> bool:
         """Leave the loop of steps; return False if a request must be met first."""
         with self._lock:
             is_over = self._decision is not None and self._decision[0] == _FINISHED
-            if self._is_frozen and not is_over:
+            if self._requests is not None and not is_over:
                 return False
             self._started = _FINISHED
             return True
@@ -376,44 +365,34 @@ class StopAgreement:
         progress("agreeing with the other processes on the last step", waits_for_others=True)
         while len(requests := self._list("at")) < self._num_processes:
             time.sleep(_WAIT_SECONDS)
-        last = max(request["started"] for request in requests)
-        stop = max(request["stop"] for request in requests)
-        return last, Requests(stop=stop, saves=any(request["saves"] for request in requests))
+        started, stops, saves = zip(*requests, strict=True)
+        return max(started), Requests(stop=max(stops), saves=any(saves))
 
     def _watch(self) -> None:
-        while not self._ended.wait(_POLL_SECONDS):
-            try:
-                self._poll()
-            except Exception:
-                # The coordinator may answer the next time; if it is lost, the job ends.
-                continue
+        # If the coordinator is lost, the job ends.
+        with contextlib.suppress(Exception):
+            while not self._ended.wait(_POLL_SECONDS):
+                if self._requests is None:
+                    self._poll()
 
     def _poll(self) -> None:
-        if self._is_frozen:
-            with self._lock:
-                self._publish()
-            return
-        is_own = self._has_requests()
+        requests = self._take_requests()
+        is_own = requests != Requests()
         if is_own:
-            self._set("request", {})
+            self._set("request", None)
         if is_own or self._list("request"):
             with self._lock:
-                self._is_frozen = True
+                self._requests = requests
                 self._publish()
 
     def _publish(self) -> None:
-        if self._is_published or not self._is_frozen or self._started is None:
-            return
-        if self._at is None:
-            requests = dataclasses.asdict(self._take_requests())
-            self._at = {"started": self._started, **requests}
-        self._set("at", self._at)
-        self._is_published = True
+        if self._started is not None and self._requests is not None and not self._is_published:
+            self._set("at", [self._started, *dataclasses.astuple(self._requests)])
+            self._is_published = True
 
     def _set(self, name: str, value: Any) -> None:
         key = f"{_KEY}/{self._round}/{name}/{self._process}"
-        # A failed attempt may have stored the value.
-        self._store.key_value_set(key, json.dumps(value), allow_overwrite=True)
+        self._store.key_value_set(key, json.dumps(value))
 
     def _list(self, name: str) -> list[Any]:
         entries = self._store.key_value_dir_get(f"{_KEY}/{self._round}/{name}/")

@@ -2,8 +2,7 @@
 
 Code that makes progress calls `progress`; a thread checks the time of the last call. The main
 thread may be in compiled code, and standard error on a disk that does not respond. So an exit waits
-for nothing, and every action before it has a time limit. This module imports only the standard
-library and `open_append`, since the peer monitor uses it.
+for nothing, and every action before it has a time limit.
 """
 
 from __future__ import annotations
@@ -19,22 +18,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 from layerkit_runner.files.atomic_write import open_append
 
-# Time limit of one message or file. Their sum is below the time after which the other processes end
-# with the coordinator.
-SECONDS_TO_WRITE = 2.0
-
-# Within this time, the peer monitors of all processes learn that one of them is lost.
-SECONDS_TO_LEARN = 6.0
-
+_SECONDS_TO_WRITE = 2.0
+_SECONDS_TO_LEAVE = 10.0
 _SECONDS_TO_CLOSE = 20.0
-
-_callbacks: list[Callable[[], None]] = []
-_notify: Callable[[str], None] | None = None
-_wait_for_others: Callable[[], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +39,20 @@ class Identity:
     def __str__(self) -> str:
         """Return the name for messages."""
         return f"process {self.process} of {self.num_processes} (host {self.host}, pid {self.pid})"
+
+
+class PeersLike(Protocol):
+    """The other processes of the job, as the exit of this process needs them."""
+
+    def confirm_all_alive(self) -> None:
+        """Return if no other process is lost; otherwise end this process and name the lost one."""
+
+    def leave(self, reason: str) -> None:
+        """Report the reason of this process's end to the others, unless it is empty."""
+
+
+_callbacks: list[Callable[[], None]] = []
+_peers: PeersLike | None = None
 
 
 def finished_within(seconds: float, act: Callable[[], object]) -> bool:
@@ -77,35 +81,27 @@ def run_before_forced_exit(callback: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def notifying_others(
-    notify: Callable[[str], None], wait_for_others: Callable[[], None] | None = None
-) -> Iterator[None]:
+def reporting_to(peers: PeersLike) -> Iterator[None]:
     """Report the reason to the other processes if this one ends inside the block."""
-    global _notify, _wait_for_others
-    _notify, _wait_for_others = notify, wait_for_others
+    global _peers
+    _peers = peers
     try:
         yield
     finally:
-        _notify = _wait_for_others = None
+        _peers = None
 
 
 def print_error(text: str) -> None:
     """Write a line to standard error without Python's streams, whose locks may be held."""
     line = f"{text}\n".encode()
-    finished_within(SECONDS_TO_WRITE, lambda: os.write(_STDERR, line))
+    finished_within(_SECONDS_TO_WRITE, lambda: os.write(_STDERR, line))
 
 
-def notify_others(reason: str) -> None:
-    """Send the reason of the exit to the other processes."""
-    notify = _notify
-    if notify is not None:
-        finished_within(SECONDS_TO_WRITE, lambda: notify(reason))
-
-
-def exit_now(exit_code: int) -> NoReturn:
-    """End the process, after the wait for the others that `notifying_others` set."""
-    if _wait_for_others is not None:
-        _wait_for_others()
+def exit_now(exit_code: int, reason: str = "") -> NoReturn:
+    """End the process at once, after its report to the other processes."""
+    peers = _peers
+    if peers is not None:
+        finished_within(_SECONDS_TO_LEAVE, lambda: peers.leave(reason))
     # Threads that wait for a disk would keep the interpreter alive.
     os._exit(exit_code)
 
@@ -113,8 +109,7 @@ def exit_now(exit_code: int) -> NoReturn:
 def forced_exit(exit_code: int, reason: str) -> NoReturn:
     """Call the functions of `run_before_forced_exit`, tell the other processes, and exit."""
     finished_within(_SECONDS_TO_CLOSE, _close)
-    notify_others(reason)
-    exit_now(exit_code)
+    exit_now(exit_code, reason)
 
 
 @contextlib.contextmanager
@@ -123,11 +118,10 @@ def forced_exit_on(*kinds: type[Exception], exit_code: int) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        if _notify is not None:  # the loss of another process may be the cause
-            time.sleep(SECONDS_TO_LEARN)
+        if _peers is not None:
+            _peers.confirm_all_alive()
         print_error(f"runner: {error}")
-        notify_others(str(error))
-        exit_now(exit_code)
+        exit_now(exit_code, str(error))
 
 
 def _close() -> None:
@@ -274,8 +268,6 @@ def _end(phase: _Phase, process: str, log: Callable[[], Path]) -> None:
         f"runner: {process} {hung} without progress. {remedy}; --hung_step_timeout_secs sets the"
         " limit."
     )
-    notify_others(hung)
-    written: list[Path] = []
 
     def write() -> None:
         path = log()
@@ -284,14 +276,12 @@ def _end(phase: _Phase, process: str, log: Callable[[], Path]) -> None:
             file.write(f"{process} {hung}; stacks of its threads, of which {names}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
-        written.append(path)
+        print_error(f"runner: the stacks of its threads are in {path}.")
 
     # The disk of the log may be what hangs.
-    if finished_within(SECONDS_TO_WRITE, write):
-        print_error(f"runner: the stacks of its threads are in {written[0]}.")
-    else:
-        finished_within(SECONDS_TO_WRITE, lambda: faulthandler.dump_traceback(_STDERR))
+    if not finished_within(2 * _SECONDS_TO_WRITE, write):
+        finished_within(_SECONDS_TO_WRITE, lambda: faulthandler.dump_traceback(_STDERR))
         print_error("runner: the stacks of its threads are above, since the log cannot be written.")
     if _is_complete:
         finished_within(_SECONDS_TO_CLOSE, _close)
-    exit_now(0 if _is_complete else HUNG_EXIT_CODE)
+    exit_now(0 if _is_complete else HUNG_EXIT_CODE, hung)

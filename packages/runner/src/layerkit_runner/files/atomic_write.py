@@ -1,8 +1,7 @@
 """Writes files into folders that other users may also write to.
 
 A symbolic link of another user could have a run overwrite any file of its owner. So every function
-opens the last component of a path without following a link. This module imports the standard
-library alone, since the peer monitor of each process loads it.
+opens the last component of a path without following a link.
 """
 
 from __future__ import annotations

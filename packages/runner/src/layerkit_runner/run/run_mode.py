@@ -10,7 +10,6 @@ import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from layerkit.errors import UserError, error_text, layer_of
@@ -74,6 +73,12 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
         watched(timeout, process=str(process.identity), log=process.log_file),
         job_errors(mode, resolved, process),
     ):
+        if mode == "export" and process.identity.num_processes > 1:
+            raise UsageError(
+                field="--mode",
+                value=mode,
+                expected=f"one process, not {process.identity.num_processes}",
+            )
         return run_mode(resolved, options)
 
 
@@ -207,18 +212,12 @@ def _kept_traceback(error: BaseException, process: JoinedProcess | None) -> str:
     """Append the traceback to the process's log and return a sentence that names it."""
     if process is None:
         return ""
-    from layerkit_runner.distributed.watchdog import SECONDS_TO_WRITE, finished_within
-
     text = "".join(traceback.format_exception(error))
-    logs: list[Path] = []
-
-    def append() -> None:
+    try:
         log = process.log_file()
         with open_append(log) as file:
             file.write(text.encode())
-        logs.append(log)
-
-    if not finished_within(SECONDS_TO_WRITE, append):
+    except OSError:
         print(text, end="", file=sys.stderr)
         return ""
-    return f"The traceback is in {logs[0]}."
+    return f"The traceback is in {log}."
