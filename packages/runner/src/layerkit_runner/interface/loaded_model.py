@@ -12,7 +12,6 @@ import numpy as np
 from layerkit.base.base_layer import PARAMS
 from layerkit.config import Config
 from layerkit.config.nested_map import NestedMap
-from layerkit.decoding import SampleDecoder, SampledRows
 from layerkit_inputs.base.tokenizer_interface import Tokenizer, end_disagreement, end_ids
 from layerkit_inputs.packing.model_features import as_tokens
 from layerkit_runner.errors import UsageError
@@ -149,9 +148,7 @@ class LoadedModel:
           UserError: The model cannot decode or has no tokenizer, or an option is out of range.
         """
         texts = text_list(prompts, "prompts")
-        has_source = self._has_source
-        source = self._tokenizer("src") if has_source else self.tokenizer
-        target = self._tokenizer("tgt") if has_source else source
+        has_source, (source, target) = self._has_source, self._tokenizers()
         rows = [prompt_ids(text, source, is_source=has_source) for text in texts]
         streams = [TextStream(target, [] if has_source else ids) for ids in rows]
 
@@ -208,7 +205,7 @@ class LoadedModel:
         options: GenerateOptions,
         stream: Callable[[int, int], object] | None,
     ) -> list[np.ndarray]:
-        self._check_generates()
+        self._check_model(decodes=True)
         options = options.filled(self.model.decoder)
         size = self._vocab_size(of_source=self._has_source)
         prompts = token_rows(prompts, "prompts", vocab_size=size)
@@ -218,12 +215,18 @@ class LoadedModel:
         decoder = model_calls.decoder_for(
             self.model, max_new_tokens=steps, is_greedy=options.is_greedy, eos_id=self._eos_id
         )
-        rows = self._start(decoder)(self._state, batch, np.int32(options.seed))
+        calls, replicated = model_calls, self.job.partitioner.replicated()
+        layouts = (self.job.partitioner.batch_sharding(), replicated), (None, replicated)
+        start = self._compile(calls.start_rows, decoder, shardings=layouts[0], replicates=False)
+        advance = self._compile(
+            calls.advance_rows, decoder, shardings=layouts[1], replicates=False, donates=(1,)
+        )
+        rows = start(self._state, batch, np.int32(options.seed))
         column = int(rows.column)
         lengths = np.asarray(rows.lengths)
         while not np.all(rows.ended):
             column += _COLUMNS_AT_A_TIME if stream is None else 1
-            rows = self._advance(decoder)(self._state, rows, np.int32(column))
+            rows = advance(self._state, rows, np.int32(column))
             if stream is not None:
                 before, lengths = lengths, np.asarray(rows.lengths)
                 ids = np.asarray(rows.ids[:, column - 1])
@@ -250,9 +253,7 @@ class LoadedModel:
           UserError: The model predicts no next tokens, or has no tokenizer or too few positions.
         """
         texts = text_list(texts, "texts")
-        is_source = self._has_source
-        first = self._tokenizer("src") if is_source else self.tokenizer
-        second = self._tokenizer("tgt") if is_source else self.tokenizer
+        is_source, (first, second) = self._has_source, self._tokenizers()
         ids = [second.encode(text) for text in texts]
         if prompts is None and not is_source:
             prompts = [""] * len(texts)
@@ -282,7 +283,7 @@ class LoadedModel:
           start_id: Id before each prompt and its text. None: nothing is added, and the first token
             of a text without a prompt is not scored.
         """
-        self._check_predicts_next()
+        self._check_model()
         size = self._vocab_size()
         ids = token_rows(ids, "ids", vocab_size=size)
         if prompts is not None:
@@ -304,7 +305,7 @@ class LoadedModel:
             before = [[*first, *prompt] for prompt in befores]
             is_prefix = getattr(self.model, "is_prefix_lm", False)
             rows = text_rows(before, ids, self._buckets, is_prefix=is_prefix)
-        return rows.scores(self._call("score", model_calls.token_log_probs, rows.batch))
+        return rows.scores(self._call(model_calls.token_log_probs, rows.batch))
 
     @_raising_job_errors
     def logits(self, ids: Any, *, source: Any = None) -> np.ndarray:
@@ -334,7 +335,7 @@ class LoadedModel:
                 raise UsageError(field="source", value=list(sources.shape), expected=expected)
             other = self._pad_to_bucket(np.atleast_2d(sources))
             batch = NestedMap(**batch, source=other.ids, source_lengths=other.lengths)
-        padded = self._call("logits", model_calls.token_logits, batch)
+        padded = self._call(model_calls.token_logits, batch)
         cut = padded[: len(rows), : array.shape[-1]]
         return cut[0] if array.ndim == 1 else cut
 
@@ -375,23 +376,25 @@ class LoadedModel:
     def _tokenizer(self, key: str | None) -> Tokenizer:
         return find_tokenizer(self.job.resolved, self.job.partitioner, key=key)
 
-    def _check_predicts_next(self) -> None:
-        if getattr(self._network_tpl, "is_causal", True) is False:
-            name, expected = type(self.model).__qualname__, "a model that predicts next tokens"
-            raise UsageError(field="model", value=name, expected=expected)
+    def _tokenizers(self) -> tuple[Tokenizer, Tokenizer]:
+        """Return the tokenizers of the source and of the target, which most models share."""
+        if self._has_source:
+            return self._tokenizer("src"), self._tokenizer("tgt")
+        return self.tokenizer, self.tokenizer
 
-    def _check_generates(self) -> None:
-        if not self.model.can_decode or not hasattr(self.model, "decoder"):
-            name, expected = type(self.model).__qualname__, "a model that decodes"
-            raise UsageError(field="model", value=name, expected=expected)
-        self._check_predicts_next()
+    def _check_model(self, *, decodes: bool = False) -> None:
+        can_decode = self.model.can_decode and hasattr(self.model, "decoder")
+        is_causal = getattr(self._network_tpl, "is_causal", True) is not False
+        if not is_causal or (decodes and not can_decode):
+            expected = "a model that predicts next tokens" + " and decodes" * decodes
+            raise UsageError(field="model", value=type(self.model).__qualname__, expected=expected)
 
     @functools.cached_property
     def _eos_id(self) -> tuple[int, ...]:
         """End tokens of the model's decoder and of the tokenizer, all of which end a text."""
         known = self.model.decoder.eos_ids
         try:
-            tokenizer = self._tokenizer("tgt") if self._has_source else self.tokenizer
+            _, tokenizer = self._tokenizers()
         except NoTokenizerError:  # Ids without texts end as the decoder says.
             return known
         if (line := end_disagreement(tokenizer, known)) is not None:
@@ -399,38 +402,20 @@ class LoadedModel:
         size = self._vocab_size() or 2**31  # The model never chooses an id beyond.
         return tuple(dict.fromkeys((*known, *(end for end in end_ids(tokenizer) if end < size))))
 
-    def _start(self, decoder: SampleDecoder) -> Callable[..., SampledRows]:
-        def start(variables: Any, batch: NestedMap, seed: jax.Array) -> SampledRows:
-            return model_calls.start_rows(self.model, decoder, variables, batch, seed)
-
-        partitioner = self.job.partitioner
-        shardings = partitioner.batch_sharding(), partitioner.replicated()
-        return self._compile(("start", decoder), start, *shardings, replicates=False)
-
-    def _advance(self, decoder: SampleDecoder) -> Callable[..., SampledRows]:
-        def advance(variables: Any, rows: SampledRows, until: jax.Array) -> SampledRows:
-            return model_calls.advance_rows(self.model, decoder, variables, rows, until)
-
-        shardings = None, self.job.partitioner.replicated()
-        key = ("advance", decoder)
-        return self._compile(key, advance, *shardings, replicates=False, donates=(1,))
-
-    def _call(self, name: str, function: Callable[..., Any], batch: NestedMap) -> np.ndarray:
-        def call(variables: Any, batch: NestedMap) -> Any:
-            return function(self.model, variables, batch)
-
-        compiled = self._compile(name, call, self.job.partitioner.batch_sharding())
+    def _call(self, function: Callable[..., Any], batch: NestedMap) -> np.ndarray:
+        compiled = self._compile(function, shardings=(self.job.partitioner.batch_sharding(),))
         return np.asarray(jax.device_get(compiled(self._state, batch)))
 
     def _compile(
-        self, key: Any, function: Callable[..., Any], *shardings: Any, **options: Any
+        self, function: Callable[..., Any], *fixed: Any, shardings: Sequence[Any], **options: Any
     ) -> Callable[..., Any]:
-        """Return the jitted function of a state in place of variables; kept by `key`."""
+        """Return `function(model, *fixed, variables, …)`, jitted for a state and kept."""
+        key = (function, *fixed)
         if key not in self._compiled:
-            task = self.job.task
+            task, model = self.job.task, self.model
 
             def call(state: TrainState, *rest: Any) -> Any:
-                return function(task.decoded_variables(state), *rest)
+                return function(model, *fixed, task.decoded_variables(state), *rest)
 
             self._compiled[key] = self.job.partitioner.jit_reading(
                 task, call, *shardings, **options
