@@ -61,7 +61,6 @@ def test_training_has_noise_and_evaluation_has_none(tiny: SimpleNamespace):
     jax.tree.map(np.testing.assert_array_equal, again.params, after.params)
 
 
-def test_pattern_that_matches_no_weight_is_an_error(tiny: SimpleNamespace, raises):
-    config = tiny.task_config().set(vn=noise(weights=("linear/v",)))
-    with raises(ConfigError, owner="task.vn", field="weights", value="linear/v"):
-        config.Instantiate().init_state(jax.random.key(0))
+def test_pattern_that_matches_no_weight_is_an_error(raises: Any):
+    with raises(ConfigError, owner="task.vn", field="weights", value="lm/v"):
+        noise(weights=("lm/v",)).Instantiate().add(PARAMS, jax.random.key(0), step=jnp.int32(0))

@@ -252,12 +252,7 @@ def _forward(hook: _Hook) -> _Hook:
     return cast(_Hook, lambda self, *args: self._report(hook.__name__, *args))
 
 
-Phase = Callable[[str], contextlib.AbstractContextManager[None]]
-
-
-def _no_phase(name: str) -> contextlib.AbstractContextManager[None]:
-    del name
-    return contextlib.nullcontext()
+Phase = Callable[[str], contextlib.AbstractContextManager[Any]]
 
 
 class Observers(Observer):
@@ -269,7 +264,9 @@ class Observers(Observer):
 
     in_background = False
 
-    def __init__(self, observers: Iterable[Observer], *, phase: Phase = _no_phase) -> None:
+    def __init__(
+        self, observers: Iterable[Observer], *, phase: Phase = contextlib.nullcontext
+    ) -> None:
         """Store the observers, each with its thread.
 
         Args:

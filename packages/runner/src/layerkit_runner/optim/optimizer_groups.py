@@ -101,19 +101,20 @@ class OptimizerGroups:
         """Combine optimizers, the main one first."""
         self._optimizers = tuple(optimizers)
         self._per_layer = per_layer
-        self._groups: tuple[Any, dict[str, _Group]] | None = None
 
     def init(self, params: Any, stacks: Stacks) -> Any:
         """Return the initial state: that of the only group, or a dict by group name."""
         flat = flatten_dict(params)
-        return _bare(
-            {
-                name: map_stack(group.optimizer.transformation.init, group.sizes)(
-                    group.select(flat)
-                )
-                for name, group in self._divide(params, stacks).items()
-            }
-        )
+        for optimizer, paths in zip(self._optimizers, self.assign(list(flat)), strict=True):
+            part = unflatten_dict({path: flat[path] for path in paths})
+            if problem := optimizer_updates.find_problem(optimizer.transformation, part):
+                hint = "Use optax.adamw or another, or an AuxiliaryOptimizer for some weights."
+                raise ConfigError(problem, owner=optimizer.owner, hint=hint)
+        states = {}
+        for name, group in self._divide(params, stacks).items():
+            init = map_stack(group.optimizer.transformation.init, group.sizes)
+            states[name] = init(group.select(flat))
+        return _bare(states)
 
     def update(
         self,
@@ -188,21 +189,8 @@ class OptimizerGroups:
 
     def _divide(self, params: Any, stacks: Stacks) -> dict[str, _Group]:
         flat = flatten_dict(params)
-        key = (tuple(flat), tuple(stacks.get(path, ()) for path in flat))
-        if self._groups is None or self._groups[0] != key:
-            self._groups = (key, self._make_groups(flat, stacks))
-        return self._groups[1]
-
-    def _make_groups(self, flat: dict[Path, Any], stacks: Stacks) -> dict[str, _Group]:
         groups: dict[str, _Group] = {}
         for optimizer, paths in zip(self._optimizers, self.assign(list(flat)), strict=True):
-            part = unflatten_dict({path: flat[path] for path in paths})
-            problem = optimizer_updates.find_problem(optimizer.transformation, part)
-            if problem is not None:
-                hint = (
-                    "Use another, such as optax.adamw, or an AuxiliaryOptimizer for some weights."
-                )
-                raise ConfigError(problem, owner=optimizer.owner, hint=hint)
             stacked = {path: stacks[path] for path in paths if path in stacks}
             if not stacked or not self._works_by_layer(optimizer):
                 stacked = {}

@@ -195,24 +195,24 @@ class VariationalNoise(Configurable):
         check_integers("task.vn", minimum=0, start_step=self.start_step)
         check_regexes("task.vn", weights=self.weights)
 
-    def start(self, params: Any) -> None:
-        """Raise `ConfigError` if a pattern matches no weight."""
-        for pattern in self.weights:
-            matching_paths(pattern, flatten_dict(params, sep="/"), owner="task.vn", field="weights")
-
     def add(self, params: Any, key: jax.Array, *, step: jax.Array) -> Any:
         """Return `params`, nested dicts `[...]`, with noise on the weights that match.
 
-        `key` is the random key of the step, the same on every shard of the batch.
+        `key` is the random key of the step, the same on every shard of the batch. It raises
+        `ConfigError` if a pattern matches no weight.
         """
         key = jax.random.fold_in(key, _NOISE_STREAM)
         scale = jnp.where(step >= self.start_step, jnp.float32(self.scale), 0.0)
         flat = flatten_dict(params)
+        names = ["/".join(path) for path in flat]
+        noisy: set[str] = set()
+        for pattern in self.weights:
+            noisy.update(matching_paths(pattern, names, owner="task.vn", field="weights"))
         stored = set(integer_paths(flat))
         stored |= {scale_path(path) for path in stored}
         for path, leaf in flat.items():
             name = "/".join(path)
-            if path not in stored and any(re.fullmatch(pattern, name) for pattern in self.weights):
+            if path not in stored and name in noisy:
                 leaf_key = jax.random.fold_in(key, zlib.crc32(name.encode()))
                 noise = scale * jax.random.normal(leaf_key, leaf.shape, jnp.float32)
                 flat[path] = leaf + noise.astype(leaf.dtype)

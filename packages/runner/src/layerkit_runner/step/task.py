@@ -128,8 +128,6 @@ class SingleTask(Configurable):
             params = self._replace_weights(flatten_dict(params), flatten_dict(weights))
         learner = self.train.learner
         learner.trained_weights.validate_frozen(self.model.frozen_weights, params)
-        if self.vn is not None:
-            self.vn.start(params)
         self._weights = stacks_of(boxed[PARAMS]), declarations_of(boxed[PARAMS])
         with self.declared_weights() as stacks:
             opt_state = learner.init(params, stacks=stacks)
