@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -99,23 +99,22 @@ def input_lines(
         yield f"  {names} {', '.join(map(str, feed.processes))}: rows {rows} of each batch"
     for number in range(1, num_batches + 1):
         began = time.perf_counter()
-        batches = [_next_batch(dataset) for dataset in inputs]
+        batches = {host: _next_batch(source) for host, source in zip(feeding, inputs, strict=True)}
         seconds = time.perf_counter() - began
-        batch = batches[0]
+        batch = batches[feeding[0]]
         if batch is None:
             yield f"  the data end after {number - 1} batch(es)"
             break
         yield f"  batch {number}, read in {seconds:.3f} s: {summary(batch)}"
-        if number == 1:
-            yield from (f"    {line}" for line in field_table(batch))
+        lines = field_table(batch) if number == 1 else []
         for row in range(min(_ROWS_SHOWN, len(real_rows(batch)))):
-            yield from (f"    {line}" for line in row_lines(first, batch, row, tokenizer))
-        yield from _other_hosts(batches, feeding)
+            lines += row_lines(first, batch, row, tokenizer)
+        yield from (f"    {line}" for line in [*lines, *_host_lines(batches)])
     yield f"  state: {len(json.dumps(first.get_state())):,} bytes, scope {first.state_scope}"
-    if skipped := sum(dataset.num_skipped for dataset in inputs):
+    if skipped := sum(source.num_skipped for source in inputs):
         yield f"  {skipped_line(dataset_name(config), skipped)}"
-    for dataset in inputs:
-        dataset.close()
+    for source in inputs:
+        source.close()
 
 
 def _size_text(dataset: BaseInput) -> str:
@@ -138,24 +137,19 @@ def _next_batch(dataset: BaseInput) -> NestedMap | None:
     return None
 
 
-def _other_hosts(batches: list[NestedMap | None], hosts: list[int]) -> Iterator[str]:
+def _host_lines(batches: Mapping[int, NestedMap | None]) -> Iterator[str]:
     """Yield a summary for each host but the first, and a warning if two read the same rows."""
-    for position, (host, batch) in enumerate(zip(hosts, batches, strict=True)):
-        if position == 0:
-            continue
+    hosts: dict[bytes, int] = {}
+    for position, (host, batch) in enumerate(batches.items()):
         if batch is None:
-            yield f"    host {host}: its data have ended"
+            yield f"host {host}: its data have ended"
             continue
-        yield f"    host {host}: {summary(batch)}"
-        for earlier, other in zip(hosts[:position], batches, strict=False):
-            if other is None or not real_rows(batch).any():
-                continue
-            arrays, others = dict(batch.flatten_items()), dict(other.flatten_items())
-            if arrays.keys() == others.keys() and all(
-                np.array_equal(array, others[path]) for path, array in arrays.items()
-            ):
-                yield f"    WARNING: hosts {earlier} and {host} read the same rows"
-                break
+        if position > 0:
+            yield f"host {host}: {summary(batch)}"
+        if real_rows(batch).any():
+            content = b"".join(np.asarray(value).tobytes() for _, value in batch.flatten_items())
+            if (earlier := hosts.setdefault(content, host)) != host:
+                yield f"WARNING: hosts {earlier} and {host} read the same rows"
 
 
 def real_rows(batch: NestedMap) -> np.ndarray:
@@ -257,9 +251,9 @@ def _decoder(
 ) -> Callable[[np.ndarray], str]:
     """Return a function from ids to their text, with special ids marked by their names."""
     tokenizer = dataset.text_tokenizer(key)
-    has_vocabulary = True
     try:
         dataset.ids_to_strings(np.zeros((1, 0), np.int32), [0], key=key)
+        has_vocabulary = True
     except NotImplementedError:
         tokenizer, has_vocabulary = fallback, False
     names = getattr(tokenizer, "special_tokens", {})
@@ -269,14 +263,12 @@ def _decoder(
             return dataset.ids_to_strings(ids[None], [len(ids)], key=key)[0]
         return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
 
+    def mark(ids: np.ndarray) -> str:
+        return "".join(SPECIAL.format(names[token]) for token in ids.tolist())
+
     def text_of(ids: np.ndarray) -> str:
-        pieces = []
-        for is_special, piece in _runs(np.isin(ids, list(names)), ids):
-            if is_special:
-                pieces += [SPECIAL.format(names[token]) for token in piece.tolist()]
-            else:
-                pieces.append(decode(piece))
-        return "".join(pieces)
+        runs = _runs(np.isin(ids, list(names)), ids)
+        return "".join((mark if is_special else decode)(piece) for is_special, piece in runs)
 
     return text_of
 

@@ -112,21 +112,13 @@ def _bound_parts(
     return partitioner, task
 
 
-@dataclasses.dataclass(frozen=True)
-class Parameter:
-    """A weight, or another variable of the model.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parameter(TensorMemory):
+    """A weight, or another variable of the model; `count` is without padding."""
 
-    `shape` and `count` are without padding, `bytes_per_device` with it.
-    """
-
-    path: str
-    shape: list[int]
-    dtype: str
     axes: list[str | None]
-    sharding: list[list[str]]
     starts_as: str
     count: int
-    bytes_per_device: int
     is_frozen: bool
 
 
@@ -214,14 +206,10 @@ def _sort_paths(tree: Any) -> Iterator[tuple[str, Any]]:
 
 def _parameter(tensor: TensorMemory, box: Any, *, is_frozen: bool) -> Parameter:
     return Parameter(
-        path=tensor.path.partition("/")[2],
-        shape=tensor.shape,
-        dtype=tensor.dtype,
+        **{**dataclasses.asdict(tensor), "path": tensor.path.partition("/")[2]},
         axes=list(getattr(box, "axes", [None] * len(tensor.shape))),
-        sharding=tensor.sharding,
         starts_as=f"{init.method} {init.scale:.3g}" if (init := getattr(box, "init", None)) else "",
         count=math.prod(tensor.shape),
-        bytes_per_device=tensor.bytes_per_device,
         is_frozen=is_frozen,
     )
 
