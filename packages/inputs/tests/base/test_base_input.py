@@ -166,13 +166,15 @@ def test_endless_input_without_data_raises(raises, source):
 
 def test_state_of_another_reader_raises_with_the_input_as_owner(raises):
     source = WithNewField(batch_size=2, name="dev")
-    with raises(ConfigError, owner="WithNewField 'dev'", field="state.reader", value="Counting"):
+    with raises(
+        ConfigError, owner="WithNewField 'dev'", field="state", value={"reader": "Counting"}
+    ):
         source.set_state(Counting(batch_size=2).get_state())
 
 
 @pytest.mark.parametrize("state", [None, 3, {}, {"reader": "Counting"}], ids=str)
 def test_values_that_are_no_state_raise(raises, state):
-    with raises(ConfigError, owner="Counting", field="state", value=state):
+    with raises(ConfigError, owner="Counting", field="state"):
         Counting(batch_size=2).set_state(state)
 
 

@@ -25,17 +25,17 @@ def test_a_global_state_fits_any_host():
 
 
 @pytest.mark.parametrize(
-    ("written", "reader", "field", "value"),
+    ("written", "reader", "value"),
     [
-        (HOST, {**HOST, "num_hosts": 4}, "state.host", [1, 2]),
-        (HOST, GLOBAL, "state.scope", "host"),
-        (HOST, {**HOST, "reader": "Other"}, "state.reader", "Reader"),
-        (GLOBAL, {**GLOBAL, "reader": "Other"}, "state.reader", "Reader"),
+        (HOST, {**HOST, "num_hosts": 4}, {"host": [1, 2]}),
+        (HOST, GLOBAL, {"host": [1, 2], "scope": "host"}),
+        (HOST, {**HOST, "reader": "Other"}, {"reader": "Reader"}),
+        (GLOBAL, {**GLOBAL, "reader": "Other"}, {"reader": "Reader"}),
     ],
     ids=["host", "scope", "reader of host scope", "reader of global scope"],
 )
-def test_state_of_another_reader_scope_or_host_raises(raises, written, reader, field, value):
-    with raises(ConfigError, field=field, value=value):
+def test_state_of_another_reader_scope_or_host_raises(raises, written, reader, value):
+    with raises(ConfigError, field="state", value=value):
         unpack_state(pack_state({}, **written), **reader)
 
 

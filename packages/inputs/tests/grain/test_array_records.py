@@ -100,8 +100,6 @@ def test_missing_and_foreign_files_raise(raises, files, tmp_path):
         open_array_record(foreign)
     with raises(FileNotFoundError):
         open_array_record("nothing.array_record")
-    with raises(BadRecordError, field="bytes", expected="7"):
-        open_array_record(files[0], num_bytes=7)
     with raises(BadRecordError, problem="3 records instead of 4"):
         ArrayRecordFiles([files[0]], num_records=[4])[0]
     with raises(ConfigError, field="paths", value=[]):

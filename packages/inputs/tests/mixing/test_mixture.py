@@ -209,7 +209,7 @@ class OtherRows(Numbers):
     [
         ({"is_training": False}, "eval_loop_num_batches", None),
         ({"shuffle": True}, "shuffle", True),
-        ({"weights": {"a": 1, "b": 1, "d": 1}}, "weights", "d"),
+        ({"weights": {"a": 1, "d": 1}}, "weights", {"a": 1, "d": 1}),
         ({"components": {"a": Endless.HParams.config()}}, "components['a']", "Endless"),
         (
             {"components": {"a": config(0, 5, num_infeed_hosts=2)}},

@@ -165,9 +165,6 @@ class IndexedInput(BaseInput):
         if self.shuffle is None:
             self.shuffle = self.is_training
         self._seed = self.input_random_seed or 0
-        in_range = 0 <= self._seed < 2**64
-        expected = "an integer in [0, 2**64)"
-        require(in_range, self._label, "input_random_seed", self._seed, expected)
         self._rows_done = 0
         self._orders: dict[int, np.ndarray] = {}
         # Set by `_read_rows`: True for each row that could not be read; empty if all could.

@@ -52,25 +52,20 @@ def unpack_state(
     expected = pack_state(
         {}, reader=reader, scope=scope, host_index=host_index, num_hosts=num_hosts
     )
-    for key in expected.keys() - {"position"}:
-        if envelope[key] != expected[key]:
-            raise ConfigError(
-                "cannot restore",
-                field=f"state.{key}",
-                value=envelope[key],
-                expected=f"{expected[key]!r}, as of {reader}",
-                hint="Use the reader and the hosts that wrote it, or only the weights.",
-            )
+    check_same_data(None, {**envelope, "position": {}}, expected, field="state")
     return copy.deepcopy(envelope["position"])
 
 
-def check_same_data(owner: str, then: dict[str, Any], now: dict[str, Any]) -> None:
+def check_same_data(
+    owner: str | None, then: dict[str, Any], now: dict[str, Any], *, field: str = "state.data"
+) -> None:
     """Raise `ConfigError` unless a state was written by a reader of the same data.
 
     Args:
-      owner: Name of the reader.
+      owner: Name of the reader, or None to add it later.
       then: JSON values that identify the data of the state, by name.
       now: JSON values that identify the data of the reader, by name.
+      field: Name of these values in the message.
 
     Raises:
       ConfigError: Data differ. `value` holds those of the state that differ.
@@ -80,8 +75,8 @@ def check_same_data(owner: str, then: dict[str, Any], now: dict[str, Any]) -> No
         raise ConfigError(
             "cannot restore",
             owner=owner,
-            field="state.data",
+            field=field,
             value={name: then.get(name) for name in differing},
             expected=str({name: now.get(name) for name in differing}),
-            hint="Use the same data, fields and version, or only the weights.",
+            hint="Use the same data, fields, hosts and version, or only the weights.",
         )

@@ -32,12 +32,11 @@ _READ_BUFFER_BYTES = 1 << 15
 _MOST_OPEN = 256
 
 
-def open_array_record(path: str | os.PathLike[str], *, num_bytes: int | None = None) -> Any:
+def open_array_record(path: str | os.PathLike[str]) -> Any:
     """Return a reader of an ArrayRecord file that reads records by number.
 
     Args:
       path: Path of the file.
-      num_bytes: Expected size of the file, or None if unknown.
 
     Raises:
       FileNotFoundError: The file does not exist.
@@ -45,11 +44,7 @@ def open_array_record(path: str | os.PathLike[str], *, num_bytes: int | None = N
     """
     path = os.fspath(path)
     module = require_extra("array_record.python.array_record_module", needed_by="ArrayRecordFiles")
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f"{path}: no such ArrayRecord file.")
     size = os.path.getsize(path)
-    if num_bytes is not None and size != num_bytes:
-        raise BadRecordError(owner=path, field="bytes", value=size, expected=str(num_bytes))
     reader = module.ArrayRecordReader(
         path, options=_READER_OPTIONS, file_reader_buffer_size=_READ_BUFFER_BYTES
     )
@@ -72,18 +67,15 @@ class ArrayRecordFiles:
         paths: Sequence[str | os.PathLike[str]],
         *,
         num_records: Sequence[int] | None = None,
-        num_bytes: Sequence[int] | None = None,
     ):
         """Set the files without opening them.
 
         Args:
           paths: Paths of the files, in the order of their record numbers.
           num_records: Number of records of each file. None: read from the files when needed.
-          num_bytes: Size of each file, checked when it is opened. None: not checked.
         """
         require(paths, "ArrayRecordFiles", "paths", paths, "a list of files")
         self.paths = [os.fspath(path) for path in paths]
-        self._num_bytes = None if num_bytes is None else list(num_bytes)
         self._num_records = None if num_records is None else list(num_records)
         self._ends: np.ndarray | None = None
         self._readers: collections.OrderedDict[int, Any] = collections.OrderedDict()
@@ -177,8 +169,7 @@ class ArrayRecordFiles:
         return files, numbers - np.insert(self.record_ends, 0, 0)[files]
 
     def _open(self, file: int) -> Any:
-        num_bytes = None if self._num_bytes is None else self._num_bytes[file]
-        reader = open_array_record(self.paths[file], num_bytes=num_bytes)
+        reader = open_array_record(self.paths[file])
         expected = None if self._num_records is None else self._num_records[file]
         if expected is not None and reader.num_records() != expected:
             problem = f"{reader.num_records()} records instead of {expected}"

@@ -75,10 +75,8 @@ class GrainIterInput(BaseInput):
 
     def _make_dataset(self, *, host_index: int, num_hosts: int, seed: int) -> Any:
         """Return the data set of a host for one epoch."""
-        expected = "a function (host_index, num_hosts, seed) that returns a grain.IterDataset"
-        require(self.dataset is not None, self._label, "dataset", None, expected)
         make: Any = self.dataset
-        return make(host_index=host_index, num_hosts=num_hosts, seed=seed)
+        return make and make(host_index=host_index, num_hosts=num_hosts, seed=seed)
 
     def _rows_of_hosts(self) -> list[int] | None:
         """Return the number of rows of each host in an epoch, or None if it is unknown."""

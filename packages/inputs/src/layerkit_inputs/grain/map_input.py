@@ -79,7 +79,6 @@ class GrainMapInput(IndexedInput):
 
     def _make_dataset(self) -> Any:
         """Return the data set. A subclass may build it from its own fields."""
-        require(self.dataset is not None, self._label, "dataset", None, _EXPECTED_DATASET)
         return self.dataset() if callable(self.dataset) else self.dataset
 
     @functools.cached_property

@@ -158,11 +158,7 @@ class HuggingFaceStream(HuggingFaceText):
         while True:
             yield from self._epoch_examples()
             if not self._position.used:
-                share = f", share of host {self.infeed_host_index} of {self.num_infeed_hosts}"
-                raise self._config_error(
-                    f"no usable examples in {self._describe_files()}"
-                    f"{share if self.is_training and self.num_infeed_hosts > 1 else ''}"
-                )
+                raise self._config_error(f"no usable examples in {self._describe_files()}")
             if not self.endless:
                 return
             self._position = _Position(epoch=self._position.epoch + 1)

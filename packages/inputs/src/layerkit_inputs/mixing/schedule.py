@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.config.checks import check_choice, check_positive, require
-from layerkit.errors import ConfigError
+from layerkit.config.checks import check_positive, require
 
 LONGEST_PERIOD = 1 << 20
 """Largest period of a schedule in turns; weights are rounded to shares of that many turns."""
@@ -100,16 +99,10 @@ def make_schedule(
     """
     names = list(names)
     weights = dict.fromkeys(names, 1) if weights is None else weights
-    for name in weights:
-        check_choice(owner, names, weights=name)
-    for name in names:
-        require(name in weights, owner, f"weights[{name!r}]", None, "a weight of each component")
-        check_positive(owner, **{f"weights[{name!r}]": weights[name]})
-    try:
-        return MixingSchedule({name: weights[name] for name in names})
-    except ConfigError as error:
-        error.owner = owner
-        raise
+    is_complete = sorted(weights) == sorted(names)
+    require(is_complete, owner, "weights", dict(weights), f"a weight of each of {names}")
+    check_positive(owner, **{f"weights[{name!r}]": weights[name] for name in names})
+    return MixingSchedule({name: weights[name] for name in names})
 
 
 def _turns_per_period(weights: Mapping[str, float]) -> list[int]:

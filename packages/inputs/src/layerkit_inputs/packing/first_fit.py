@@ -139,7 +139,6 @@ class OpenRows:
           max_open: Maximum number of open rows.
         """
         check_sizes("first-fit packing", open_rows=max_open)
-        check_sizes("first-fit packing", row_length=min(row_lengths))
         self._guards = _joined([1 << (_FEATURE_BITS - 1)] * len(row_lengths))
         self._whole = _joined(row_lengths) | self._guards
         self._max_open = max_open

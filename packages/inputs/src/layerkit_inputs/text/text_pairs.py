@@ -198,8 +198,7 @@ class TextPairs(PairRows):
         return counted(len(self._sizes), "pair")
 
     def _first_texts(self) -> list[bytes]:
-        assert self._sides
-        return self._texts_to_check
+        return self._texts_to_check if self._sides else []
 
 
 class ParallelText(TextPairs):

@@ -158,7 +158,6 @@ class TokenStore:
         self._files = ArrayRecordFiles(
             [self._folder / shard.file for shard in self.split.shards],
             num_records=blocks.tolist(),
-            num_bytes=[shard.num_bytes for shard in self.split.shards],
         )
         self._is_checked = np.zeros(len(blocks), bool)
         for shard in self.split.shards:

@@ -193,22 +193,17 @@ def _first_texts(file: TextFile, field: str, max_document_bytes: int) -> list[by
 @contextlib.contextmanager
 def _atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder, which is renamed at the end, or removed after an error."""
-    _check_free(folder)
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise FileExistsError(f"{folder}: the output exists. Remove it, or use another output.")
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(4)}")
     partial.mkdir()
     try:
         yield partial
-        _check_free(folder)
-        partial.rename(folder)
+        partial.rename(folder)  # which replaces only an empty folder
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _check_free(folder: Path) -> None:
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise FileExistsError(f"{folder}: the output exists. Remove it, or use another output.")
 
 
 def _work(files: Sequence[TextFile], field: str, max_document_bytes: int) -> Iterator[_Work]:
