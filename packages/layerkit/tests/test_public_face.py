@@ -95,11 +95,13 @@ def test_misspelled_name_raises_with_the_nearest_name(raises):
 
 # Parts that only other layers use, and abstract base classes.
 INNER_LAYERS = {
+    "AttentionLayer",
     "BaseAttention",
     "BaseMoeFeedForward",
     "BlockScaledDot",
     "ClassSoftmax",
     "CombinedProjection",
+    "CurrentScalingDot",
     "LoraDot",
 }
 

@@ -19,7 +19,7 @@ from layerkit.config.hparams import Conditions
 from layerkit.layers.basic.dots import Dot
 from layerkit.layers.basic.embeddings import ClassSoftmax
 from layerkit.layers.quantization.block_scaling import BlockScaledDot
-from layerkit.layers.quantization.current_scaling import Fp8CurrentDot, Int8Dot
+from layerkit.layers.quantization.current_scaling import CurrentScalingDot, Fp8CurrentDot, Int8Dot
 from layerkit.layers.quantization.fp8 import Fp8Dot
 from layerkit.layers.quantization.lora import LoraDot
 from layerkit.layers.quantization.mxfp8 import MxFp8Dot
@@ -119,7 +119,6 @@ EXAMPLES = [
         weight_shape=(DIMS, 4, 4),
         activation_axes=("batch", "length", None, None),
         weight_init=GAUSSIAN,
-        dot_tpl=FP8,
     ),
     of(
         LoraDot,
@@ -226,7 +225,13 @@ EXAMPLES = [
 ]
 
 # What other layers are made from, and never used as it is.
-BASES = {L.BaseActivation, L.BaseNormalization, BlockScaledDot, ClassSoftmax}
+BASES = {
+    L.BaseActivation,
+    L.BaseNormalization,
+    BlockScaledDot,
+    ClassSoftmax,
+    CurrentScalingDot,
+}
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)

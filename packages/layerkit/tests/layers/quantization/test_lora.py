@@ -12,13 +12,12 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.base.base_layer import OVERWRITE_WITH_GRADIENT, PARAMS, BaseLayer
-from layerkit.base.weights import logical_axes
+from layerkit.base.weights import WeightHParams, logical_axes
 from layerkit.config import sub_config_field
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.base_attention import HeadProjection, OutputProjection
 from layerkit.layers.attention.combined import CombinedProjection
-from layerkit.layers.basic.dots import replace_dots
-from layerkit.layers.basic.einsum import Einsum
+from layerkit.layers.basic.dots import batched_matmul, create_dot, replace_dots
 from layerkit.layers.basic.linears import FeedForward, Linear
 from layerkit.layers.quantization.fp8 import Fp8Dot
 from layerkit.layers.quantization.lora import (
@@ -40,6 +39,19 @@ def drawn(tree):
     return jax.tree.map(lambda x: random.normal(0.0, 0.3, x.shape).astype(np.float32), tree)
 
 
+class Group(BaseLayer):
+    dot_tpl: object = sub_config_field(None)
+
+    def setup(self):
+        axes = ("expert", "embed", "mlp")
+        weight = WeightHParams((2, 8, 6), axes, fan_in_dims=(1,), fan_out_dims=(2,))
+        self.create_variable("w", weight, is_factor=True)
+        create_dot(self, weight)
+
+    def fprop(self, x):
+        return batched_matmul(self, x, self.theta.w)
+
+
 LAYERS = {
     "linear": (Linear.HParams.config(input_dims=8, output_dims=6), X, "btd,do->bto"),
     "into heads": (
@@ -53,9 +65,7 @@ LAYERS = {
         "btnh,nhd->btd",
     ),
     "group": (
-        Einsum.HParams.config(
-            equation="ebd,edh->ebh", weight_shape=(2, 8, 6), weight_axes=("expert", "embed", "mlp")
-        ),
+        Group.HParams.config(),
         X,
         "ebd,edh->ebh",
     ),

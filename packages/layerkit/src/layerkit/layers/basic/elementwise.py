@@ -1,8 +1,8 @@
 """Element-wise layers: activations, dropout and stochastic depth.
 
 An activation maps `[...]` of any shape to the same shape in the compute dtype. A custom activation
-is a subclass of `BaseActivation` with a `function` or an `fprop`; every `activation_tpl` accepts
-it.
+is a subclass of `BaseActivation` with an `elementwise`, a `function` or an `fprop`; every
+`activation_tpl` accepts it.
 
 The backward pass of a `function` keeps one array, the slope (`save_slopes`). JAX would keep an
 array for each step of the formula: five for the GELU.
@@ -13,7 +13,7 @@ array for each step of the formula: five for the GELU.
 from __future__ import annotations
 
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,18 +27,26 @@ from layerkit.ops.remat import ElementWise, save_slopes
 class BaseActivation(BaseLayer):
     """The base class of activations, which have no weights.
 
-    A subclass defines `function`, or `fprop` if it is not a pure function of its inputs.
+    A subclass defines `elementwise`, `function` if this depends on its fields, or `fprop` if it is
+    not a pure function of its inputs.
 
     Attributes:
+      elementwise: Static method, the function of `[...]` that the layer applies.
       saves_slope: False for a function whose gradient in JAX keeps no more than its slope.
     """
 
+    elementwise: ClassVar[Any] = None
     saves_slope: ClassVar[bool] = True
 
     @nn.nowrap
     def function(self) -> ElementWise:
         """Return the function of `[...]` that the layer applies."""
-        raise NotImplementedError(f"{type(self).__qualname__} does not define fprop or function")
+        if self.elementwise is None:
+            raise NotImplementedError(
+                f"{type(self).__qualname__} does not define fprop or function"
+            )
+        function: ElementWise = self.elementwise
+        return function
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
         """Map `[...]` to `[...]`, element by element."""
@@ -92,28 +100,20 @@ class Identity(BaseActivation):
     """The identity x, for templates that must name an activation."""
 
     saves_slope: ClassVar[bool] = False
-
-    def function(self) -> ElementWise:
-        """Return the function of `[...]`."""
-        return _identity
+    elementwise = staticmethod(lambda x: x)
 
 
 class ReLU(BaseActivation):
     """max(x, 0)."""
 
     saves_slope: ClassVar[bool] = False
-
-    def function(self) -> ElementWise:
-        """Return the function of `[...]`."""
-        return jax.nn.relu
+    elementwise = staticmethod(jax.nn.relu)
 
 
 class SquaredReLU(BaseActivation):
     """max(x, 0)² (So et al., 2021: Primer)."""
 
-    def function(self) -> ElementWise:
-        """Return the function of `[...]`."""
-        return _squared_relu
+    elementwise = staticmethod(lambda x: jnp.square(jax.nn.relu(x)))
 
 
 class GELU(BaseActivation):
@@ -155,36 +155,26 @@ class Sigmoid(BaseActivation):
     """1 / (1 + exp(-x))."""
 
     saves_slope: ClassVar[bool] = False
-
-    def function(self) -> ElementWise:
-        """Return the function of `[...]`."""
-        return jax.nn.sigmoid
+    elementwise = staticmethod(jax.nn.sigmoid)
 
 
 class Tanh(BaseActivation):
     """tanh(x)."""
 
-    def function(self) -> ElementWise:
-        """Return the function of `[...]`."""
-        return jnp.tanh
+    elementwise = staticmethod(jnp.tanh)
 
 
 class ReLU6(BaseActivation):
     """min(max(x, 0), 6) (Krizhevsky, 2010)."""
 
     saves_slope: ClassVar[bool] = False
-
-    def function(self) -> ElementWise:
-        """Return the function of `[...]`."""
-        return jax.nn.relu6
+    elementwise = staticmethod(jax.nn.relu6)
 
 
 class CubedReLU(BaseActivation):
     """max(x, 0)³."""
 
-    def function(self) -> ElementWise:
-        """Return the function of `[...]`."""
-        return _cubed_relu
+    elementwise = staticmethod(lambda x: jnp.power(jax.nn.relu(x), 3))
 
 
 class LeakyReLU(BaseActivation):
@@ -220,47 +210,24 @@ class ELU(BaseActivation):
 class Softplus(BaseActivation):
     """log(1 + exp(x))."""
 
-    def function(self) -> ElementWise:
-        """Return the function of `[...]`."""
-        return jax.nn.softplus
+    elementwise = staticmethod(jax.nn.softplus)
 
 
 class Exp(BaseActivation):
     """exp(x)."""
 
     saves_slope: ClassVar[bool] = False
-
-    def function(self) -> ElementWise:
-        """Return the function of `[...]`."""
-        return jnp.exp
+    elementwise = staticmethod(jnp.exp)
 
 
 class SineOfReLU(BaseActivation):
     """sin(max(x, 0)), which Pax calls SineReLU."""
 
-    def function(self) -> ElementWise:
-        """Return the function of `[...]`."""
-        return _sine_of_relu
-
-
-def _identity(x: jax.Array) -> jax.Array:
-    return x
-
-
-def _squared_relu(x: jax.Array) -> jax.Array:
-    return jnp.square(jax.nn.relu(x))
+    elementwise = staticmethod(lambda x: jnp.sin(jax.nn.relu(x)))
 
 
 def _silu(x: jax.Array, *, beta: float) -> jax.Array:
     return x * jax.nn.sigmoid(beta * x)
-
-
-def _cubed_relu(x: jax.Array) -> jax.Array:
-    return jnp.power(jax.nn.relu(x), 3)
-
-
-def _sine_of_relu(x: jax.Array) -> jax.Array:
-    return jnp.sin(jax.nn.relu(x))
 
 
 class Dropout(BaseLayer):

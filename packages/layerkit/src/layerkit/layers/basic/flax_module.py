@@ -4,13 +4,13 @@ Layers of this library create their weights without inputs and name their axes; 
 neither. This layer therefore declares example inputs, holds the module's variables and applies the
 module to them. Axis names of the module (`nn.with_partitioning`) become logical axes; a weight
 without axis names is replicated. A Flax module does not declare which weights decay: those of two
-or more dimensions that start at random do, such as the kernels of attention, but not its biases.
+or more dimensions do, such as kernels, unless Flax names them `bias` or `scale`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +27,7 @@ from layerkit.config.checks import check_regexes, require
 from layerkit.errors import ConfigError
 
 _WEIGHTS = "module"
+_UNDECAYED = ("(.*/)?(bias|scale)",)
 
 
 class FlaxModule(BaseLayer):
@@ -81,9 +82,8 @@ class FlaxModule(BaseLayer):
             return _box(module.init(streams, *examples, **self._mode()))
 
         # One `init` gives all collections, so the key of the weights is used for all of them.
-        traced, names = jax.make_jaxpr(draw, return_shape=True)(jax.random.key(0))
-        random = jax.tree.unflatten(jax.tree.structure(names), _reached(traced.jaxpr, [True]))
-        decay = self._declare_decay(random.get(PARAMS, {}))
+        names = jax.eval_shape(draw, jax.random.key(0))
+        decay = self._declare_decay(names.get(PARAMS, {}))
         has_weights = PARAMS in names
         self._weights = (
             self.param(_WEIGHTS, lambda key: decay(draw(key)[PARAMS])) if has_weights else {}
@@ -140,22 +140,18 @@ class FlaxModule(BaseLayer):
                 held.value = jax.tree.map(lambda _, new: new, _unbox(held.value), value)
         return outputs
 
-    def _declare_decay(self, starts_random: Any) -> Callable[[Any], Any]:
-        """Return a function that declares in boxes of weights whether they decay.
-
-        `starts_random` are boxes with booleans in place of the weights.
-        """
-        flat = jax.tree_util.tree_leaves_with_path(starts_random, is_leaf=is_box)
+    def _declare_decay(self, boxes: Any) -> Callable[[Any], Any]:
+        """Return a function that declares in boxes of weights, like these, whether they decay."""
+        flat = jax.tree_util.tree_leaves_with_path(boxes, is_leaf=is_box)
         names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
         check_regexes(self, undecayed=self.undecayed)
         for pattern in self.undecayed:
             expected = f"patterns of weights of the module, such as {names[0]}"
             matches = any(re.fullmatch(pattern, name) for name in names)
             require(matches, self, "undecayed", pattern, expected)
+        patterns = (*_UNDECAYED, *self.undecayed)
         decays = [
-            box.value
-            and len(box.axes) > 1
-            and not any(re.fullmatch(p, name) for p in self.undecayed)
+            len(box.axes) > 1 and not any(re.fullmatch(pattern, name) for pattern in patterns)
             for name, (_, box) in zip(names, flat, strict=True)
         ]
 
@@ -194,30 +190,6 @@ def _box(variables: Any) -> Any:
     return jax.tree.map(
         box, dict(variables), is_leaf=lambda leaf: isinstance(leaf, meta.Partitioned)
     )
-
-
-def _reached(jaxpr: Any, inputs: Sequence[bool]) -> list[bool]:
-    """Return whether each result of a computation depends on the inputs that are True."""
-    reached = {var for var, is_input in zip(jaxpr.invars, inputs, strict=True) if is_input}
-    for equation in jaxpr.eqns:
-        # Literals are not hashable, and depend on nothing.
-        arguments = [not hasattr(x, "val") and x in reached for x in equation.invars]
-        called = [
-            getattr(value, "jaxpr", value)
-            for value in equation.params.values()
-            if hasattr(getattr(value, "jaxpr", value), "eqns")
-        ]
-        results = [any(arguments)] * len(equation.outvars)
-        if len(called) == 1 and len(called[0].invars) == len(arguments):
-            if equation.primitive.name == "scan":
-                first = equation.params["num_consts"]
-                last = first + equation.params["num_carry"]
-                arguments[first:last] = [any(arguments)] * (last - first)
-            results = _reached(called[0], arguments)
-        reached.update(
-            var for var, is_result in zip(equation.outvars, results, strict=True) if is_result
-        )
-    return [not hasattr(x, "val") and x in reached for x in jaxpr.outvars]
 
 
 def _unbox(tree: Any) -> Any:

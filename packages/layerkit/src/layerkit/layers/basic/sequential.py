@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base.base_layer import BaseLayer
-from layerkit.config import Config, sub_config_field, target_of
+from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_integers, check_sizes, require
 from layerkit.config.hparams import Conditions
 from layerkit.layers.basic.elementwise import BaseActivation, Identity, ReLU
@@ -76,28 +76,22 @@ class MLPBlock(BaseLayer):
         sizes = [self.input_dims, *self.hidden_dims, self.output_dims]
         hidden = {f"hidden_dims[{number}]": size for number, size in enumerate(self.hidden_dims)}
         check_sizes(self, input_dims=self.input_dims, **hidden, output_dims=self.output_dims)
-        default = Config(target_of(self.layer_tpl))
-        for field in ("has_bias", "activation_tpl"):
-            value, expected = getattr(self.layer_tpl, field), f"the value of the block's {field}"
-            is_valid = value in (getattr(default, field), getattr(self, field))
-            require(is_valid, self, f"layer_tpl.{field}", value, expected)
-        templates = []
-        for number, (before, after) in enumerate(itertools.pairwise(sizes), start=1):
-            template = self.layer_tpl.clone(
-                input_dims=before, output_dims=after, has_bias=self.has_bias
+        for number, (before, after) in enumerate(itertools.pairwise(sizes)):
+            is_active = number < len(self.hidden_dims) or self.activate_output
+            self.create_child(
+                f"layers_{number}",
+                self.layer_tpl,
+                input_dims=before,
+                output_dims=after,
+                has_bias=self.has_bias,
+                activation_tpl=self.activation_tpl if is_active else Identity.HParams.config(),
             )
-            if number < len(sizes) - 1 or self.activate_output:
-                template.activation_tpl = self.activation_tpl
-            else:
-                template.activation_tpl = Identity.HParams.config()
-            templates.append(template)
-        self.create_children("layers", templates)
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
         """Map `[..., input_dims]` to `[..., output_dims]`."""
         outputs = inputs
-        for layer in self.layers:
-            outputs = layer(outputs)
+        for number in range(len(self.hidden_dims) + 1):
+            outputs = getattr(self, f"layers_{number}")(outputs)
         return outputs
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -55,62 +55,52 @@ FP8_CURRENT = Scheme(_E4M3, _E5M2, is_per_row=False, rounds_weight_gradient=True
 INT8 = Scheme(_INT8, _INT8, is_per_row=True, rounds_weight_gradient=False)
 
 
-class Fp8CurrentDot(Dot):
+class CurrentScalingDot(Dot):
+    """The base class of products in the formats of a scheme.
+
+    Attributes:
+      scheme: Formats and scales.
+    """
+
+    scheme: ClassVar[Scheme]
+
+    def fprop(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        """Multiply `[..., in]` by `[in, out]`; the result has the dtype of `x`.
+
+        A group of weights `[group, in, out]` multiplies inputs `[group, tokens, in]`.
+        """
+        return name_product(scaled_matmul(x, w, self.scheme), is_batched=w.ndim > 2)
+
+    def grouped(
+        self,
+        rows: jax.Array,
+        w: jax.Array,
+        product: GroupedProduct,
+        shards: Mapping[str, jax.Array],
+    ) -> jax.Array:
+        """Multiply sorted rows `[rows, in]` by weights of groups; see `grouped_scaled_matmul`."""
+        del shards
+        return name_product(grouped_scaled_matmul(rows, w, product, self.scheme), is_batched=True)
+
+
+class Fp8CurrentDot(CurrentScalingDot):
     """A product of factors rounded to e4m3, with output gradients rounded to e5m2.
 
     Every tensor is read twice, once for its largest value. In exchange, the scale is exact, where
     delayed scaling predicts it from past steps, and the layer has no state.
     """
 
-    def fprop(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        """Multiply `[..., in]` by `[in, out]`; the result has the dtype of `x`.
-
-        A group of weights `[group, in, out]` multiplies inputs `[group, tokens, in]`.
-        """
-        return name_product(scaled_matmul(x, w, FP8_CURRENT), is_batched=w.ndim > 2)
-
-    def grouped(
-        self,
-        rows: jax.Array,
-        w: jax.Array,
-        product: GroupedProduct,
-        shards: Mapping[str, jax.Array],
-    ) -> jax.Array:
-        """Multiply sorted rows `[rows, in]` by the weights `[group, in, out]` of their groups.
-
-        See `grouped_scaled_matmul`.
-        """
-        del shards
-        return name_product(grouped_scaled_matmul(rows, w, product, FP8_CURRENT), is_batched=True)
+    scheme = FP8_CURRENT
 
 
-class Int8Dot(Dot):
+class Int8Dot(CurrentScalingDot):
     """A product of factors rounded to int8, with a scale for each token and each output.
 
     The gradient of the input is a product of int8 numbers as well; that of the weight is computed
     in the dtype of the factors. TPUs from v5e on multiply int8 at twice the rate of bfloat16.
     """
 
-    def fprop(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        """Multiply `[..., in]` by `[in, out]`; the result has the dtype of `x`.
-
-        A group of weights `[group, in, out]` multiplies inputs `[group, tokens, in]`.
-        """
-        return name_product(scaled_matmul(x, w, INT8), is_batched=w.ndim > 2)
-
-    def grouped(
-        self,
-        rows: jax.Array,
-        w: jax.Array,
-        product: GroupedProduct,
-        shards: Mapping[str, jax.Array],
-    ) -> jax.Array:
-        """Multiply sorted rows `[rows, in]` by the weights `[group, in, out]` of their groups.
-
-        See `grouped_scaled_matmul`.
-        """
-        del shards
-        return name_product(grouped_scaled_matmul(rows, w, product, INT8), is_batched=True)
+    scheme = INT8
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
