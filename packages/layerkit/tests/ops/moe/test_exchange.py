@@ -109,10 +109,9 @@ CALL |= {"splits_tokens": True, "owner": "moe"}
     ],
 )
 def test_auto_selects_the_exchange_of_fewer_rows(change, expected):
-    choice = select_exchange(**{**CALL, **change})
-    assert choice.name == expected
-    is_auto = "name" not in change
-    assert choice.reason.startswith("auto: ") is is_auto
+    name, reason = select_exchange(**{**CALL, **change})
+    assert name == expected
+    assert reason.startswith("auto: ") is ("name" not in change)
 
 
 def test_exchange_of_tokens_that_are_not_split_raises(raises):

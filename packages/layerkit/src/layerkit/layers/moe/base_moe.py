@@ -21,9 +21,25 @@ from layerkit.config.hparams import Conditions
 from layerkit.layers.basic.dots import Dot, add_bias, batched_matmul, create_dot
 from layerkit.layers.basic.elementwise import BaseActivation, Dropout, SiLU
 from layerkit.layers.basic.linears import Linear
-from layerkit.layers.moe.experts import WEIGHT_AXES, ExpertFunction, weight_names
 from layerkit.layers.moe.routing import BaseRouter
 from layerkit.layers.transformer.transformer import TransformerFeedForward
+
+_WIDEN, _NARROW = ("expert", "embed", "mlp"), ("expert", "mlp", "embed")
+WEIGHT_AXES = {
+    "up": _WIDEN,
+    "gate": _WIDEN,
+    "down": _NARROW,
+    "up_bias": ("expert", "mlp"),
+    "gate_bias": ("expert", "mlp"),
+    "down_bias": ("expert", "embed"),
+}
+"""Logical axes of the weights of experts by name."""
+
+PRODUCTS = ("up", "gate", "down")
+"""Names of the weights that rows are multiplied by."""
+
+# (rows of each expert, name of a weight) → product, with the bias of that name
+Product = Callable[[jax.Array, str], jax.Array]
 
 
 class BaseMoeFeedForward(BaseLayer):
@@ -172,21 +188,35 @@ class BaseMoeFeedForward(BaseLayer):
                 output = add_bias(output, getattr(self.theta, f"{name}_bias")[:, None])
             return output if name == "down" else self.constrain(output, *hidden_axes)
 
-        return self._expert_function(self.activation, self.dropout)(rows, product)
+        return self._expert(rows, product, self.activation, self.dropout)
 
-    def _expert_function(
+    def _expert(
         self,
+        rows: jax.Array,
+        product: Product,
         activation: BaseActivation,
         dropout: Callable[[jax.Array], jax.Array] = lambda hidden: hidden,
-    ) -> ExpertFunction:
-        return ExpertFunction(activation, self.use_gate, self.gate_limit, self.up_offset, dropout)
+    ) -> jax.Array:
+        """Compute down(h) `[..., rows, dims]` of rows `[..., rows, dims]`.
+
+        h = activation(up(x)), or h = activation(gate(x)) · (up(x) + up_offset) with a gate.
+        """
+        hidden = product(rows, "up")
+        if self.use_gate:
+            gate, limit = product(rows, "gate"), self.gate_limit
+            hidden = activation.gate(gate, hidden, limit=limit, offset=self.up_offset)
+        else:
+            hidden = activation(hidden)
+        return product(dropout(hidden), "down")
 
     def _shared_output(self, x: jax.Array) -> jax.Array:
         output = self.shared(x)
         return jax.nn.sigmoid(self.shared_gate(x)) * output if self.use_shared_gate else output
 
     def _weight_names(self) -> tuple[str, ...]:
-        return weight_names(use_gate=self.use_gate, use_bias=self.use_bias)
+        """Return the names of the weights of an expert, biases last."""
+        names = PRODUCTS if self.use_gate else ("up", "down")
+        return (*names, *(f"{name}_bias" for name in names)) if self.use_bias else names
 
     def _weight(self, name: str) -> WeightHParams:
         sizes = {"expert": self.num_experts, "embed": self.input_dims, "mlp": self.hidden_dims}

@@ -24,8 +24,7 @@ from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_positive
 from layerkit.config.hparams import Conditions
 from layerkit.layers.basic.dots import grouped_arrays, grouped_matmul
-from layerkit.layers.moe.base_moe import BaseMoeFeedForward
-from layerkit.layers.moe.experts import OUTPUT_BIAS, PRODUCTS, WEIGHT_AXES
+from layerkit.layers.moe.base_moe import PRODUCTS, WEIGHT_AXES, BaseMoeFeedForward
 from layerkit.layers.moe.losses import expert_load, report_load_balance, report_router_z
 from layerkit.layers.moe.routing import BaseRouter, Routing, TopKRouter
 from layerkit.ops.moe.expert_parallel import Dropless, run_on_mesh
@@ -154,7 +153,7 @@ class MoeFeedForward(BaseMoeFeedForward):
                 bias = arrays.get(f"{name}_bias")
                 return grouped_matmul(self, rows, arrays[name], grouped, dot, name=name, bias=bias)
 
-            return self._expert_function(activation.bind(variables))(rows, product)
+            return self._expert(rows, product, activation.bind(variables))
 
         compute = Dropless(apply, self.num_experts, matmul)
         arrays = {name: getattr(self.theta, name) for name in self._weight_names()}
@@ -174,7 +173,7 @@ class MoeFeedForward(BaseMoeFeedForward):
             routing.weights,
             arrays,
             weight_axes=axes,
-            added_once=(OUTPUT_BIAS,),
+            added_once=("down_bias",),
             sharding=sharding,
             exchange=self.expert_exchange,
             buffer_factor=buffer_factor,

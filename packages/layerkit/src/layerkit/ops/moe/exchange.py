@@ -12,8 +12,6 @@ emulation is for tests; `auto` never selects it.
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -21,25 +19,6 @@ from flax import struct
 from layerkit.errors import ConfigError
 from layerkit.ops.moe.grouped_matmul import RowGroups
 from layerkit.ops.moe.slots import no_gradient
-
-EXCHANGES = ("auto", "ragged_all_to_all", "all_gather")
-
-
-@dataclasses.dataclass(frozen=True)
-class ExchangeChoice:
-    """A selected exchange.
-
-    Attributes:
-      name: `ragged_all_to_all` or `all_gather`.
-      reason: Reason of the selection.
-    """
-
-    name: str
-    reason: str
-
-    def describe(self) -> str:
-        """Return one log line: `expert exchange: all_gather (auto: …)`."""
-        return f"expert exchange: {self.name} ({self.reason})"
 
 
 def select_exchange(
@@ -50,11 +29,11 @@ def select_exchange(
     num_choices: int,
     splits_tokens: bool,
     owner: str,
-) -> ExchangeChoice:
-    """Return the exchange of dropless experts that are split over devices.
+) -> tuple[str, str]:
+    """Return (exchange of dropless experts that are split over devices, reason of the selection).
 
     Args:
-      name: One of `EXCHANGES`.
+      name: `auto`, `ragged_all_to_all` or `all_gather`.
       platform: JAX's name of the platform that runs the model.
       num_devices: Number of devices that the experts are split over.
       num_choices: Number of experts of a token.
@@ -65,7 +44,7 @@ def select_exchange(
       ConfigError: `ragged_all_to_all` by name, for tokens that the experts' mesh axes do not split.
     """
     if name == "all_gather":
-        return ExchangeChoice(name, "as requested")
+        return name, "as requested"
     if name == "ragged_all_to_all":
         if not splits_tokens:
             raise ConfigError(
@@ -75,16 +54,16 @@ def select_exchange(
                 expected="'all_gather', since a mesh axis of the experts does not split the tokens",
                 hint="Add the mesh axes of the rule 'expert' to the rule 'batch'.",
             )
-        return ExchangeChoice(name, "as requested")
+        return name, "as requested"
     if not splits_tokens:
-        return ExchangeChoice("all_gather", "auto: the experts' mesh axes do not split the tokens")
+        return "all_gather", "auto: the experts' mesh axes do not split the tokens"
     if platform == "cpu":
-        return ExchangeChoice("all_gather", "auto: cpu has no ragged_all_to_all")
+        return "all_gather", "auto: cpu has no ragged_all_to_all"
     if num_choices >= num_devices:
         reason = f"auto: a token has {num_choices} choices on {num_devices} devices"
-        return ExchangeChoice("all_gather", reason)
+        return "all_gather", reason
     reason = f"auto: a token has {num_choices} choices, fewer than {num_devices} devices"
-    return ExchangeChoice("ragged_all_to_all", reason)
+    return "ragged_all_to_all", reason
 
 
 @struct.dataclass

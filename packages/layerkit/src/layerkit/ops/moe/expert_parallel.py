@@ -167,7 +167,7 @@ def run_on_mesh(
       added_once: Names of the weights that are added to outputs. Of the devices whose outputs are
         summed, one has these weights and the others have zeros.
       sharding: Sharding of the model, with a mesh.
-      exchange: One of `layerkit.ops.moe.exchange.EXCHANGES`.
+      exchange: `auto`, `ragged_all_to_all` or `all_gather`.
       buffer_factor: Bound of the rows that a device receives by `ragged_all_to_all`, relative to
         the choices of a device; None for as many as there can be.
       owner: Name of the layer for error messages.
@@ -199,7 +199,7 @@ def run_on_mesh(
     platform = mesh.devices.flat[0].platform
     exchanges = False
     if over_experts:
-        choice = select_exchange(
+        chosen, reason = select_exchange(
             exchange,
             platform=platform,
             num_devices=math.prod(mesh.shape[axis] for axis in over_experts),
@@ -207,8 +207,8 @@ def run_on_mesh(
             splits_tokens=set(over_experts) <= set(all_token_axes),
             owner=owner,
         )
-        _LOG.info(choice.describe())
-        exchanges = choice.name == "ragged_all_to_all"
+        _LOG.info("expert exchange: %s (%s)", chosen, reason)
+        exchanges = chosen == "ragged_all_to_all"
 
     def local(x: Any, experts: Any, weights: Any, expert_weights: Any) -> tuple[Any, Any]:
         kept = over_experts + over_mlp

@@ -24,7 +24,6 @@ from flax import struct
 
 from layerkit.config.checks import require
 
-IMPLEMENTATIONS = ("auto", "pallas", "ragged_dot", "blocks")
 _GPU_PLATFORMS = ("gpu", "cuda")
 # Largest tiles of (rows, contracted dimension, outputs) of megablox, in bfloat16; those of
 # MaxText. They fill most of the vector memory that XLA gives a kernel.
@@ -92,7 +91,7 @@ def select_grouped_matmul(name: str, *, platform: str, dtype: Any, owner: str) -
     """Return the implementation of the products of experts.
 
     Args:
-      name: One of `IMPLEMENTATIONS`.
+      name: `auto`, `pallas`, `ragged_dot` or `blocks`.
       platform: JAX's name of the platform that runs it: `cpu`, `gpu`, `cuda` or `tpu`.
       dtype: Dtype of rows and weights.
       owner: Name of the layer for error messages.
