@@ -22,7 +22,7 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import DocumentError, read_text
 from layerkit_runner.run_options import Flag
 from layerkit_runner.tools.translate.pax_classes import translate_pax
-from layerkit_runner.tools.translate.tables import Translation, module_text, read_tables
+from layerkit_runner.tools.translate.tables import module_text, read_tables
 
 _HELP = Flag("help", bool, "print these flags")
 # The flags of the framework.
@@ -51,45 +51,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _, values, files = command
         if not files:
             raise UsageError(field="files", value=files, expected="one or more")
-        return _translate(files, values.get("class"))
+        names, texts = values.get("class"), {file: _read(file) for file in files}
+        translations, others = translate_pax(texts, read_tables(), names)
     except (UserError, OSError) as error:
         print(f"translate: {error}", file=sys.stderr)
         return UsageError.exit_code
-
-
-def _translate(files: Sequence[str], classes: Sequence[str] | None) -> int:
-    translations, others = translate_pax(_texts(files), read_tables(), classes)
-    code = _print_classes(translations)
-    if others and classes is None:
-        print(f"translate: skipped: {', '.join(others)}; --class=NAME writes one", file=sys.stderr)
-    return code
-
-
-def _texts(files: Sequence[str]) -> dict[str, str]:
-    """Return the contents of files by name; a repeated name has its last position."""
-    texts: dict[str, str] = {}
-    for file in files:
-        texts.pop(file, None)
-        try:
-            texts[file] = read_text(Path(file))
-        except DocumentError as error:
-            raise UsageError(str(error), owner=file) from error
-    return texts
-
-
-def _print_classes(translations: Sequence[Translation]) -> int:
     print(module_text(translations, "Translated from Pax."), end="")
-    for translation in translations:
-        for leftover in translation.leftovers:
-            print(f"translate: {translation.name}: not translated: {leftover}", file=sys.stderr)
-        for constant in translation.unread:
-            print(f"translate: {translation.name}: left out: {constant}", file=sys.stderr)
-        if translation.leftovers:
-            print(
-                f"translate: {translation.name} is abstract until these are resolved",
-                file=sys.stderr,
-            )
-    return 1 if any(translation.leftovers for translation in translations) else 0
+    notes = []
+    for made in translations:
+        notes += [f"{made.name}: not translated: {leftover}" for leftover in made.leftovers]
+        notes += [f"{made.name}: left out: {constant}" for constant in made.unread]
+        notes += [f"{made.name} is abstract until these are resolved"] * bool(made.leftovers)
+    if others and names is None:
+        notes.append(f"skipped: {', '.join(others)}; --class=NAME writes one")
+    for note in notes:
+        print(f"translate: {note}", file=sys.stderr)
+    return 1 if any(made.leftovers for made in translations) else 0
+
+
+def _read(file: str) -> str:
+    try:
+        return read_text(Path(file))
+    except DocumentError as error:
+        raise UsageError(str(error), owner=file) from error
 
 
 if __name__ == "__main__":

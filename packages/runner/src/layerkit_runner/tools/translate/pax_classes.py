@@ -7,6 +7,7 @@ base classes of Pax that the table describes. Methods are not translated, but li
 from __future__ import annotations
 
 import ast
+import functools
 import operator
 import re
 from collections import ChainMap
@@ -179,8 +180,9 @@ def _assigned(node: ast.stmt, names: Mapping[str, _Constant]) -> dict[str, Any]:
     return dict.fromkeys(stored, value)
 
 
-def _evaluate(node: ast.expr, names: Mapping[str, _Constant]) -> Any:
+def _evaluate(node: ast.expr, names: Mapping[str, _Constant], *, is_number: bool = False) -> Any:
     """Return the value of a literal, a name, arithmetic of numbers, or a list of numbers."""
+    part = functools.partial(_evaluate, names=names, is_number=True)
     value: Any = NotTranslatedError(_UNKNOWN)
     if isinstance(node, ast.Constant):
         value = node.value
@@ -189,25 +191,19 @@ def _evaluate(node: ast.expr, names: Mapping[str, _Constant]) -> Any:
     elif isinstance(node, (ast.Name, ast.Attribute)):
         value = _Symbol(_last_name(node))
     elif isinstance(node, (ast.List, ast.Tuple)):
-        value = [_number(item, names) for item in node.elts]
+        value = [part(item) for item in node.elts]
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        value = -_number(node.operand, names)
+        value = -part(node.operand)
     elif isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         try:
-            left, right = _number(node.left, names), _number(node.right, names)
-            value = _OPERATORS[type(node.op)](left, right)
+            value = _OPERATORS[type(node.op)](part(node.left), part(node.right))
         except ArithmeticError as error:
             raise NotTranslatedError(str(error)) from error
     if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         value = NotTranslatedError("its value is too large for any field")
     if isinstance(value, NotTranslatedError):
         raise value
-    return value
-
-
-def _number(node: ast.expr, names: Mapping[str, _Constant]) -> Any:
-    value = _evaluate(node, names)
-    if type(value) not in (int, float):
+    if is_number and type(value) not in (int, float):
         raise NotTranslatedError(_UNKNOWN)
     return value
 
