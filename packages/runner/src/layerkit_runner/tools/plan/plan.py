@@ -117,20 +117,18 @@ def make_plan(
     *,
     parts: tuple[Partitioner, SingleTask] | None = None,
     target: Target | None = None,
-    dataset: str | None = None,
     check_state: bool = False,
 ) -> Plan:
     """Compile the training step of an experiment for `devices` and measure it.
 
-    Each of several data sets that are trained round-robin has its own step. The plan is of the step
-    that needs most memory, and a note names it.
+    Each of several data sets that are trained round-robin has its own step. The plan is of the one
+    with the largest batch, and a note names it.
 
     Args:
       resolved: The experiment.
       devices: Devices to compile for; they need not be able to run the step.
       parts: Partitioner and task if they are built already; they cannot be used again.
       target: Target that the devices represent; None for the devices themselves.
-      dataset: Name of the training data set whose step is planned; None for all of them.
       check_state: Whether to raise `StateTooLargeError` before compilation.
     """
     partitioner, task = build_parts(resolved) if parts is None else parts
@@ -140,30 +138,19 @@ def make_plan(
         partitioner.start(devices)
         partitioner.bind(task)
         configs = training_configs(resolved)
-        chosen = configs if dataset is None else {dataset: configs[dataset]}
-        batches = {name: _abstract_batch(config, partitioner) for name, config in chosen.items()}
+        batches = {name: _abstract_batch(config, partitioner) for name, config in configs.items()}
+        largest = max(batches, key=lambda name: _num_bytes(batches[name]))
         if check_state and device.usable_bytes is not None:
             tensors = tensor_memory(partitioner.abstract_state(task), {})
             held = [tensor for tensor in tensors if tensor.memory == "device"]
             if sum(tensor.bytes_per_device for tensor in held) > device.usable_bytes:
                 raise StateTooLargeError("weights and optimizer state alone exceed the memory")
-        plans = {
-            name: _plan_step(resolved, devices, partitioner, task, batch, target)
-            for name, batch in batches.items()
-        }
-    largest = max(plans, key=lambda name: (plans[name].fits is False, plans[name].memory.peak))
-    plan = plans[largest]
-    if len(configs) == 1:
+        plan = _plan_step(resolved, devices, partitioner, task, batches[largest], target)
+    if len(batches) == 1:
         return plan
-    others = ", ".join(name for name in configs if name != largest)
-    note = f"the step on {largest}, which needs most memory; trained round-robin with {others}"
-    return dataclasses.replace(
-        plan,
-        dataset=largest,
-        notes=[note, *plan.notes],
-        trace_seconds=sum(part.trace_seconds for part in plans.values()),
-        compile_seconds=sum(part.compile_seconds for part in plans.values()),
-    )
+    others = ", ".join(name for name in batches if name != largest)
+    note = f"the step on {largest}, which has the largest batch; trained round-robin with {others}"
+    return dataclasses.replace(plan, dataset=largest, notes=[note, *plan.notes])
 
 
 def _plan_step(
@@ -245,6 +232,10 @@ def _abstract_batch(config: Config, partitioner: Partitioner) -> Any:
         lambda leaf: batch_spec(leaf, rows=rows, sharding=sharding),
         example_batch(config, partitioner, place),
     )
+
+
+def _num_bytes(batch: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch))
 
 
 def _slices(mesh: Mesh, target: Target) -> list[int]:

@@ -218,7 +218,7 @@ class _Searcher:
         self._tried.add(point)
         flags = self._flags(point)
         try:
-            plan = self._plan(self.varied(flags), dataset=self.first.dataset, check_state=True)
+            plan = self._plan(self.varied(flags), check_state=True)
             self.candidates[point] = self._candidate(point, flags, **_measured(plan))
         except StateTooLargeError as error:
             self.left_out[str(error)] += 1
