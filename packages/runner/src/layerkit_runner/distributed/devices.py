@@ -274,45 +274,35 @@ def _chosen(options: RunOptions) -> Iterator[tuple[str, list[str]]]:
 
 
 def enable_compilation_cache(flag: str | None) -> None:
-    """Cache compiled programs on disk, so that a restart or a second run starts fast."""
+    """Cache compiled programs on disk, so that a restart or a second run starts fast.
+
+    `flag` is a folder, `off`, or None for that of JAX_COMPILATION_CACHE_DIR or the default.
+    """
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    folder = cache_folder(flag, os.environ)
-    try:
-        if folder is not None:
-            make_private(folder, os.environ)
-    except UnsafePathError as error:
-        print(f"runner: no compilation cache: {error}", file=sys.stderr, flush=True)
-        folder = None
-    except OSError:
-        pass  # a read-only home folder, which JAX reports
+    folder = flag or os.environ.get("JAX_COMPILATION_CACHE_DIR") or _default_folder()
+    if "://" not in folder:
+        # A shell does not expand the ~ of --jax_compilation_cache=~/x.
+        folder = os.path.abspath(os.path.expanduser(folder)) if folder != "off" else ""
     # JAX decides at its first compilation whether it caches, and another run in this process may
     # have another folder.
     compilation_cache.reset_cache()
-    jax.config.update("jax_compilation_cache_dir", folder)
-    if folder is None:
-        return
+    jax.config.update("jax_compilation_cache_dir", folder or None)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
-def cache_folder(flag: str | None, environ: Mapping[str, str]) -> str | None:
-    """Return the folder of the compilation cache as an absolute path; None for no cache."""
-    folder = flag or environ.get("JAX_COMPILATION_CACHE_DIR") or _default_folder(environ)
-    if folder == "off":
-        return None
-    # A shell does not expand the ~ of --jax_compilation_cache=~/x.
-    return folder if "://" in folder else os.path.abspath(os.path.expanduser(folder))
-
-
-def make_private(folder: str, environ: Mapping[str, str]) -> None:
-    """Create the default cache folder for this user only; leave any other folder unchanged."""
-    if folder == os.path.abspath(_default_folder(environ)):
-        Path(folder).parent.mkdir(parents=True, exist_ok=True)
-        private_folder(Path(folder))
-
-
-def _default_folder(environ: Mapping[str, str]) -> str:
-    cache_home = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return os.path.join(cache_home, "layerkit", "jax")
+def _default_folder() -> str:
+    """Create the default folder for this user only; return `off` if another user owns it."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(home) / "layerkit" / "jax"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)
+    except UnsafePathError as error:
+        print(f"runner: no compilation cache: {error}", file=sys.stderr, flush=True)
+        return "off"
+    except OSError:
+        pass  # a read-only home folder, which JAX reports
+    return str(folder)

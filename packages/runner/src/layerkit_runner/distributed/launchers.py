@@ -151,19 +151,12 @@ def _detect(environ: Mapping[str, str], *, is_required: bool) -> str | None:
     # Not public, but the public `initialize` does not return the number of processes.
     from jax._src import clusters
 
-    kinds: dict[str, list[type[clusters.ClusterEnv]]] = {
-        "the TPU pod": [clusters.GkeTpuCluster, clusters.GceTpuCluster],
-        # A pod outside of an indexed job, such as a notebook, is alone.
-        "Kubernetes": [clusters.K8sCluster] if "JOB_COMPLETION_INDEX" in environ else [],
-    }
-    for name, members in kinds.items():
-        for cluster in members:
-            try:
-                if cluster.is_env_present():
-                    return name if cluster.get_process_count() > 1 else None
-            except Exception as error:
-                problem = f"cannot ask {name} for the other processes: {error}"
-                raise UsageError(problem, hint=_SEPARATE_JOBS) from error
+    for cluster in (clusters.GkeTpuCluster, clusters.GceTpuCluster):
+        if cluster.is_env_present():
+            return "the TPU pod" if cluster.get_process_count() > 1 else None
+    # A pod outside of an indexed job, such as a notebook, is alone.
+    if "JOB_COMPLETION_INDEX" in environ and clusters.K8sCluster.is_env_present():
+        return "Kubernetes" if clusters.K8sCluster.get_process_count() > 1 else None
     if is_required or {"JOB_COMPLETION_INDEX", "KUBERNETES_SERVICE_HOST"} <= environ.keys():
         raise UsageError(
             "cannot find the other processes",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import json
 import signal
 import threading
@@ -30,7 +29,7 @@ _FAILED = "layerkit_runner/failed"
 _EXCHANGE_MS = 60_000
 _WAIT_MS = 3_600_000
 _POLL_SECONDS = 1.0
-_SECONDS_TO_ANSWER = 2.0
+_ANSWER_MS = 2_000
 # Delay before the others report a failed process. Often all fail for the same reason, and each
 # should first report its own error.
 _SECONDS_TO_REPORT = 3.0
@@ -54,9 +53,8 @@ class Peers:
         self._num_answers = 0
         self._loss: str | None = None
         self._is_leaving = False
-        about = json.dumps(dataclasses.asdict(identity))
-        client.key_value_set(self._key("process", identity.process), about)
-        self._coordinator = self._introduced(0)
+        client.key_value_set(self._key("process", identity.process), str(identity))
+        self._coordinator = self._name(0, _EXCHANGE_MS)
         if identity.process != 0:
             self._name_coordinator_at_abort()
         for watch in (self._watch_failures, self._watch_heartbeats):
@@ -66,9 +64,10 @@ class Peers:
         """Report the reason of this process's end, unless it is empty, before it exits."""
         if reason:
             self._is_leaving = True
-            about = {**dataclasses.asdict(self._identity), "reason": reason[:_MAX_TEXT]}
+            # The callers end the sentence.
+            text = f"{self._identity} failed: {reason[:_MAX_TEXT].removesuffix('.')}"
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
-                self._client.key_value_set(_FAILED, json.dumps(about))
+                self._client.key_value_set(_FAILED, json.dumps([self._identity.process, text]))
         if self._identity.process == 0:
             time.sleep(_SECONDS_TO_LEARN)
 
@@ -96,14 +95,13 @@ class Peers:
     def _watch_failures(self) -> None:
         while not self._is_over.is_set():
             try:
-                about = json.loads(self._client.blocking_key_value_get(_FAILED, _WAIT_MS))
+                record = self._client.blocking_key_value_get(_FAILED, _WAIT_MS)
             except jax.errors.JaxRuntimeError:  # none has failed until now
                 time.sleep(_POLL_SECONDS)
                 continue
-            reason, failed = about.pop("reason"), Identity(**about)
-            if failed.process != self._identity.process:
-                # The callers end the sentence.
-                self._loss = f"{failed} failed: {reason.removesuffix('.')}"
+            process, text = json.loads(record)
+            if process != self._identity.process:
+                self._loss = text
                 time.sleep(_SECONDS_TO_REPORT)
                 self._end()
             return
@@ -116,7 +114,8 @@ class Peers:
                 for key, _ in self._client.key_value_dir_get(self._key("done", "")):
                     missing.discard(int(key.rpartition("/")[2]))
                 if missing:
-                    self._loss = _lost(self._introduced(min(missing)))
+                    process = min(missing)
+                    self._loss = _lost(process, self._name(process, _ANSWER_MS))
                     self._end()
             except jax.errors.JaxRuntimeError:  # JAX aborts if it is the coordinator that is lost
                 continue
@@ -130,9 +129,9 @@ class Peers:
         def abort(_: int) -> None:
             # If the coordinator answers, the abort has another cause and continues.
             if not self._is_over.is_set() and not finished_within(
-                _SECONDS_TO_ANSWER, lambda: self._introduced(0)
+                _ANSWER_MS / 1000, lambda: self._client.key_value_try_get(self._key("process", 0))
             ):
-                self._loss = self._loss or _lost(self._coordinator)
+                self._loss = self._loss or _lost(0, self._coordinator)
                 self._end()
 
         # Python's handlers run in the main thread, which may be in compiled code.
@@ -150,18 +149,21 @@ class Peers:
             )
             exit_now(LOST_PROCESS_EXIT_CODE)
 
-    def _introduced(self, process: int) -> Identity:
-        about = self._client.blocking_key_value_get(self._key("process", process), _EXCHANGE_MS)
-        return Identity(**json.loads(about))
+    def _name(self, process: int, wait_ms: int) -> str:
+        try:
+            name: str = self._client.blocking_key_value_get(self._key("process", process), wait_ms)
+        except jax.errors.JaxRuntimeError:  # it was lost before it introduced itself
+            name = f"process {process} of {self._identity.num_processes}"
+        return name
 
     @staticmethod
     def _key(name: str, process: int | str) -> str:
         return f"layerkit_runner/{name}/{process}"
 
 
-def _lost(identity: Identity) -> str:
+def _lost(process: int, name: str) -> str:
     return (
-        f"{identity} is lost: it sent no heartbeat for {HEARTBEAT_SECONDS} s, or its coordinator"
+        f"{name} is lost: it sent no heartbeat for {HEARTBEAT_SECONDS} s, or its coordinator"
         " closed. It was killed or suspended, ran out of memory, or its machine or network failed;"
-        f" logs/process_{identity.process:04d}.log may have the reason"
+        f" logs/process_{process:04d}.log may have the reason"
     )
