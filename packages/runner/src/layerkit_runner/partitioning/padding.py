@@ -175,21 +175,18 @@ def padding_text(uneven: Uneven) -> str:
     An example is `vocab 50257 → 50264 over tensor (lm/softmax/w); 16.1 kB per device`.
     """
     changes: dict[str, list[str]] = {}
+    extra = 0.0
     for path, array in uneven.items():
-        sizes = zip(array.axes, array.shape, array.padded_shape, strict=True)
+        more = math.prod(array.padded_shape) - math.prod(array.shape)
+        extra += more * array.dtype.itemsize / math.prod(array.parts)
         over = mesh_axes(array.sharding.spec, array.shape)
-        for (name, size, to), axes in zip(sizes, over, strict=True):
+        sizes = zip(array.axes, array.shape, array.padded_shape, over, strict=True)
+        for name, size, to, axes in sizes:
             if size != to:
                 change = f"{name} {size} → {to} over {' × '.join(axes)}"
                 changes.setdefault(change, []).append(path)
-    if not changes:
-        return ""
-    extra = 0.0
-    for array in uneven.values():
-        more = math.prod(array.padded_shape) - math.prod(array.shape)
-        extra += more * array.dtype.itemsize / math.prod(array.parts)
     parts = [f"{change} ({_names(paths)})" for change, paths in changes.items()]
-    return f"{', '.join(parts)}; {size_text(extra)} per device"
+    return f"{', '.join(parts)}; {size_text(extra)} per device" if parts else ""
 
 
 def _names(paths: list[str]) -> str:

@@ -60,7 +60,7 @@ class Partitioner(Configurable):
         """Set the initial state."""
         self._mesh: Mesh | None = None
         self._placed: _PlacedState | None = None
-        self._evaluations: dict[tuple[str, bool | None], tuple[SingleTask, Any]] = {}
+        self._evaluations: dict[tuple[bool | None, bool], Any] = {}  # of the bound task
 
     def start(self, devices: Any = None) -> None:
         """Make the mesh of the devices, by default of all devices."""
@@ -189,48 +189,33 @@ class Partitioner(Configurable):
             donate_argnums=0,
         )
 
-    def eval_step_fn(self, task: SingleTask, *, averaged: bool | None = None) -> Any:
-        """Return jitted `(state, batch) -> metrics`; each call returns the same function.
+    def eval_step_fn(
+        self, task: SingleTask, *, averaged: bool | None = None, with_scores: bool = False
+    ) -> Any:
+        """Return jitted `(state, batch) -> metrics`; data sets share the function.
 
         Args:
           task: Task, bound to this partitioner.
           averaged: True to use the averaged weights; None for the task's setting.
+          with_scores: True to return (metrics, NestedMap of `scores` float32 and `provenance` int32
+            `[rows]`).
         """
 
-        def metrics(*arguments: Any) -> Any:
-            return task.eval_step(*arguments, averaged=averaged)[0]
-
-        return self._cached(
-            task,
-            ("metrics", averaged),
-            lambda: self._jit_rows(task, metrics, REPLICATED),
-        )
-
-    def score_step_fn(self, task: SingleTask, *, averaged: bool | None = None) -> Any:
-        """Return jitted `(state, batch) -> (metrics, scores of the rows)`; see `eval_step_fn`.
-
-        The scores are a NestedMap of `scores` float32 and `provenance` int32 `[rows]`.
-        """
-
-        def score(state: TrainState, batch: NestedMap, context: StepContext) -> Any:
+        def step(state: TrainState, batch: NestedMap, context: StepContext) -> Any:
             metrics, outputs = task.eval_step(state, batch, context, averaged=averaged)
+            if not with_scores:
+                return metrics
             if "scores" not in outputs:
                 owner = f"{type(task.model).__qualname__}.compute_loss"
                 expected = "'scores', which the metrics of the data set need"
                 raise UsageError(owner=owner, field="outputs", value=[*outputs], expected=expected)
             return metrics, NestedMap(scores=outputs.scores, provenance=batch.provenance)
 
-        return self._cached(
-            task,
-            ("scores", averaged),
-            lambda: self._jit_rows(task, score, (REPLICATED, ROWS)),
-        )
-
-    def _cached(self, task: SingleTask, key: tuple[str, bool | None], make: Any) -> Any:
-        """Return the result of `make` for this task; data sets share compiled programs."""
-        if self._evaluations.get(key, (None, None))[0] is not task:
-            self._evaluations[key] = (task, make())
-        return self._evaluations[key][1]
+        key = (averaged, with_scores)
+        if key not in self._evaluations:
+            output = (REPLICATED, ROWS) if with_scores else REPLICATED
+            self._evaluations[key] = self._jit_rows(task, step, output)
+        return self._evaluations[key]
 
     def summary_step_fn(self, task: SingleTask) -> Any:
         """Return jitted `(state, batch) -> (histograms, images)`; see `summary_step`."""

@@ -85,9 +85,7 @@ def test_truncated_msgpack_file_is_an_error(pax: Any, tmp_path: Path, kept: int)
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        (".zarray", b"{", "Expecting property name"),
-        (".zarray", b'{"shape": [8], "dtype": "|O"}', "dtype"),
-        (".zarray", b'{"shape": [-8], "dtype": "<f4"}', "shape"),
+        (".zarray", b"{", "Invalid JSON"),
         ("0", b"no frame", "ZSTD"),
         ("0", None, "cannot be read"),
     ],

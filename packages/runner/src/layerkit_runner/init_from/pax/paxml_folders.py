@@ -14,7 +14,6 @@ import urllib.parse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from flax import serialization
@@ -24,7 +23,6 @@ from layerkit_runner.checkpointing.errors import DamagedCheckpointError
 from layerkit_runner.checkpointing.stored_state import LeafSpec, spec_of
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import is_remote
-from layerkit_runner.files.bounded_documents import parse_json
 from layerkit_runner.init_from.pax import tree_text
 
 if TYPE_CHECKING:
@@ -35,8 +33,9 @@ _STEP_NAME = re.compile(r"(?:checkpoint_)?(\d{1,18})")
 _MSGPACK_FILE = "checkpoint"
 _OCDBT_FILE = "manifest.ocdbt"
 _ZARR_PREFIX = "mdl_vars."
-_METADATA_KEY = ".zarray"
-_END = f"/{_METADATA_KEY}"
+_END = "/.zarray"
+# Details that TensorStore appends to a message.
+_DETAILS = re.compile(r" \[(?:source locations|tensorstore_spec)=")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,42 +150,44 @@ class TensorStoreArrays:
 
     def __init__(self, state: epath.Path, *, is_ocdbt: bool) -> None:
         """Read the shapes and dtypes."""
+        import tensorstore as ts
+
         self._state = state
-        self._names: dict[str, str] = {}
-        self._open: dict[str, Any] = {}
-        specs: dict[str, LeafSpec] = {}
+        self._arrays: dict[str, Any] = {}
         try:
-            self._store = _open_store(state, is_ocdbt=is_ocdbt)
-            keys = self._store.list().result()
+            store = _open_store(state, is_ocdbt=is_ocdbt)
+            keys = [key.decode(errors="replace") for key in store.list().result()]
         except ValueError as error:
             raise _damaged(state, None, error) from error
-        for key in sorted(keys):
-            stored = key.decode(errors="replace")
-            if not stored.endswith(_END) or stored.count("/") != 1:
-                continue
-            stored = stored.removesuffix(_END)
-            name = stored.replace(".", "/")
+        stored = sorted(key.removesuffix(_END) for key in keys if key.endswith(_END))
+        opening = {
+            key: ts.open(
+                {
+                    "driver": "zarr",
+                    "kvstore": (store / f"{key}/").spec().to_json(),
+                    "fill_missing_data_reads": False,
+                },
+                open=True,
+                read=True,
+            )
+            for key in stored
+            if "/" not in key
+        }
+        for key, array in opening.items():
+            name = key.replace(".", "/")
             try:
-                text = self._store[f"{stored}/{_METADATA_KEY}".encode()].decode()
-                specs[name] = _array_spec(parse_json(text))
-            except (ValueError, KeyError, TypeError) as error:
+                self._arrays[name] = array.result()
+            except ValueError as error:
                 raise _damaged(state, name, error) from error
-            self._names[name] = stored
-        self.specs: Mapping[str, LeafSpec] = specs
+        self.specs: Mapping[str, LeafSpec] = {
+            name: LeafSpec(tuple(array.shape), array.dtype.numpy_dtype)
+            for name, array in self._arrays.items()
+        }
 
     def read(self, name: str, ranges: tuple[slice, ...]) -> np.ndarray:
         """Read the chunks of a block of an array."""
-        import tensorstore as ts
-
         try:
-            if name not in self._open:
-                kvstore = (self._store / f"{self._names[name]}/").spec().to_json()
-                self._open[name] = ts.open(
-                    {"driver": "zarr", "kvstore": kvstore, "fill_missing_data_reads": False},
-                    open=True,
-                    read=True,
-                ).result()
-            return np.asarray(self._open[name][ranges].read().result())
+            return np.asarray(self._arrays[name][ranges].read().result())
         except ValueError as error:
             raise _damaged(self._state, name, error) from error
 
@@ -203,18 +204,10 @@ def _open_store(state_directory: epath.Path, *, is_ocdbt: bool) -> ts.KvStore:
 def _damaged(state: epath.Path, name: str | None, error: Exception) -> DamagedCheckpointError:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0]
     return DamagedCheckpointError(
-        f"cannot be read: {reason.partition(' [source locations=')[0]}",
+        f"cannot be read: {_DETAILS.split(reason)[0]}",
         owner=str(state),
         field="database" if name is None else "array",
         value=state.name if name is None else name,
         expected="files that Paxml wrote",
         hint="Copy the checkpoint again.",
     )
-
-
-def _array_spec(metadata: Any) -> LeafSpec:
-    """Return the shape and the dtype that a file declares; raise an error if it declares none."""
-    shape, dtype = metadata["shape"], np.dtype(jnp.dtype(metadata["dtype"]))
-    if dtype.hasobject or dtype.names or not all(type(n) is int and n >= 0 for n in shape):
-        raise ValueError(f"an array with shape={shape} and dtype={dtype}")
-    return LeafSpec(tuple(shape), dtype)

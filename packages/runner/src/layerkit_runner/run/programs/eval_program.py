@@ -138,8 +138,9 @@ class EvalProgram(BaseProgram):
             raise UsageError(owner=name, field="use_ema_states", value=True, expected=expected)
         self.use_ema_states = use_ema_states
         self._scores_examples = dataset.has_score_metrics
-        make_step = partitioner.score_step_fn if self._scores_examples else partitioner.eval_step_fn
-        self._step = make_step(task, averaged=use_ema_states)
+        self._step = partitioner.eval_step_fn(
+            task, averaged=use_ema_states, with_scores=self._scores_examples
+        )
         self._has_checked_padding = False
 
     def run(self, state: TrainState, step: int, observers: Observer) -> dict[str, float]:
