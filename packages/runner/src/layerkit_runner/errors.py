@@ -126,6 +126,17 @@ def exits_as_errors() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def naming_code() -> Iterator[None]:
+    """Convert errors that are not `UserError`, of the user's code, to ones with its line."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UsageError(f"{type(error).__name__}: {error}", owner=line_of(error)) from error
+
+
+@contextlib.contextmanager
 def naming_line() -> Iterator[None]:
     """Name the line of the user's code in an error about a name or value that the code uses."""
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import re
 from typing import Any
 
 import pytest
@@ -182,11 +183,6 @@ def test_list_defaults_belong_to_the_instance():
 # Resolving.
 
 
-def test_override_changes_derived_values():
-    assert resolved().task.model.hidden_dims == 32
-    assert resolved(Small(MODEL_DIMS=100)).task.model.hidden_dims == 400
-
-
 def test_deep_paths_set_any_field():
     result = resolved(
         task__model__num_layers="4",
@@ -287,6 +283,18 @@ def test_method_that_returns_no_config_raises(raises, root: str, result: Any, ex
     assert ("[Config(" in caught.value.hint) == (root == "datasets")
 
 
+def test_error_in_a_method_has_its_file_and_line(raises: Any):
+    broken = type("Broken", (Small,), {"task": lambda self: 1 / 0})
+    with raises(UsageError) as caught:
+        resolve(broken())
+    assert re.fullmatch(r".*test_experiment\.py:\d+", caught.value.owner)
+
+
+def test_none_leaves_an_input_out():
+    left = resolve(Small(), [Override("datasets.0", "None")])
+    assert len(left.datasets) == len(Small().datasets()) - 1
+
+
 # The resolved configuration as text.
 
 
@@ -343,11 +351,6 @@ def text_of(**fields: Any) -> dict[str, str]:
     return config_json(resolve(Named(**fields)))["overrides"]
 
 
-@pytest.mark.parametrize("value", ["bfloat16", "/data/c4.model", "gs://bucket/a b", "a.b"])
-def test_simple_strings_are_unquoted_in_commands(value: str):
-    assert text_of(NAME=value) == {"NAME": value}
-
-
 @given(
     st.text() | st.sampled_from(["None", "3", "True", "true", "false", " a", "(1,)", "nan", "'a'"])
 )
@@ -371,6 +374,8 @@ def test_unused_field_is_no_field_until_a_class_replaces_the_list(raises: Any):
     with raises(FieldError, value="MODEL_DIMS"):
         Plain(MODEL_DIMS=3)
     assert Again(MODEL_DIMS=3).MODEL_DIMS == 3
+    with raises(FieldError, owner="Typo.unused_fields", value="MODEL_DIM"):
+        type("Typo", (Small,), {"unused_fields": ("MODEL_DIM",)})
 
 
 def test_reduced_values_combine_those_of_all_bases():

@@ -79,30 +79,6 @@ def test_repeated_steps_count_as_lost(clock, run_info, tmp_path):
     assert goodput.summary().endswith("; 2 runs, 0:05:10 between them, 5 steps repeated")
 
 
-def test_run_after_a_completed_one_loses_no_steps(clock, run_info, tmp_path):
-    train(clock, tmp_path, run_info, start_step=0, until=20)
-    clock.now += 5
-    train(clock, tmp_path, run_info, start_step=20, until=30)
-    clock.now += 5
-    goodput = train(clock, tmp_path, run_info, start_step=30, until=31)
-    assert counted(goodput) == {"start": 30, "steps": 62}
-    assert (goodput.num_runs, goodput.seconds_between_runs) == (3, 10)
-
-
-@pytest.mark.parametrize(
-    ("until", "dies", "expected"),
-    [(20, False, {"start": 20, "steps": 2, "lost": 40}), (0, True, {"start": 20, "steps": 2})],
-    ids=["all steps", "no step, since none was completed"],
-)
-def test_run_that_restarts_from_step_0_loses_the_steps_of_the_first(
-    clock, run_info, tmp_path, until, dies, expected
-):
-    train(clock, tmp_path, run_info, start_step=0, until=until, dies=dies)
-    goodput = train(clock, tmp_path, run_info, start_step=0, until=1)
-    assert counted(goodput) == expected
-    assert goodput.num_lost_steps == until
-
-
 def test_unreadable_record_is_an_error_and_is_not_replaced(clock, run_info, tmp_path):
     (tmp_path / "goodput.json").write_text("{")
     log = GoodputLog(Goodput(clock=clock), clock=clock)

@@ -78,14 +78,6 @@ def test_work_lost_before_a_resume_is_left_out_but_stays_in_the_file(train, tmp_
     assert events == [("start", 0), ("resume", 15)]
 
 
-def test_run_resumed_from_step_0_drops_all_earlier_records(train, tmp_path):
-    train(tmp_path, [1, 10, 20])
-    train(tmp_path, [1], loss=lambda step: 5.0)
-    metrics = read_metrics(tmp_path)
-    assert losses(metrics.train) == [(1, 5.0)]
-    assert metrics.evals == {}
-
-
 def test_read_metrics_keeps_the_later_record_of_a_step(train, run_info, tmp_path):
     train(tmp_path, [5])
     train(tmp_path, [], start_step=10)

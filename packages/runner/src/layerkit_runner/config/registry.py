@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerkit.errors import UserError
 from layerkit_runner.config import flags
-from layerkit_runner.errors import UsageError, line_of, to_usage_error
+from layerkit_runner.errors import UsageError, line_of, naming_code, to_usage_error
 from layerkit_runner.files.text import aligned, cut
 
 if TYPE_CHECKING:
@@ -309,6 +309,7 @@ def _spec(module: str) -> importlib.machinery.ModuleSpec | None:
         return None
 
 
+@naming_code()
 def _imported(name: str) -> types.ModuleType:
     """Return a module."""
     try:
@@ -319,8 +320,6 @@ def _imported(name: str) -> types.ModuleType:
         raise UsageError(error.msg, owner=f"{error.filename}:{error.lineno}") from None
     except UserError as error:
         raise to_usage_error(error, owner=line_of(error)) from error
-    except Exception as error:  # anything that the user's code raises
-        raise UsageError(f"{type(error).__name__}: {error}", owner=line_of(error)) from error
 
 
 def _short(dotted: str, packages: Collection[str]) -> str:

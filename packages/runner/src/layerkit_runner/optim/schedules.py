@@ -170,12 +170,7 @@ def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) ->
     rates = {f"values[{index}]": value for index, value in enumerate(values)}
     check_non_negative(owner, **concrete_numbers(**rates))
     _check_boundaries(owner, boundaries)
-
-    def rate(step: jax.typing.ArrayLike) -> jax.Array:
-        index = jnp.searchsorted(jnp.array(boundaries, jnp.float32), step, side="right")
-        return jnp.array(values, jnp.float32)[index]
-
-    return rate
+    return optax.join_schedules([*map(optax.constant_schedule, values)], boundaries)
 
 
 def cycle(

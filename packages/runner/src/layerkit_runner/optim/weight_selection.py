@@ -114,12 +114,11 @@ class TrainedWeights:
         """Return the moving statistics `new`, with those of frozen paths as in `old`."""
         if self._is_all:
             return new
-        trains_matched = self.trainable is not None
-        patterns = tuple(self.frozen if self.trainable is None else self.trainable)
+        patterns = self.frozen if self.trainable is None else self.trainable
         kept = flatten_dict(old)
         for path, leaf in flatten_dict(new).items():
             is_matched = any(re.fullmatch(pattern, "/".join(path)) for pattern in patterns)
-            if is_matched == trains_matched:
+            if is_matched == (self.trainable is not None):
                 kept[path] = leaf
         return unflatten_dict(kept)
 

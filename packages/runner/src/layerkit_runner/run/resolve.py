@@ -12,7 +12,6 @@ from typing import Any
 
 from layerkit.config import copy_config, is_config
 from layerkit.config.field_types import FieldTypeError
-from layerkit.errors import UserError
 from layerkit_runner.config.config_tree import PathSetter
 from layerkit_runner.config.experiment import BaseExperiment, experiment_fields, reduced_values
 from layerkit_runner.config.registry import ExperimentEntry, find_experiment, load_experiment
@@ -25,7 +24,14 @@ from layerkit_runner.config.requests import (
     merge_overrides,
     parse_fields,
 )
-from layerkit_runner.errors import UsageError, as_usage_error, line_of, naming_line, unknown_field
+from layerkit_runner.errors import (
+    UsageError,
+    as_usage_error,
+    line_of,
+    naming_code,
+    naming_line,
+    unknown_field,
+)
 from layerkit_runner.run_options import MODES
 
 
@@ -37,7 +43,8 @@ def resolve(
         experiment.validate()
     # All roots are copied in one call, so that shared configs stay shared. The overrides are set on
     # the copy, because the experiment may return the same object again.
-    roots = copy_config({root: _checked(experiment, root) for root in ROOTS})
+    with naming_code():
+        roots = copy_config({root: _checked(experiment, root) for root in ROOTS})
     overrides = merge_overrides(deep_overrides)
     return ResolvedExperiment(experiment, **_set(roots, overrides), deep_overrides=overrides)
 
@@ -109,17 +116,13 @@ def _checked(experiment: BaseExperiment, root: str) -> Any:
             result = getattr(experiment, root)()
     except AttributeError as error:
         if error.obj is not experiment:
-            raise UsageError(f"AttributeError: {error}", owner=line_of(error)) from error
+            raise
         fields, owner = experiment_fields(type(experiment)), type(experiment).__qualname__
         raise unknown_field(f"{line_of(error)}: {owner}", str(error.name), fields) from error
     except FieldTypeError as error:
         if error.value is None and hasattr(experiment, error.field or ""):
             error.hint = f"{type(experiment).__qualname__}.{error.field}() returns None."
         raise
-    except UserError:
-        raise
-    except Exception as error:  # anything that the user's code raises
-        raise UsageError(f"{type(error).__name__}: {error}", owner=line_of(error)) from error
     if root in OPTIONAL_ROOTS and result is None:
         return None
     is_one = root in ("task", "partitioner", "executor")
