@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 
-from layerkit_inputs.base.errors import MissingExtraError
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.requests import ResolvedExperiment, flag_word
 from layerkit_runner.distributed.stop_signals import Interrupts
@@ -72,18 +71,9 @@ class MetricsTable(dict[str, list[Any]]):
         return f"MetricsTable({self.num_rows} rows: {', '.join(self)})"
 
     def to_pandas(self) -> Any:
-        """Return a `pandas.DataFrame`, with the steps as its index.
+        """Return a `pandas.DataFrame`, with the steps as its index."""
+        import pandas
 
-        Raises:
-          MissingExtraError: pandas is not installed.
-        """
-        try:
-            import pandas
-        except ModuleNotFoundError as error:
-            raise MissingExtraError(
-                "MetricsTable.to_pandas needs the package pandas",
-                hint="Install it: pip install pandas",
-            ) from error
         frame = pandas.DataFrame(dict(self))
         return frame.set_index("step") if "step" in frame else frame
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from layerkit_runner.config.registry import (
 )
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.run.resolve import resolve
+from layerkit_runner.run.start_report import num_params
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -70,9 +70,10 @@ def catalogue_line(cls: type[BaseExperiment], dotted: str, package: str) -> Cata
         return dataclasses.replace(line, mesh=mesh, data=experiment.data_summary())
     experiment = cls()
     resolved = resolve(experiment)
+    model = resolved.task.Instantiate().model
     return dataclasses.replace(
         line,
-        num_params=num_params(resolved.task),
+        num_params=num_params(jax.eval_shape(lambda: model.init(jax.random.key(0)))[PARAMS]),
         mesh=mesh_summary(resolved.partitioner),
         data=experiment.data_summary(),
     )
@@ -81,13 +82,6 @@ def catalogue_line(cls: type[BaseExperiment], dotted: str, package: str) -> Cata
 def fields_without_value(cls: type[BaseExperiment]) -> list[str]:
     """Return the names of the fields that have no default."""
     return [name for name in experiment_fields(cls) if not hasattr(cls, name)]
-
-
-def num_params(task: Any) -> int:
-    """Return the number of weights of the task of a config, from shapes alone."""
-    model = task.Instantiate().model
-    shapes = jax.eval_shape(lambda: model.init(jax.random.key(0)))
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes[PARAMS]))
 
 
 def mesh_summary(partitioner: Any) -> str:

@@ -69,14 +69,10 @@ def _inspect(resolved: ResolvedExperiment, options: RunOptions) -> int:
 
         print_batches(resolved, options)
         return 0
-    if options.inspect == "parameters":
-        from layerkit_runner.tools.inspect.model import describe_parameters
+    if options.inspect in ("layers", "parameters"):
+        from layerkit_runner.tools.inspect import model
 
-        text = describe_parameters(resolved, options)
-    elif options.inspect == "layers":
-        from layerkit_runner.tools.inspect.model import describe_layers
-
-        text = describe_layers(resolved, options)
+        text = getattr(model, f"describe_{options.inspect}")(resolved, options)
     else:
         from layerkit_runner.config.config_tree import printed_config
 

@@ -311,12 +311,12 @@ def test_wrong_programs_are_an_error_before_a_file_is_written(
 
 
 @pytest.mark.parametrize(("index", "name"), [(0, "few"), (1, "many")])
-def test_a_plan_is_of_the_step_that_needs_most_memory(
+def test_a_plan_is_of_the_step_with_the_largest_batch(
     experiment: type[BaseExperiment], index: int, name: str
 ):
     large = Override(f"datasets.{index}.percore_batch_size", "4096.0")
     plan = make_plan(resolve(experiment(), [large]), jax.devices())
     assert plan.batch.rows == 8 * 4096
     (other,) = ROWS.keys() - {name}
-    note = f"the step on {name}, which needs most memory; trained round-robin with {other}"
+    note = f"the step on {name}, which has the largest batch; trained round-robin with {other}"
     assert note in plan.notes
