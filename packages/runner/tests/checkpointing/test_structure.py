@@ -29,14 +29,6 @@ def test_leaves_are_named_by_keys_fields_and_positions():
     }
 
 
-def test_nest_keeps_the_names():
-    leaves = stored_state.named_leaves({"opt": (Moments({"w": 1}, 2), {"a/b": 5})})
-    assert stored_state.nest(leaves) == {
-        "opt": {"0": {"mu": {"w": 1}, "count": 2}, "1": {"a/b": 5}}
-    }
-    assert dict(stored_state.named_leaves(stored_state.nest(leaves))) == leaves
-
-
 class Twice:
     """A container whose two children have the same name."""
 

@@ -20,7 +20,6 @@ from layerkit_runner.files.atomic_write import (
     naming_path,
     open_append,
     private_folder,
-    remove_stale_partials,
 )
 from layerkit_runner.observers.metrics_log import open_lines
 from layerkit_runner.run.job_folder import lock, try_lock
@@ -163,20 +162,6 @@ def test_check_links_raises_for_a_link_of_another_user(tmp_path: Path):
     os.chown(tmp_path / "checkpoints", NOBODY, NOBODY, follow_symlinks=False)
     with pytest.raises(UnsafePathError, match=f"checkpoints is a symbolic link of user {NOBODY}"):
         check_links(tmp_path)
-
-
-def test_remove_stale_partials_deletes_old_unfinished_files_alone(tmp_path: Path):
-    stale, fresh = (tmp_path / f".goodput.json.{digit * 16}.partial" for digit in "1a")
-    names = ("goodput.json", ".goodput.json.partial", ".notes.partial")
-    others = [tmp_path / name for name in names]
-    for path in (stale, fresh, *others):
-        path.write_text("")
-    for path in (stale, *others):
-        os.utime(path, (0, 0))
-    (tmp_path / "folder").mkdir()
-    remove_stale_partials(tmp_path)
-    remove_stale_partials(tmp_path / "not there")
-    assert set(tmp_path.iterdir()) == {fresh, *others, tmp_path / "folder"}
 
 
 def test_error_of_a_full_disk_names_the_path(tmp_path: Path):

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from flax.traverse_util import unflatten_dict
 
 from layerkit_runner.checkpointing import folders, integrity, stored_state
 from layerkit_runner.checkpointing.errors import naming_damage
@@ -92,7 +93,7 @@ class StateHandler(_Handler):
             # The thread starts before those that write, which leave no core for its start.
             finishing = _run_in_background(finish, "state_hashes")
             save = ocp.args.PyTreeSave(
-                stored_state.nest(args.leaves), ocdbt_target_data_file_size=_DATA_FILE_BYTES
+                unflatten_dict(args.leaves), ocdbt_target_data_file_size=_DATA_FILE_BYTES
             )
             try:
                 writing.set_result(await self._arrays.async_save(directory, args=save))
@@ -214,7 +215,7 @@ def read_state(
     if stored_state.format_of(state_directory) is stored_state.StateFormat.MSGPACK:
         with naming_damage(state_directory / stored_state.STATE_FILE):
             return stored_state.read_msgpack(state_directory, targets)
-    nested = stored_state.nest(targets)
+    nested = unflatten_dict(targets)
     restore_args = ocp.checkpoint_utils.construct_restore_args(nested)
     args = ocp.args.PyTreeRestore(item=nested, restore_args=restore_args, partial_restore=True)
     with naming_damage(state_directory), contextlib.closing(_array_storage()) as reader:

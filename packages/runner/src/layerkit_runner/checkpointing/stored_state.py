@@ -179,17 +179,6 @@ def join(path: LeafPath) -> str:
     return "/".join(path)
 
 
-def nest(leaves: Mapping[LeafPath, Any]) -> dict[str, Any]:
-    """Return nested dicts whose keys are the names along each path."""
-    tree: dict[str, Any] = {}
-    for path, leaf in leaves.items():
-        node = tree
-        for name in path[:-1]:
-            node = node.setdefault(name, {})
-        node[path[-1]] = leaf
-    return tree
-
-
 class FiniteCheck:
     """A search for NaN and infinities in a state, which runs on the devices without blocking.
 

@@ -9,20 +9,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import secrets
 import stat
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 if TYPE_CHECKING:
     from etils import epath
-
-_PARTIAL_NAME = re.compile(r"\..+\.[0-9a-f]{16}\.partial")
-# Longer than any write takes, since other processes may write to the folder at the same time.
-_STALE_SECONDS = 3600.0
 
 
 class UnsafePathError(OSError):
@@ -76,17 +70,6 @@ def naming_path(path: os.PathLike[str] | str) -> Iterator[None]:
         if error.errno is not None and error.filename is None:
             error.filename = os.fspath(path)
         raise
-
-
-def remove_stale_partials(directory: os.PathLike[str] | str) -> None:
-    """Delete files of `atomic_write` that a kill left unfinished over an hour ago."""
-    oldest = time.time() - _STALE_SECONDS
-    with contextlib.suppress(OSError), os.scandir(directory) as entries:
-        for entry in entries:
-            if _PARTIAL_NAME.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                with contextlib.suppress(OSError):  # it was renamed, or belongs to another user
-                    if entry.stat(follow_symlinks=False).st_mtime < oldest:
-                        os.unlink(entry.path)
 
 
 def open_append(path: os.PathLike[str] | str, *, is_buffered: bool = True) -> BinaryIO:

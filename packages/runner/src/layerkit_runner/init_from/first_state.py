@@ -111,10 +111,7 @@ def _read_match(
     partitioner: Partitioner, task: SingleTask, state: TrainState, matched: Matched
 ) -> FirstState:
     values: dict[_Key, jax.Array] = {}
-    sources: list[StoredValues] = []
-    for initial in matched.values.values():
-        if initial.stored not in sources:
-            sources.append(initial.stored)
+    sources = [*dict.fromkeys(initial.stored for initial in matched.values.values())]
     for number, stored in enumerate(sources):
         read = stored.read(_stored_specs(stored, matched.values.values()))
         values |= {(number, path): value for path, value in read.items()}

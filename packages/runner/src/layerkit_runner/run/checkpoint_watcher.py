@@ -89,8 +89,10 @@ def watch_checkpoints(
                 f"{timeout_secs:g}; the last was step {done}"
             )
             return
-        if older := first_names(map(str, new["older"])):
-            report(f"step {new['step']} is the newest; skipped older steps: {older}")
+        newest, skipped = new
+        if skipped:
+            names = first_names(map(str, skipped))
+            report(f"step {newest} is the newest; skipped older steps: {names}")
         processed = process_newest()
         done = done if processed is None else processed
         if signals.agreed_now():
@@ -136,15 +138,13 @@ def _wait(
     timeout_secs: float | None,
     signals: StopSignals,
     report: Callable[[str], None],
-) -> dict[str, Any] | None:
-    """Wait for a new checkpoint; return None after the timeout or a signal."""
+) -> tuple[int, list[int]] | None:
+    """Wait for a new checkpoint, see `poll_newest`; return None after the timeout or a signal."""
     began = time.monotonic()
 
     def poll() -> dict[str, Any]:
-        new = watcher.poll_newest()
         late = timeout_secs is not None and time.monotonic() - began >= timeout_secs
-        newest = None if new is None else {"step": new[0], "older": new[1]}
-        return {"new": newest, "is_late": late}
+        return {"new": watcher.poll_newest(), "is_late": late}
 
     has_reported = False
     while not signals.agreed_now():

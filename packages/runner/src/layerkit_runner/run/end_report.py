@@ -26,6 +26,7 @@ from layerkit_runner.observers.metrics_log import encode, read_metrics
 from layerkit_runner.run.executor import Executor
 from layerkit_runner.run.job import Job
 from layerkit_runner.run.job_folder import command_line, longer
+from layerkit_runner.run.programs.decode_program import record_text
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_state import TrainState
 
@@ -163,13 +164,11 @@ def _draw(job: Job, baselines: dict[str, float], token_unit: str) -> None:
 
 def sample_text(name: str, record: Mapping[str, Any]) -> str:
     """Return the text of a record for reports: a prompt with its continuation, or the outputs."""
-    if "prompt" not in record or "continuation" not in record:
+    text = record_text(record)
+    if text is None:
         return f"sample ({name}): {encode(record)[:_SAMPLE_CHARACTERS]}"
-    continuation = record["continuation"][:_SAMPLE_CHARACTERS]
-    return (
-        f"sample ({name}, {record['num_tokens']} tokens after the mark):\n"
-        f"{record['prompt']}⟫{continuation}"
-    )
+    text = text[: len(record["prompt"]) + 1 + _SAMPLE_CHARACTERS]
+    return f"sample ({name}, {record['num_tokens']} tokens after the mark):\n{text}"
 
 
 def _suggest(job: Job, executor: Executor, step: int) -> None:

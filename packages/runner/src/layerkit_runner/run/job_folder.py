@@ -40,7 +40,6 @@ from layerkit_runner.files.atomic_write import (
     is_remote,
     open_append,
     read_regular,
-    remove_stale_partials,
 )
 from layerkit_runner.run_options import RunOptions
 
@@ -132,8 +131,6 @@ def only_trainer(directory: epath.Path) -> Iterator[None]:
             lock.truncate(0)
             lock.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
             lock.flush()
-        for folder in (directory, directory / "checkpoints"):
-            remove_stale_partials(folder)
         yield
 
 

@@ -110,7 +110,7 @@ class DecodeProgram(BaseProgram):
             atomic_write(path, "".join(encode(record) + "\n" for record in records))
         self._report_records(records, step, observers, processed.metrics())
         for record in records[:1]:
-            observers.text(step, self.name, sample_text(record) or encode(record))
+            observers.text(step, self.name, record_text(record) or encode(record))
         return records
 
     def _report_records(
@@ -301,7 +301,7 @@ class DecodedRecords:
         return [{name: text} for text in texts]
 
 
-def sample_text(record: dict[str, Any]) -> str | None:
+def record_text(record: Mapping[str, Any]) -> str | None:
     """Return a prompt and its continuation as one text; None for a record without texts."""
     if "prompt" not in record or "continuation" not in record:
         return None
