@@ -18,8 +18,8 @@ from layerkit_runner.observers import Progress, RunInfo
 def test_config_is_a_foldable_tree(lines: ModuleType):
     config = lines.LinesLm().model()
     shown = treescope.render_to_text(config)
-    assert shown.startswith("LanguageModel(") and "num_layers=" in shown
-    assert "TransformerLm" in treescope.render_to_html(config)
+    assert shown.startswith("LanguageModel(") and "lm_tpl=TransformerLm(" in shown
+    assert "num_layers=" in shown and "treescope" in treescope.render_to_html(config)
 
 
 def test_bar_is_drawn_in_a_notebook(
