@@ -40,7 +40,7 @@ def write_shards(
     files = [WEIGHTS] if count == 1 else files
     for file, names in zip(files, shards, strict=True):
         held = {name: np.ascontiguousarray(next(tensors)) for name in names}
-        _write_tensors(folder / file, held)
+        _replace_file(folder / file, held)
     # A single file next to an older index would be two models, of which readers load one.
     (folder / INDEX).unlink(missing_ok=True)
     for stale in (*folder.glob("model-?????-of-?????.safetensors"), folder / WEIGHTS):
@@ -52,7 +52,7 @@ def write_shards(
         write_json(folder, INDEX, {"metadata": metadata, "weight_map": file_of})
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+def _replace_file(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Replace a safetensors file by an atomic write, with permissions by the umask.
 
     safetensors creates files that only their owner can read.
