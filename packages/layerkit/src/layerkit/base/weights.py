@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -165,36 +166,6 @@ def check_declaration(owner: Named, name: str, weight: WeightHParams, *, shardin
             sharding.rules.mesh_axes(axis, owner=f"{owner.path_name}.{name}")
 
 
-def draw_weight(key: jax.Array, weight: WeightHParams, init: WeightInit, dtype: Any) -> jax.Array:
-    """Return initial values `[...]` of the weight's shape, drawn in float32 and cast to `dtype`."""
-    fan_in, fan_out = weight.fans(init)
-    shape, scale = weight.shape, init.scale
-
-    # Without an explicit dtype, JAX's x64 mode would draw other numbers.
-    def uniform() -> jax.Array:
-        return jax.random.uniform(key, shape, jnp.float32, -1.0, 1.0)
-
-    def normal() -> jax.Array:
-        return jax.random.normal(key, shape, jnp.float32)
-
-    def truncated_normal() -> jax.Array:
-        return jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32)
-
-    def xavier() -> jax.Array:
-        return scale * math.sqrt(6.0 / (fan_in + fan_out)) * uniform()
-
-    samplers: dict[str, Callable[[], jax.Array]] = {
-        "xavier": xavier,
-        "xavier_last_axes": xavier,
-        "gaussian": lambda: scale * normal(),
-        "truncated_gaussian": lambda: scale * truncated_normal(),
-        "fan_in": lambda: scale / math.sqrt(fan_in) * normal(),
-        "uniform": lambda: scale * uniform(),
-        "constant": lambda: jnp.full(shape, scale),
-    }
-    return samplers[init.method]().astype(dtype)
-
-
 class WeightBox(struct.PyTreeNode, meta.AxisMetadata[Any]):
     """A weight with its declaration, as initialization returns it.
 
@@ -235,14 +206,37 @@ class WeightBox(struct.PyTreeNode, meta.AxisMetadata[Any]):
         return self.replace(axes=tuple(axes))
 
 
+_UNIFORM = functools.partial(jax.random.uniform, minval=-1.0, maxval=1.0)
+_DISTRIBUTIONS: dict[str, Callable[..., jax.Array]] = {
+    "xavier": _UNIFORM,
+    "xavier_last_axes": _UNIFORM,
+    "uniform": _UNIFORM,
+    "gaussian": jax.random.normal,
+    "fan_in": jax.random.normal,
+    "truncated_gaussian": functools.partial(jax.random.truncated_normal, lower=-2.0, upper=2.0),
+}
+
+
 def draw_boxed(
     key: jax.Array, *, weight: WeightHParams, init: WeightInit, dtype: Any, is_factor: bool
 ) -> WeightBox:
-    """Return initial values `[...]` of a weight in a box with its declaration."""
-    value, decays = draw_weight(key, weight, init, dtype), weight.decays
+    """Return initial values `[...]` of a weight, cast to `dtype`, in a box with its declaration."""
+    fan_in, fan_out = weight.fans(init)
+    scale = init.scale
+    if init.method.startswith("xavier"):
+        scale *= math.sqrt(6.0 / (fan_in + fan_out))
+    elif init.method == "fan_in":
+        scale /= math.sqrt(fan_in)
+    if init.method == "constant":
+        value = jnp.full(weight.shape, scale)
+    else:
+        # Without an explicit dtype, JAX's x64 mode would draw other numbers.
+        draw = _DISTRIBUTIONS[init.method]
+        value = scale * draw(key, shape=weight.shape, dtype=jnp.float32)
+    decays = weight.decays
     if decays is None:
         decays = is_factor or (len(weight.shape) > 1 and init.method != "constant")
-    return WeightBox(value, tuple(weight.axes), init, weight.fans(init), decays)
+    return WeightBox(value.astype(dtype), tuple(weight.axes), init, (fan_in, fan_out), decays)
 
 
 def is_box(value: Any) -> bool:

@@ -318,11 +318,21 @@ def _missing_fields(target: Any, arguments: dict[str, Any]) -> list[str]:
     ]
 
 
-def _default_config(hparams: Any, overrides: dict[str, Any]) -> Config | None:
-    if hparams is None:
-        return None
-    # Configs of one class must not share a default.
-    return Config(getattr(hparams, "_target", hparams), **copy_config(overrides))
+def _declare(
+    role: str, hparams: Any, overrides: dict[str, Any], convert: Callable[[Config], Any]
+) -> Any:
+    """Return a field whose default is a new config of a class, converted in a built object."""
+
+    def make() -> Config | None:
+        # Configs of one class must not share a default.
+        target = getattr(hparams, "_target", hparams)
+        return None if hparams is None else Config(target, **copy_config(overrides))
+
+    def make_converted() -> Any:
+        config = make()
+        return None if config is None else convert(config)
+
+    return dataclasses.field(default_factory=make_converted, metadata={_ROLE: role, _MAKE: make})
 
 
 def sub_config_field(hparams: Any, **overrides: Any) -> Any:
@@ -333,13 +343,7 @@ def sub_config_field(hparams: Any, **overrides: Any) -> Any:
         None.
       **overrides: Fields of the default.
     """
-
-    def make() -> Config | None:
-        return _default_config(hparams, overrides)
-
-    return dataclasses.field(
-        default_factory=lambda: _freeze(make()), metadata={_ROLE: _TEMPLATE, _MAKE: make}
-    )
+    return _declare(_TEMPLATE, hparams, overrides, _freeze)
 
 
 def instance_field(hparams: Any, **overrides: Any) -> Any:
@@ -349,12 +353,4 @@ def instance_field(hparams: Any, **overrides: Any) -> Any:
       hparams: `SomeClass.HParams`, or the class, whose config is the default; or None.
       **overrides: Fields of the default.
     """
-
-    def make() -> Config | None:
-        return _default_config(hparams, overrides)
-
-    def make_built() -> Any:
-        config = make()
-        return None if config is None else build(config)
-
-    return dataclasses.field(default_factory=make_built, metadata={_ROLE: "instance", _MAKE: make})
+    return _declare("instance", hparams, overrides, build)

@@ -47,25 +47,20 @@ class Annotation(str):
     """
 
     kind: Any
-    modules: tuple[str, ...] = ()
-    default: Any = MISMATCH
+    modules: tuple[str, ...]
+    default: Any
+
+    def __new__(cls, kind: Any, *modules: str, default: Any = MISMATCH) -> Annotation:
+        """Return an annotation with the modules of its names."""
+        text = "Any" if kind is inspect.Parameter.empty else kind
+        text = text if isinstance(text, str) else inspect.formatannotation(text)
+        self = super().__new__(cls, text)
+        self.kind, self.modules, self.default = kind, modules, default
+        return self
 
     def fit(self, value: Any) -> Any:
         """Return a value as the field holds it, or `MISMATCH`."""
         return fit(value, self.kind, self.modules)
-
-
-def read_annotation(kind: Any, *modules: str, default: Any = MISMATCH) -> Annotation:
-    """Return an annotation with the modules of its names."""
-    annotation = Annotation(_as_text(kind))
-    annotation.kind, annotation.modules, annotation.default = kind, modules, default
-    return annotation
-
-
-def _as_text(kind: Any) -> str:
-    if kind is inspect.Parameter.empty:
-        return "Any"
-    return kind if isinstance(kind, str) else inspect.formatannotation(kind)
 
 
 @functools.cache
@@ -73,7 +68,7 @@ def field_annotations(target: Any) -> dict[str, Annotation]:
     """Return the annotations of the fields of a dataclass, or of the parameters of a callable."""
     if dataclasses.is_dataclass(target):
         return {
-            field.name: read_annotation(
+            field.name: Annotation(
                 field.type, *_declaring_modules(target, field), default=field.default
             )
             for field in dataclasses.fields(target)
@@ -83,7 +78,7 @@ def field_annotations(target: Any) -> dict[str, Annotation]:
     # The names of classes are not looked up: what a function is annotated with may be wrong, or
     # become right when a job fills in the argument.
     return {
-        parameter.name: read_annotation(_as_text(parameter.annotation), default=parameter.default)
+        parameter.name: Annotation(str(Annotation(parameter.annotation)), default=parameter.default)
         for parameter in parameters_of(target)
         if parameter.kind in named
     }
@@ -220,7 +215,7 @@ def _takes_text(text: str, annotation: str | None, *, untyped: bool) -> bool:
 
 
 def _as_annotation(text: str) -> Annotation:
-    return text if isinstance(text, Annotation) else read_annotation(text)
+    return text if isinstance(text, Annotation) else Annotation(text)
 
 
 def _mismatch(value: Any, annotation: str | None, *, hint: str | None = None) -> FieldTypeError:

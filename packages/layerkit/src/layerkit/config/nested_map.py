@@ -7,14 +7,12 @@ has been imported.
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from layerkit.errors import UnknownNameError
 
-_VALID_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 _registered = False
 
 

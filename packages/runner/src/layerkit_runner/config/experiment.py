@@ -221,7 +221,7 @@ def _check_assigned(cls: type[BaseExperiment]) -> None:
 def _annotated_fields(cls: type) -> dict[str, str | None]:
     """Return the texts of the annotations of all fields, those of the last base first."""
     return {
-        name: field_types.read_annotation(annotation, base.__module__)
+        name: field_types.Annotation(annotation, base.__module__)
         for base in reversed(cls.__mro__)
         for name, annotation in inspect.get_annotations(base).items()
         if is_field_name(name)

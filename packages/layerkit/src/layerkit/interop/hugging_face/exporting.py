@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+import secrets
+import stat
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,19 +18,20 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from layerkit.base.base_layer import PARAMS
 from layerkit.config import Config, build, field_names, is_config, target_of
-from layerkit.interop.hugging_face.deployed import deployed_model
 from layerkit.interop.hugging_face.families import FAMILIES, family_of
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.folder import (
     CONFIG,
+    INDEX,
+    WEIGHTS,
     copy_companions,
+    import_safetensors,
     read_json,
     write_json,
 )
 from layerkit.interop.hugging_face.generation import export_defaults
 from layerkit.interop.hugging_face.importing import TensorMismatchError
 from layerkit.interop.hugging_face.keys import UnsupportedModelError
-from layerkit.interop.hugging_face.shard_writer import write_shards
 from layerkit.interop.hugging_face.tensors import (
     Index,
     Path,
@@ -40,8 +44,13 @@ from layerkit.interop.hugging_face.tensors import (
 )
 from layerkit.layers.quantization.current_scaling import Fp8CurrentDot, Int8Dot
 from layerkit.layers.quantization.fp8 import Fp8Dot
+from layerkit.layers.quantization.lora import remove_lora
 from layerkit.layers.quantization.mxfp8 import MxFp8Dot
 from layerkit.layers.quantization.nvfp4 import NvFp4Dot
+from layerkit.layers.quantization.stored_weights import dequantize_model
+from layerkit.models.language_model import LanguageModel
+from layerkit.models.preference_model import DpoModel
+from layerkit.models.transformer_lm import TransformerLm
 
 # Fields that change how a model is computed, trained or sharded, but not its outputs.
 # fmt: off
@@ -248,23 +257,67 @@ def _write_tensors(
     max_shard_bytes: int,
     writes: bool,
 ) -> None:
+    """Write tensors into files, of which one is held at a time, and remove older tensors.
+
+    All processes gather the shards of each tensor; the one that `writes` keeps them.
+    """
     shapes, groups = their_shapes(pieces), group_by_tensor(pieces)
     sizes = {
-        name: int(np.prod(shape)) * leaves[groups[name][0].path].dtype.itemsize
+        name: math.prod(shape) * leaves[groups[name][0].path].dtype.itemsize
         for name, shape in shapes.items()
     }
+    shards: list[list[str]] = [[]]
+    left = max_shard_bytes
+    for name, size in sizes.items():
+        if shards[-1] and size > left:
+            shards.append([])
+            left = max_shard_bytes
+        shards[-1].append(name)
+        left -= size
+    count = len(shards)
+    files = [f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    files = [WEIGHTS] if count == 1 else files
+    for file, names in zip(files, shards, strict=True):
+        held: dict[str, np.ndarray] = {}
+        for name in names:
+            axis = groups[name][0].joined_axis
+            parts = [
+                piece.layout.to_theirs(_part(leaves[piece.path], piece.index))
+                for piece in groups[name]
+            ]
+            if writes:
+                tensor = parts[0] if axis is None else np.concatenate(parts, axis)
+                held[name] = np.ascontiguousarray(tensor)
+        if writes:
+            _replace_file(folder / file, held)
+    if not writes:
+        return
+    # A single file next to an older index would be two models, of which readers load one.
+    (folder / INDEX).unlink(missing_ok=True)
+    for stale in (*folder.glob("model-?????-of-?????.safetensors"), folder / WEIGHTS):
+        if stale.name not in files:
+            stale.unlink(missing_ok=True)
+    if count > 1:
+        file_of = {n: file for file, names in zip(files, shards, strict=True) for n in names}
+        metadata = {"total_size": sum(sizes.values())}
+        write_json(folder, INDEX, {"metadata": metadata, "weight_map": file_of})
 
-    def tensors() -> Iterator[np.ndarray]:
-        for same in groups.values():
-            parts = [one.layout.to_theirs(_part(leaves[one.path], one.index)) for one in same]
-            axis = same[0].joined_axis
-            yield parts[0] if axis is None else np.concatenate(parts, axis)
 
-    if writes:
-        write_shards(folder, sizes, tensors(), max_shard_bytes=max_shard_bytes)
-    else:
-        for _ in tensors():  # Its shards are gathered by all processes.
-            pass
+def _replace_file(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
+    """Replace a safetensors file by an atomic write, with permissions by the umask.
+
+    safetensors creates files that only their owner can read.
+    """
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    try:
+        partial.touch(exist_ok=False)
+        permissions = stat.S_IMODE(partial.stat().st_mode)
+        # Transformers requires the metadata entry `format`.
+        import_safetensors().numpy.save_file(tensors, partial, metadata={"format": "pt"})
+        partial.chmod(permissions)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _part(leaf: Any, index: Index) -> np.ndarray:
@@ -285,3 +338,26 @@ def _is_on_hosts_cpu(leaf: jax.Array) -> bool:
 def _take(sharding: NamedSharding | None) -> Any:
     # The index is an argument, so that all layers share one compiled program.
     return jax.jit(lambda leaf, *index: leaf[index], out_shardings=sharding)
+
+
+def deployed_model(model: Config, variables: Mapping[str, Any]) -> tuple[Config, Mapping[str, Any]]:
+    """Return the model that others load, and its weights.
+
+    A `DpoModel` becomes a `LanguageModel` of its policy, without the reference. A bare
+    `TransformerLm` becomes the network of a `LanguageModel`. Weights in integers become floats, and
+    LoRA adapters are added to the weights beside them.
+
+    Args:
+      model: Config of a model or of a network.
+      variables: Variables of the model, `{'params': …}`.
+
+    Raises:
+      ConfigError: The adapters cannot be merged, such as those with several alphas.
+    """
+    if issubclass(target_of(model), DpoModel):
+        model, params = model.lm_tpl, variables[PARAMS]["lm"]
+        variables = {PARAMS: params}
+    if issubclass(target_of(model), TransformerLm):
+        model = LanguageModel.HParams.config(lm_tpl=model)
+        variables = {PARAMS: {"lm": variables[PARAMS]}}
+    return remove_lora(*dequantize_model(model, variables))

@@ -39,12 +39,6 @@ _SUPPORTED = frozenset({
     "top_p",
 })
 # fmt: on
-# Keys of fields that have other names here.
-_KEYS = {
-    "ids": "suppress_tokens and bad_words_ids",
-    "min_decode_steps": "min_new_tokens",
-    "size": "no_repeat_ngram_size",
-}
 _IDS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"})
 
 
@@ -63,8 +57,6 @@ def decoder_config(folder: str | os.PathLike[str]) -> Config:
         build(decoder)  # checks the values
     except ConfigError as error:
         error.owner = str(Path(folder) / name)
-        length = "max_new_tokens" if "max_new_tokens" in content else "max_length"
-        error.field = {**_KEYS, "max_decode_steps": length}.get(error.field or "", error.field)
         raise
     except (TypeError, ValueError) as error:
         problem = f"invalid default of decoding: {error}"

@@ -178,9 +178,9 @@ def read_weights(
         if like is not None and path not in targets:
             continue
         target = targets.get(path)
-        into = getattr(target, "dtype", None) or dtype
-        reader = _WeightReader(source, path, weight.shape, weights[path], into)
-        made[path] = reader.make(getattr(target, "sharding", None))
+        into = _dtype_of(source, path, weights[path], getattr(target, "dtype", None) or dtype)
+        sharding = getattr(target, "sharding", None)
+        made[path] = _make_weight(source, weight.shape, weights[path], into, sharding)
     return unflatten_dict(made)
 
 
@@ -201,67 +201,65 @@ def stored_dtypes(
     }
 
 
-class _WeightReader:
-    """A reader of blocks of a weight from the tensors that store it."""
+def _make_weight(
+    source: SafetensorsFolder,
+    shape: tuple[int, ...],
+    pieces: Mapping[Index, Piece],
+    dtype: np.dtype,
+    sharding: Any,
+) -> jax.Array:
+    """Return a weight as an array on devices, from the tensors that store it."""
+    stacked = len(next(iter(pieces)))
 
-    def __init__(
-        self,
-        source: SafetensorsFolder,
-        path: Path,
-        shape: tuple[int, ...],
-        pieces: Mapping[Index, Piece],
-        dtype: Any,
-    ):
-        self._source, self._shape, self._pieces = source, shape, pieces
-        self._stacked = len(next(iter(pieces)))
-        stored = {source.dtype(piece.name) for piece in pieces.values()}
-        choices = stored if dtype is None else {jax.numpy.dtype(dtype)}
-        self._dtype = next(iter(choices))
-        if len(choices) > 1 or jax.dtypes.canonicalize_dtype(self._dtype) != self._dtype:
-            raise TensorMismatchError(
-                field=f"dtypes of {'/'.join(path)}",
-                value=sorted(map(str, choices)),
-                expected="one dtype, which JAX supports without jax_enable_x64",
-                hint="Choose one by `dtype`.",
-            )
-        if dtype is None and self._dtype.itemsize == 1:
-            # It holds all numbers of 8 bits; layers compute in no smaller dtype.
-            self._dtype = jax.numpy.dtype("bfloat16")
-
-    def make(self, sharding: Any) -> jax.Array:
-        """Return the weight as an array on devices."""
-        if sharding is None:
-            return jax.numpy.asarray(self.block(tuple((0, size) for size in self._shape)))
-        block = functools.cache(self.block)  # replicas of a block are read once
-
-        def read(index: tuple[slice, ...] | None) -> np.ndarray:
-            slices = zip(index or (), self._shape, strict=True)
-            return block(tuple(part.indices(size)[:2] for part, size in slices))
-
-        return jax.make_array_from_callback(self._shape, sharding, read)
-
-    def block(self, ranges: Ranges) -> np.ndarray:
-        """Return the block of the weight within `ranges`, a (start, stop) per dimension."""
-        outer, inner = ranges[: self._stacked], ranges[self._stacked :]
-        block = np.empty([stop - start for start, stop in ranges], self._dtype)
-        starts = tuple(start for start, _ in outer)
-        for place in np.ndindex(*(stop - start for start, stop in outer)):
-            piece = self._pieces[tuple(a + b for a, b in zip(starts, place, strict=True))]
-            with np.errstate(over="ignore"):
-                block[place] = self._read(piece, inner)
-            if self._dtype == np.float16:
-                _finite(block[place], f"{piece.name} in float16")
-        return block
-
-    def _read(self, piece: Piece, ranges: Ranges) -> np.ndarray:
+    def read_piece(piece: Piece, ranges: Ranges) -> np.ndarray:
         def read_theirs(theirs: Ranges) -> np.ndarray:
             if piece.joined_axis is not None:
                 axis, moved = piece.joined_axis, list(theirs)
                 moved[axis] = (theirs[axis][0] + piece.offset, theirs[axis][1] + piece.offset)
                 theirs = tuple(moved)
-            return _finite(self._source.read(piece.name, theirs), piece.name)
+            return _finite(source.read(piece.name, theirs), piece.name)
 
         return piece.layout.read(read_theirs, piece.shape, ranges)
+
+    @functools.cache  # Replicas of a block are read once.
+    def block(ranges: Ranges) -> np.ndarray:
+        outer, inner = ranges[:stacked], ranges[stacked:]
+        result = np.empty([stop - start for start, stop in ranges], dtype)
+        starts = tuple(start for start, _ in outer)
+        for place in np.ndindex(*(stop - start for start, stop in outer)):
+            piece = pieces[tuple(a + b for a, b in zip(starts, place, strict=True))]
+            with np.errstate(over="ignore"):
+                result[place] = read_piece(piece, inner)
+            if dtype == np.float16:
+                _finite(result[place], f"{piece.name} in float16")
+        return result
+
+    def read(index: tuple[slice, ...] | None) -> np.ndarray:
+        slices = zip(index or (), shape, strict=True)
+        return block(tuple(part.indices(size)[:2] for part, size in slices))
+
+    if sharding is None:
+        return jax.numpy.asarray(block(tuple((0, size) for size in shape)))
+    return jax.make_array_from_callback(shape, sharding, read)
+
+
+def _dtype_of(
+    source: SafetensorsFolder, path: Path, pieces: Mapping[Index, Piece], dtype: Any
+) -> np.dtype:
+    """Return the dtype of a weight that is cast to `dtype`; None keeps the stored dtype."""
+    stored = {source.dtype(piece.name) for piece in pieces.values()}
+    choices = stored if dtype is None else {jax.numpy.dtype(dtype)}
+    result = next(iter(choices))
+    if len(choices) > 1 or jax.dtypes.canonicalize_dtype(result) != result:
+        raise TensorMismatchError(
+            field=f"dtypes of {'/'.join(path)}",
+            value=sorted(map(str, choices)),
+            expected="one dtype, which JAX supports without jax_enable_x64",
+            hint="Choose one by `dtype`.",
+        )
+    # bfloat16 holds all numbers of 8 bits; layers compute in no smaller dtype.
+    is_small = dtype is None and result.itemsize == 1
+    return jax.numpy.dtype("bfloat16") if is_small else result
 
 
 def _finite(block: np.ndarray, name: str) -> np.ndarray:
