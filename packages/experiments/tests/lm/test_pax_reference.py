@@ -27,7 +27,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from layerkit.base.weights import WeightBox, is_box
 from layerkit.config import Config, assigned_fields, build, target_of
 from layerkit.config.nested_map import NestedMap
-from layerkit.interop.praxis import match_weights
+from layerkit.interop.praxis import find_sources
 from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.run.resolve import resolve
@@ -131,7 +131,7 @@ def test_weights_and_first_deviations_are_those_of_pax(name: str):
     ours, theirs = declared(name), pax_weights(name)
     total = sum(math.prod(box.value.shape) for box in ours.values())
     assert total == REFERENCE[name]["num_weights"]
-    for path, source in match_weights(ours, theirs).items():
+    for path, source in find_sources(ours, theirs).items():
         line, shape = theirs[source.names[0]], ours[path].value.shape
         own = line.shape[1:] if source.weight.part is not None else line.shape
         if (
@@ -157,7 +157,7 @@ def test_drawn_weights_have_the_deviations_of_pax():
     theirs = pax_weights(name)
     model = build(resolved(name).task.model)
     drawn = flatten_dict(jax.jit(model.init)(jax.random.key(5))["params"], sep="/")
-    for path, source in match_weights(drawn, theirs).items():
+    for path, source in find_sources(drawn, theirs).items():
         expected, value = theirs[source.names[0]].std, np.asarray(drawn[path], np.float64)
         if expected == 0:
             assert not value.any()
@@ -331,7 +331,7 @@ def test_translated_class_is_what_paxml_builds(name: str):
     assert total == pytest.approx(pax["deviations"], rel=RELATIVE)
     theirs = {path: value_of(path, shape) for path, shape in pax["weights"].items()}
     params = {}
-    for path, source in match_weights(boxes, theirs).items():
+    for path, source in find_sources(boxes, theirs).items():
         shape = boxes[path].value.shape
         params[path] = source.read_block(
             lambda weight, block: theirs[weight][block],

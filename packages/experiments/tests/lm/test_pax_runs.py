@@ -16,7 +16,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.config.nested_map import NestedMap
-from layerkit.interop.praxis import WeightSource, match_weights
+from layerkit.interop.praxis import WeightSource, find_sources
 from layerkit_runner.config.registry import find_experiment, load_experiment
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run.resolve import resolve
@@ -77,7 +77,7 @@ def trained(name: str, *, seed: int | None = None) -> dict[str, np.ndarray]:
     if seed is None:
         shapes = {n: leaf.shape for n, leaf in flatten_dict(state.params, sep="/").items()}
         theirs = {n.removeprefix("params/"): value for n, value in run.items() if "params/" in n}
-        sources = match_weights(shapes, theirs)
+        sources = find_sources(shapes, theirs)
         given = {n: read(sources[n], theirs, shape) for n, shape in shapes.items()}
         state = state.replace(params=unflatten_dict(given, sep="/"))
     state = jax.device_put(jax.device_get(state), partitioner.state_shardings(task))

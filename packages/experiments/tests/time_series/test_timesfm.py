@@ -16,7 +16,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.config import build
 from layerkit.config.nested_map import NestedMap
-from layerkit.interop.praxis import find_sources, match_weights
+from layerkit.interop.praxis import find_sources
 from layerkit_experiments.time_series.timesfm import TimesFM200M
 from layerkit_runner.run.resolve import resolve
 
@@ -48,7 +48,7 @@ def weights_of(model: Any) -> dict[str, Any]:
     prefix = "params/"
     theirs = {name.removeprefix(prefix): REFERENCE[name] for name in REFERENCE if prefix in name}
     shapes = shapes_of(model)
-    found = match_weights(shapes, theirs)
+    found = find_sources(shapes, theirs)
     ours = {}
     for name, source in found.items():
         stored, shape = theirs[source.names[0]].shape, shapes[name]
@@ -94,7 +94,7 @@ def test_released_checkpoint_fits():
     released = dict(line.split() for line in REFERENCE["released"].tolist())
     theirs = {name: tuple(map(int, shape.split("x"))) for name, shape in released.items()}
     ours = shapes_of(build(resolve(TimesFM200M()).task.model))
-    sources = match_weights(ours, theirs)
+    sources = find_sources(ours, theirs)
     for name, source in sources.items():
         (stored,) = {theirs[each] for each in source.names}
         order = source.weight.transpose or range(len(stored))
@@ -104,12 +104,10 @@ def test_released_checkpoint_fits():
 
 def test_fine_tuned_checkpoints_have_the_names_of_paxs_model():
     ours = shapes_of(model_of())
-    theirs = {
-        f"core_layer/{name}" for source in match_weights_of_reference(ours) for name in source
-    }
+    theirs = {f"core_layer/{name}" for source in sources_of_reference(ours) for name in source}
     assert find_sources(ours, theirs).keys() == ours.keys()
 
 
-def match_weights_of_reference(ours: dict[str, Any]) -> list[tuple[str, ...]]:
+def sources_of_reference(ours: dict[str, Any]) -> list[tuple[str, ...]]:
     names = [name.removeprefix("params/") for name in REFERENCE if name.startswith("params/")]
-    return [source.names for source in match_weights(ours, names).values()]
+    return [source.names for source in find_sources(ours, names).values()]

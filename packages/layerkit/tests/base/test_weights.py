@@ -15,7 +15,6 @@ from layerkit.base.weights import (
     WeightHParams,
     WeightInit,
     draw_boxed,
-    draw_weight,
     floating_dtype,
     is_box,
     logical_axes,
@@ -29,7 +28,9 @@ WEIGHT = WeightHParams(SHAPE, axes=("embed", "mlp"))
 
 
 def draw(init, weight=WEIGHT, dtype=jnp.float32):
-    return np.asarray(draw_weight(KEY, weight, init, dtype), np.float64)
+    return np.asarray(
+        draw_boxed(KEY, weight=weight, init=init, dtype=dtype, is_factor=True).value, np.float64
+    )
 
 
 def test_xavier_is_uniform_within_its_bound():
@@ -106,9 +107,7 @@ def test_fans_count_the_named_dimensions(shape, fan_in_dims, fan_out_dims, fans)
 
 def test_values_are_drawn_in_float32_and_cast():
     init = WeightInit.Gaussian()
-    low = draw_weight(KEY, WEIGHT, init, jnp.bfloat16)
-    assert low.dtype == jnp.bfloat16
-    full = draw_weight(KEY, WEIGHT, init, jnp.float32)
+    low, full = draw(init, dtype=jnp.bfloat16), draw(init)
     np.testing.assert_array_equal(low, full.astype(jnp.bfloat16))
 
 

@@ -2,7 +2,7 @@
 
 The models are its TransformerLm and the decoder of TimesFM.
 
-`match_weights` returns, for each weight of a model of this library, the weights of Praxis that it
+`find_sources` returns, for each weight of a model of this library, the weights of Praxis that it
 consists of. The result reads arrays, and everything that has the same tree: averages and moments of
 an optimizer.
 
@@ -22,8 +22,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-
-from layerkit.errors import ConfigError
 
 
 class PraxisWeight(NamedTuple):
@@ -263,37 +261,13 @@ class WeightSource:
         return leading, tuple(inner[axis] for axis in weight.transpose or range(len(inner)))
 
 
-def match_weights(ours: Collection[str], praxis: Collection[str]) -> dict[str, WeightSource]:
-    """Return the source of each weight of a model.
+def find_sources(ours: Collection[str], praxis: Collection[str]) -> dict[str, WeightSource]:
+    """Return the source of each weight of a model that has one.
 
     Args:
       ours: Names of the weights of a LanguageModel of this library, without `params/`.
       praxis: Names of the weights of the model in Praxis, without `params/`.
-
-    Raises:
-      ConfigError: A weight has no counterpart in Praxis, or a weight of Praxis none here.
     """
-    sources = find_sources(ours, praxis)
-    for name in ours:
-        if name not in sources:
-            known = [weight.name for weight in _choices(name, ours)]
-            raise ConfigError(
-                "weight of the model that Praxis lacks",
-                owner="Praxis",
-                field=name,
-                expected=" or ".join(known) or None,
-            )
-    read = {name for source in sources.values() for name in source.names}
-    for name in praxis:
-        if name not in read:
-            raise ConfigError(
-                "weight of Praxis without a counterpart in the model", owner="Praxis", field=name
-            )
-    return sources
-
-
-def find_sources(ours: Collection[str], praxis: Collection[str]) -> dict[str, WeightSource]:
-    """Return the source of each weight of a model that has one; see `match_weights`."""
     layers = _praxis_layers(praxis)
     pattern_length = 1 + max((_block_of(name) for name in ours), default=0)
     names = frozenset(ours)
