@@ -267,7 +267,7 @@ def test_evaluation_and_decoding_use_the_averages_when_asked(tiny: SimpleNamespa
         if kind == "eval":
             seen[averaged] = float(task.eval_step(state, batch, GLOBAL_BATCH)[0]["loss"].value)
         else:
-            seen[averaged] = float(task.decoded_state(state).params["linear"]["w"][0, 0])
+            seen[averaged] = float(task.decoded_variables(state)["params"]["linear"]["w"][0, 0])
     assert seen == ({False: 2.0, True: 18.0} if kind == "eval" else {False: 1.0, True: 3.0})
 
 

@@ -211,7 +211,7 @@ def test_task_evaluates_and_decodes_with_schedule_free_averages(tiny: SimpleName
     state = state.for_inference()
     loss = float(task.eval_step(state, batch, GLOBAL_BATCH)[0]["loss"].value)
     assert loss == pytest.approx(np.mean(0.5 * (w - batch.y) ** 2), rel=1e-5)
-    assert_equal(task.decoded_state(state).params, average)
+    assert_equal(task.decoded_variables(state)["params"], average)
     # Other optimizers' states are left out.
     plain = tiny.task_config().Instantiate().init_state(jax.random.key(0))
     assert plain.for_inference().opt_state == ()

@@ -198,31 +198,20 @@ def check_same_data(inputs: Mapping[str, BaseInput], all_gather: AllGather) -> N
     `all_gather` returns the JSON values of all processes for that of this one. Inputs whose state
     differs by process are not compared.
     """
-    for name, processes in _differing_processes(inputs, all_gather).items():
-        raise UsageError(
-            "processes read other data than process 0",
-            owner=name,
-            field="processes",
-            value=processes,
-            hint="Give every machine the same files, and for the text of Python's own sources the"
-            " same Python release.",
-        )
-
-
-def _differing_processes(
-    inputs: Mapping[str, BaseInput], all_gather: AllGather
-) -> dict[str, list[int]]:
-    """Return the processes that read other data than process 0, by data set."""
     names = [name for name, dataset in inputs.items() if dataset.state_scope == "global"]
     with as_usage_error():
         texts = [json.dumps(inputs[name].get_state(), sort_keys=True) for name in names]
     digests = all_gather([zlib.crc32(text.encode()) for text in texts])
-    differing = {}
     for name, column in zip(names, zip(*digests, strict=True), strict=True):
-        others = [process for process, digest in enumerate(column) if digest != column[0]]
-        if others:
-            differing[name] = others
-    return differing
+        if others := [process for process, digest in enumerate(column) if digest != column[0]]:
+            raise UsageError(
+                "processes read other data than process 0",
+                owner=name,
+                field="processes",
+                value=others,
+                hint="Give every machine the same files, and for the text of Python's own sources"
+                " the same Python release.",
+            )
 
 
 class TrainInput:

@@ -17,6 +17,7 @@ and numbers out of range raise `ConfigError`. Schedules of Optax are used direct
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
@@ -230,19 +231,14 @@ def longest_warmup(num_steps: int) -> int:
     return min(max(1, num_steps // 10), num_steps - 1)
 
 
-def concrete_number(value: Any) -> float | None:
-    """Return the value of a number or of an array with one; None for anything else."""
-    if isinstance(value, (jax.core.Tracer, str)):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
-
-
 def concrete_numbers(**fields: Any) -> dict[str, float | None]:
-    """Return `concrete_number` of each field, to be checked."""
-    return {name: concrete_number(value) for name, value in fields.items()}
+    """Return the values of numbers and of arrays with one, to be checked; None for others."""
+    numbers: dict[str, float | None] = dict.fromkeys(fields)
+    for name, value in fields.items():
+        if not isinstance(value, (jax.core.Tracer, str)):
+            with contextlib.suppress(TypeError, ValueError):
+                numbers[name] = float(value)
+    return numbers
 
 
 def _prepend_warmup(

@@ -326,13 +326,9 @@ class SingleTask(Configurable):
             params = learner.evaluated(state.params, state.opt_state, stacks=stacks)
         return state.replace(params=params)
 
-    def decoded_state(self, state: TrainState) -> TrainState:
-        """Return a state with the weights that decoding uses."""
-        return self.weights_of(state, averaged=self.train.decode_use_ema_states)
-
     def decoded_variables(self, state: TrainState) -> dict[str, Any]:
         """Return the variables, by collection, that decoding applies the model to."""
-        return _variables(self.decoded_state(state))
+        return _variables(self.weights_of(state, averaged=self.train.decode_use_ema_states))
 
     def first_key(self) -> jax.Array:
         """Return the random key of the weights; the keys of all steps are folded from it."""
