@@ -132,7 +132,7 @@ def test_unreadable_text_file_is_an_error(
             "--restore_cast_dtype",
             {"value": "--restore_cast_dtype", "near": "--restore_cast_dtypes"},
         ),
-        ("--init_from=/nowhere", {"value": "nowhere"}),
+        ("--init_from=/nowhere", {"value": "/nowhere"}),
         ("--mode=evil", {"field": "--mode", "value": "evil", "near": "eval"}),
     ],
 )

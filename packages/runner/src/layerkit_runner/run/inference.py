@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -177,9 +178,7 @@ class CheckpointReader:
     def _evaluate(
         self, program: BaseProgram, state: TrainState, step: int, digest: str | None
     ) -> None:
-        _reset(program)
-        with phase(f"running {program.name} on step {step}", waits_for_others=True):
-            metrics = dict(program.run(state, step, self.job.observers))
+        metrics = dict(self._run(program, state, step))
         if program.dataset is not None:
             metric = ReportedMetric.of(self.job.task, token_unit=program.dataset.token_unit)
             if metric.name in metrics:
@@ -192,18 +191,17 @@ class CheckpointReader:
             atomic_write(path, json.dumps(record, indent=1) + "\n")
 
     def _decode(self, program: BaseProgram, state: TrainState, step: int) -> None:
-        _reset(program)
-        with phase(f"running {program.name} on step {step}", waits_for_others=True):
-            records = program.run(state, step, self.job.observers)
+        records = self._run(program, state, step)
         if isinstance(program, DecodeProgram):
             for record in records[:1]:
                 self.job.observers.message(sample_text(program.name, record))
             self.job.observers.message(f"decoded step {step} to {program.output_path(step)}")
 
-
-def _reset(program: BaseProgram) -> None:
-    """Reset the input, so that each checkpoint is given the same examples."""
-    # Training instead continues such an input from evaluation to evaluation.
-    dataset = program.dataset
-    if dataset is not None and not dataset.reset_for_eval:  # others reset themselves
-        dataset.reset()
+    def _run(self, program: BaseProgram, state: TrainState, step: int) -> Any:
+        """Run a program on the same examples for each checkpoint."""
+        # Training instead continues such an input from evaluation to evaluation.
+        dataset = program.dataset
+        if dataset is not None and not dataset.reset_for_eval:  # others reset themselves
+            dataset.reset()
+        with phase(f"running {program.name} on step {step}", waits_for_others=True):
+            return program.run(state, step, self.job.observers)

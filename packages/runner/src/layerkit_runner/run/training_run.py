@@ -9,7 +9,7 @@ import contextlib
 import functools
 import importlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent import futures
 
 import jax
@@ -185,7 +185,7 @@ class TrainingRun:
         traced = []
         with LayerNotes() as notes, job.goodput.phase("compile"):
             for data in self.inputs.inputs:
-                with self._tracing(data.name):
+                with as_usage_error(ValueError, owner=data.name):
                     batch = data.abstract_batch
                     traced.append(trace_step(job.task, job.partitioner, self.abstract_state, batch))
         self.notes = notes.lines
@@ -363,14 +363,9 @@ class TrainingRun:
 
     # Steps of `compile` and `restore`.
 
-    @contextlib.contextmanager
-    def _tracing(self, name: str | None) -> Iterator[None]:
-        with as_usage_error(ValueError, owner=name):
-            yield
-
     def _trace_next(self) -> None:
         program = self._untraced.pop(0)
-        with self._tracing(program.name):
+        with as_usage_error(ValueError, owner=program.name):
             program.trace(self.abstract_state)
 
     def _trace_rest(self) -> None:
