@@ -110,10 +110,8 @@ def test_an_input_that_never_returns_is_named(jobs: Any, tmp_path: Path):
     job = make(jobs, tmp_path, 1, PERCORE_BATCH_SIZE=1.0, HANGS=True, **ENDLESS)
     output = job.run("--hung_step_timeout_secs=10", code=HUNG_EXIT_CODE)
     assert "hung: reading the batch of step " in output
-    stacks = (job.folder / "logs" / "process_0000.log").read_text()
-    assert f"the stacks of its threads are in {job.folder / 'logs' / 'process_0000.log'}." in output
     # The line of the reader that waits, not only of those that wait for it.
-    assert "thirteen_examples.py" in stacks
+    assert "thirteen_examples.py" in output
 
 
 @pytest.mark.slow

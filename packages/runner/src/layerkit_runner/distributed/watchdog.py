@@ -10,17 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
-import io
+import math
 import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NoReturn, Protocol
-
-from layerkit_runner.files.atomic_write import open_append
 
 _SECONDS_TO_WRITE = 2.0
 _SECONDS_TO_LEAVE = 10.0
@@ -152,20 +149,12 @@ _STOPPED_SECONDS = 30.0
 class _Phase:
     name: str
     since: float
-    compiles: bool
-    waits_for_others: bool
-
-    def limit(self, seconds: float) -> float:
-        if self.compiles:
-            return _longest(seconds)
-        return 1.25 * seconds if self.waits_for_others else seconds
+    limit: float
 
 
-def _longest(seconds: float) -> float:
-    return max(STARTING_SECONDS, STARTING_TIMES * seconds)
-
-
-_current: _Phase | None = None
+# Limit of an ordinary phase; None without a watchdog.
+_seconds: float | None = None
+_current = _Phase("starting", 0.0, math.inf)
 _is_complete = False
 
 
@@ -179,8 +168,13 @@ def progress(phase: str, *, compiles: bool = False, waits_for_others: bool = Fal
         longer, so that the process that causes the wait reports first.
     """
     global _current
-    if _current is not None:
-        _current = _Phase(phase, time.monotonic(), compiles, waits_for_others)
+    if _seconds is not None:
+        limit = 1.25 * _seconds if waits_for_others else _seconds
+        _current = _Phase(phase, time.monotonic(), _longest(_seconds) if compiles else limit)
+
+
+def _longest(seconds: float) -> float:
+    return max(STARTING_SECONDS, STARTING_TIMES * seconds)
 
 
 @contextlib.contextmanager
@@ -192,8 +186,7 @@ def phase(name: str, **about: bool) -> Iterator[None]:
     try:
         yield
     finally:
-        if outer is not None and _current is not None:
-            _current = dataclasses.replace(outer, since=time.monotonic())
+        _current = dataclasses.replace(outer, since=time.monotonic())
 
 
 @contextlib.contextmanager
@@ -208,7 +201,7 @@ def training_is_complete() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def watched(seconds: float | None, *, process: str, log: Callable[[], Path]) -> Iterator[None]:
+def watched(seconds: float | None, *, process: str) -> Iterator[None]:
     """End the process with `HUNG_EXIT_CODE` if a phase in the block exceeds its limit.
 
     Inside `training_is_complete`, the exit code is 0.
@@ -218,26 +211,26 @@ def watched(seconds: float | None, *, process: str, log: Callable[[], Path]) -> 
     Args:
       seconds: Limit of a phase; None for no limit.
       process: Name of this process in the message.
-      log: Function that returns the file to which the stacks of all threads are appended.
     """
-    global _current
+    global _seconds
     if seconds is None:
         yield
         return
-    _current = _Phase("starting", time.monotonic(), compiles=True, waits_for_others=True)
+    _seconds = seconds
+    progress("starting", compiles=True)
     ended = threading.Event()
-    arguments = (seconds, ended, process, log)
+    arguments = (seconds, ended, process)
     thread = threading.Thread(target=_watch, args=arguments, name="watchdog", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        _current = None
+        _seconds = None
         ended.set()
         thread.join()
 
 
-def _watch(seconds: float, ended: threading.Event, process: str, log: Callable[[], Path]) -> None:
+def _watch(seconds: float, ended: threading.Event, process: str) -> None:
     global _current
     pause = min(10.0, seconds / 10)
     checked = time.monotonic()
@@ -250,38 +243,25 @@ def _watch(seconds: float, ended: threading.Event, process: str, log: Callable[[
                 _longest(seconds) + pause + 60, exit=True, file=_STDERR
             )
             phase = _current
-            if phase is not None and checked - before > pause + _STOPPED_SECONDS:
+            if checked - before > pause + _STOPPED_SECONDS:
                 _current = dataclasses.replace(phase, since=checked)  # continued after Ctrl-Z
-            elif phase is not None and time.monotonic() - phase.since > phase.limit(seconds):
-                _end(phase, process, log)
+            elif time.monotonic() - phase.since > phase.limit:
+                _end(phase, process)
     finally:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _end(phase: _Phase, process: str, log: Callable[[], Path]) -> None:
-    lasted = time.monotonic() - phase.since
-    hung = f"hung: {phase.name} has taken {lasted:.0f} s"
+def _end(phase: _Phase, process: str) -> None:
+    hung = f"hung: {phase.name} has taken {time.monotonic() - phase.since:.0f} s"
     remedy = "The same command resumes from the newest checkpoint"
     if _is_complete:
         remedy = "The training is complete; the same command repeats the rest of the report"
+    names = ", ".join(f"0x{t.ident or 0:016x} is {t.name}" for t in threading.enumerate())
     print_error(
         f"runner: {process} {hung} without progress. {remedy}; --hung_step_timeout_secs sets the"
-        " limit."
+        f" limit. Stacks of its threads, of which {names}:"
     )
-
-    def write() -> None:
-        path = log()
-        with io.TextIOWrapper(open_append(path), encoding="utf-8") as file:
-            names = ", ".join(f"0x{t.ident or 0:016x} is {t.name}" for t in threading.enumerate())
-            file.write(f"{process} {hung}; stacks of its threads, of which {names}\n")
-            file.flush()
-            faulthandler.dump_traceback(file, all_threads=True)
-        print_error(f"runner: the stacks of its threads are in {path}.")
-
-    # The disk of the log may be what hangs.
-    if not finished_within(2 * _SECONDS_TO_WRITE, write):
-        finished_within(_SECONDS_TO_WRITE, lambda: faulthandler.dump_traceback(_STDERR))
-        print_error("runner: the stacks of its threads are above, since the log cannot be written.")
+    finished_within(_SECONDS_TO_WRITE, lambda: faulthandler.dump_traceback(_STDERR))
     if _is_complete:
         finished_within(_SECONDS_TO_CLOSE, _close)
     exit_now(0 if _is_complete else HUNG_EXIT_CODE, hung)

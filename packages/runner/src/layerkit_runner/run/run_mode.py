@@ -70,7 +70,7 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
     timeout = None if mode == "export" else options.hung_step_timeout_secs
     with (
         joined(options) as process,
-        watched(timeout, process=str(process.identity), log=process.log_file),
+        watched(timeout, process=str(process.identity)),
         job_errors(mode, resolved, process),
     ):
         if mode == "export" and process.identity.num_processes > 1:
