@@ -88,10 +88,14 @@ def reporting_to(peers: PeersLike) -> Iterator[None]:
         _peers = None
 
 
-def print_error(text: str) -> None:
-    """Write a line to standard error without Python's streams, whose locks may be held."""
+def print_error(text: str) -> bool:
+    """Write a line to standard error without Python's streams, whose locks may be held.
+
+    Returns:
+      Whether it was written in time.
+    """
     line = f"{text}\n".encode()
-    finished_within(_SECONDS_TO_WRITE, lambda: os.write(_STDERR, line))
+    return finished_within(_SECONDS_TO_WRITE, lambda: os.write(_STDERR, line))
 
 
 def exit_now(exit_code: int, reason: str = "") -> NoReturn:
@@ -257,11 +261,12 @@ def _end(phase: _Phase, process: str) -> None:
     if _is_complete:
         remedy = "The training is complete; the same command repeats the rest of the report"
     names = ", ".join(f"0x{t.ident or 0:016x} is {t.name}" for t in threading.enumerate())
-    print_error(
+    is_printed = print_error(
         f"runner: {process} {hung} without progress. {remedy}; --hung_step_timeout_secs sets the"
         f" limit. Stacks of its threads, of which {names}:"
     )
-    finished_within(_SECONDS_TO_WRITE, lambda: faulthandler.dump_traceback(_STDERR))
+    if is_printed:  # it would block the whole process where standard error blocks
+        faulthandler.dump_traceback(_STDERR)
     if _is_complete:
         finished_within(_SECONDS_TO_CLOSE, _close)
     exit_now(0 if _is_complete else HUNG_EXIT_CODE, hung)
