@@ -9,6 +9,7 @@ import pytest
 from layerkit.config import Config
 from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.config.registry import CatalogueLine
+from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.tools.catalogue import catalogue_line, fields_without_value
 
@@ -58,5 +59,5 @@ def test_number_of_weights_is_none_if_a_field_without_value_determines_the_model
     assert fields_without_value(Tuned) == ["FOLDER"]
     line = catalogue_line(Tuned, "acme.Tuned", "acme")
     assert (line.num_params, line.mesh, line.data) == (None, "fsdp 4", "custom text")
-    with pytest.raises(FileNotFoundError, match="here"):
+    with pytest.raises(UsageError, match="FileNotFoundError: here"):
         catalogue_line(OfThisFolder, "acme.OfThisFolder", "acme")

@@ -86,21 +86,15 @@ def load_folder(
         if step is not None and kind.step not in (None, step):
             raise UsageError(field="step", value=step, expected=f"the step of {folder}")
         return load_checkpoint(resolved, job_folder, kind.step if step is None else step)
-    with job_errors("load", resolved):
-        job = start_reading(resolved, job_folder)
-        _report_generation(job, str(kind.directory))
-        state = plan_first_state(job.partitioner, job.task)().state
-        return LoadedModel(job, state.for_inference(), path=folder, step=0)
-
-
-def _report_generation(job: Job, folder: str) -> None:
-    """Report the decoding defaults of a Hugging Face folder."""
     from layerkit.interop.hugging_face import generation_notes
 
-    decoder = getattr(job.resolved.task.model, "decoder", None)
-    if decoder is not None:
-        for line in generation_notes(folder, decoder):
+    with job_errors("load", resolved):
+        job = start_reading(resolved, job_folder)
+        decoder = getattr(resolved.task.model, "decoder", None)
+        for line in () if decoder is None else generation_notes(str(kind.directory), decoder):
             job.observers.message(line)
+        state = plan_first_state(job.partitioner, job.task)().state
+        return LoadedModel(job, state.for_inference(), path=folder, step=0)
 
 
 def folder_experiment(
@@ -113,7 +107,7 @@ def folder_experiment(
         return _resolve_class(FolderModel, overrides, FOLDER=str(kind.directory)), folder
     if not isinstance(kind, CheckpointFolder):
         problem = "a checkpoint of Paxml has no configuration"
-        hint = "Convert it: python -m layerkit_runner.tools.checkpoints convert --from=pax"
+        hint = "Continue its run by InitFrom with load_step (docs/init_from.md)."
         raise UsageError(problem, field="folder", value=folder, hint=hint)
     is_default = kind.directory.name == "checkpoints"
     job_folder = str(kind.directory.parent if is_default else kind.directory)

@@ -245,15 +245,14 @@ def examine_devices() -> Report:
 
 
 def _unused_gpus(platform: str) -> Iterator[Problem]:
-    count = len(glob.glob(_NVIDIA_GPUS)) if platform == "cpu" else 0
-    chosen = os.environ.get("JAX_PLATFORMS")
-    if count and chosen:
-        what = f"This machine has {count} NVIDIA GPU(s), and JAX_PLATFORMS={chosen} hides them."
-        yield Problem(what, "Unset JAX_PLATFORMS to use them.", fails=False)
-    elif count:
-        what = f"This machine has {count} NVIDIA GPU(s), and JAX sees only the CPU."
-        to_do = f"{pip_install('layerkit-runner', 'cuda')}, and check CUDA_VISIBLE_DEVICES."
-        yield Problem(what, to_do)
+    count, chosen = len(glob.glob(_NVIDIA_GPUS)), os.environ.get("JAX_PLATFORMS")
+    if platform == "cpu" and count:
+        install = f"{pip_install('layerkit-runner', 'cuda')}, and check CUDA_VISIBLE_DEVICES."
+        yield Problem(
+            f"This machine has {count} NVIDIA GPU(s), and JAX sees only the CPU.",
+            f"Unset JAX_PLATFORMS={chosen} to use them." if chosen else install,
+            fails=not chosen,
+        )
 
 
 if __name__ == "__main__":
