@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from layerkit.config.lazy_names import lazy_names
-from layerkit_inputs._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from layerkit_inputs._version import __version__ as __version__
     from layerkit_inputs.arrays.csv_series import CsvSeries as CsvSeries
     from layerkit_inputs.arrays.idx_images import IdxImages as IdxImages
     from layerkit_inputs.base.base_input import BaseInput as BaseInput

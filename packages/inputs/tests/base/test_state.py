@@ -1,42 +1,55 @@
-"""Tests of the envelope of a state."""
+"""Tests of the states of readers and hosts that do not fit."""
 
 from __future__ import annotations
+
+from typing import Any, ClassVar
 
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.state import check_same_data, pack_state, unpack_state
-
-HOST = {"reader": "Reader", "scope": "host", "host_index": 1, "num_hosts": 2}
-GLOBAL = {**HOST, "scope": "global"}
+from layerkit_inputs.base.base_input import BaseInput, Scope
+from layerkit_inputs.base.errors import check_same_data
 
 
-@pytest.mark.parametrize("owner", [HOST, GLOBAL])
-def test_a_position_comes_back_and_is_a_copy(owner):
-    position = {"at": [3]}
-    envelope = pack_state(position, **owner)
-    position["at"][0] = 4
-    assert unpack_state(envelope, **owner) == {"at": [3]}
+class Reader(BaseInput):
+    position: Any = None
+
+    def _reader_state(self) -> dict[str, Any]:
+        return {"at": self.position}
+
+    def _set_reader_state(self, state: dict[str, Any]) -> None:
+        self.position = state["at"]
 
 
-def test_a_global_state_fits_any_host():
-    envelope = pack_state({"at": 3}, **GLOBAL)
-    assert unpack_state(envelope, **{**GLOBAL, "host_index": 5, "num_hosts": 7}) == {"at": 3}
+class Global(Reader):
+    state_scope: ClassVar[Scope] = "global"
+
+
+def make(cls: type[Reader], index: int = 1, count: int = 2, **fields: Any) -> Reader:
+    hosts = {"infeed_host_index": index, "num_infeed_hosts": count}
+    return cls.HParams.config(batch_size=1, **hosts, **fields).Instantiate()
+
+
+@pytest.mark.parametrize(("cls", "hosts"), [(Reader, (1, 2)), (Global, (5, 7))])
+def test_a_position_comes_back_and_is_a_copy(cls, hosts):
+    position = [3]
+    state = make(cls, position=position).get_state()
+    position[0] = 4
+    reader = make(cls, *hosts)
+    reader.set_state(state)
+    assert reader.position == [3]
 
 
 @pytest.mark.parametrize(
-    ("written", "reader", "value"),
+    ("cls", "count", "value"),
     [
-        (HOST, {**HOST, "num_hosts": 4}, {"host": [1, 2]}),
-        (HOST, GLOBAL, {"host": [1, 2], "scope": "host"}),
-        (HOST, {**HOST, "reader": "Other"}, {"reader": "Reader"}),
-        (GLOBAL, {**GLOBAL, "reader": "Other"}, {"reader": "Reader"}),
+        (Reader, 4, {"host": [1, 2]}),
+        (Global, 2, {"host": [1, 2], "reader": "Reader", "scope": "host"}),
     ],
-    ids=["host", "scope", "reader of host scope", "reader of global scope"],
 )
-def test_state_of_another_reader_scope_or_host_raises(raises, written, reader, value):
+def test_state_of_another_reader_or_host_raises(raises, cls, count, value):
     with raises(ConfigError, field="state", value=value):
-        unpack_state(pack_state({}, **written), **reader)
+        make(cls, count=count).set_state(make(Reader).get_state())
 
 
 def test_state_of_other_data_raises_with_the_differences(raises):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from layerkit._version import __version__ as __version__
 from layerkit.config.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from layerkit._version import __version__ as __version__
     from layerkit.base.base_layer import BaseLayer as BaseLayer
     from layerkit.base.base_model import BaseModel as BaseModel
     from layerkit.base.base_model import WeightedScalar as WeightedScalar

@@ -21,10 +21,11 @@ its StopIteration restarts it. `tf.errors.OutOfRangeError` has the effect of Sto
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -33,8 +34,7 @@ from layerkit.config.checks import check_integers, require
 from layerkit.config.hparams import check_fields
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit_inputs.base import state as state_lib
-from layerkit_inputs.base.errors import naming_input
+from layerkit_inputs.base.errors import check_same_data, naming_input
 from layerkit_inputs.base.evaluation import (
     PASSES,
     AllGather,
@@ -46,6 +46,7 @@ from layerkit_inputs.base.evaluation import (
 )
 from layerkit_inputs.base.tokenizer_interface import SpecialIds, lost_text, prefix_id
 
+Scope = Literal["global", "host"]
 NUM_FIRST_TEXTS = 3
 """Largest number of documents of which the tokenizer is checked."""
 FIRST_TEXT_BYTES = 1 << 14
@@ -152,8 +153,7 @@ class BaseInput(Configurable):
 
     token_unit: ClassVar[str] = "token"
     """Unit of one predicted token in reports. Nats per `byte` can be compared across models."""
-
-    state_scope: ClassVar[state_lib.Scope] = "host"
+    state_scope: ClassVar[Scope] = "host"
     """`global` if the state is the same on every host and fits any number of hosts."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -248,7 +248,10 @@ class BaseInput(Configurable):
         self._reset()
 
     def get_state(self) -> dict[str, Any]:
-        """Return the position of the stream as JSON values. A peeked batch is not yet consumed."""
+        """Return the position of the stream as JSON values; a peeked batch is not yet consumed.
+
+        It also names the reader and, for a `state_scope` of `host`, the host and the number of all.
+        """
         if self._peeked is not None:
             return self._state_before_peek
         with naming_input(self._label):
@@ -283,18 +286,17 @@ class BaseInput(Configurable):
             ) from None
 
     def _envelope(self) -> dict[str, Any]:
-        return state_lib.pack_state(self._reader_state(), **self._state_owner())
+        return {**self._state_owner(), "position": copy.deepcopy(self._reader_state())}
 
     def _set_envelope(self, envelope: dict[str, Any]) -> None:
-        self._set_reader_state(state_lib.unpack_state(envelope, **self._state_owner()))
+        then = {name: value for name, value in envelope.items() if name != "position"}
+        check_same_data(self._label, then, self._state_owner(), field="state")
+        self._set_reader_state(copy.deepcopy(envelope["position"]))
 
     def _state_owner(self) -> dict[str, Any]:
-        return {
-            "reader": type(self).__qualname__,
-            "scope": self.state_scope,
-            "host_index": self.infeed_host_index,
-            "num_hosts": self.num_infeed_hosts,
-        }
+        hosts = [self.infeed_host_index, self.num_infeed_hosts]
+        owner = {"host": hosts} if self.state_scope == "host" else {}
+        return {"reader": type(self).__qualname__, "scope": self.state_scope, **owner}
 
     def eval_batches(self, all_gather: AllGather | None = None) -> Iterator[NestedMap]:
         """Return the padded batches of one evaluation; see the table in `evaluation`.
@@ -457,8 +459,6 @@ class BaseInput(Configurable):
     def global_batch_size(self) -> int:
         """Number of rows of a batch over all hosts."""
         return self.local_batch_size * self.num_infeed_hosts
-
-    # Checks of fields, which run when the input is built.
 
     @property
     def _label(self) -> str:

@@ -14,10 +14,11 @@ import contextlib
 import dataclasses
 import importlib
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
-from layerkit.errors import ConfigError, UserError, pip_install
+from layerkit.errors import ConfigError, UserError, hub_hint, pip_install
 
 _ATTRIBUTE = "layerkit_input"
 # Importable name -> extra of layerkit-inputs that installs it.
@@ -139,3 +140,61 @@ class BadRecords:
         self.num_skipped += 1
         if len(self.first) < _MAX_KEPT:
             self.first.append(f"{where}: {problem}")
+
+
+def missing_file(tokenizer: Any, path: str) -> MissingFileError:
+    """Return the error about a file of a tokenizer that does not exist."""
+    folder = Path(path).parent
+    problem, choices = f"no such folder: {folder}", []
+    if folder.is_dir():
+        files = [str(file) for file in folder.iterdir() if file.suffix in (".model", ".json")]
+        problem, choices = "file not found", ["bytes", *sorted(files)]
+    return MissingFileError(
+        problem,
+        owner=type(tokenizer).__qualname__,
+        field="path",
+        value=path,
+        expected="'bytes', or the path of a .model file, of a tokenizer.json, or of its folder",
+        choices=choices,
+        hint=hub_hint(path),
+    )
+
+
+def unreadable_file(
+    tokenizer: Any, path: str | Path, expected: str, error: Exception
+) -> BadRecordError:
+    """Return the error about a file of a tokenizer that cannot be read."""
+    problem = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+    return BadRecordError(
+        f"cannot read the file ({problem[0]})",
+        owner=type(tokenizer).__qualname__,
+        field="path",
+        value=str(path),
+        expected=expected,
+    )
+
+
+def check_same_data(
+    owner: str | None, then: dict[str, Any], now: dict[str, Any], *, field: str = "state.data"
+) -> None:
+    """Raise `ConfigError` unless a state was written by a reader of the same data.
+
+    Args:
+      owner: Name of the reader, or None to add it later.
+      then: JSON values that identify the data of the state, by name.
+      now: JSON values that identify the data of the reader, by name.
+      field: Name of these values in the message.
+
+    Raises:
+      ConfigError: Data differ. `value` holds those of the state that differ.
+    """
+    differing = [name for name in sorted({*then, *now}) if then.get(name) != now.get(name)]
+    if differing:
+        raise ConfigError(
+            "cannot restore",
+            owner=owner,
+            field=field,
+            value={name: then.get(name) for name in differing},
+            expected=str({name: now.get(name) for name in differing}),
+            hint="Use the same data, fields, hosts and version, or only the weights.",
+        )

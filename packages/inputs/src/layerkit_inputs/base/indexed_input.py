@@ -23,9 +23,9 @@ import numpy as np
 
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.base_input import BaseInput, counted
+from layerkit_inputs.base.base_input import BaseInput, Scope, counted
+from layerkit_inputs.base.errors import check_same_data
 from layerkit_inputs.base.evaluation import blank_rows, pad_rows, split_rows
-from layerkit_inputs.base.state import Scope, check_same_data
 
 # Minimum number of rounds, and of bits for small sizes, with which chi-square tests of places,
 # neighbors and whole orders cannot distinguish the orders of many epochs from random ones.

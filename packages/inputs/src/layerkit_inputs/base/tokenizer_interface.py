@@ -13,6 +13,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
+ROLES = ("bos_token", "eos_token", "pad_token")
+"""Names of the special tokens in the files of `transformers`."""
+
 
 @runtime_checkable
 class Tokenizer(Protocol):

@@ -18,9 +18,14 @@ import numpy as np
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
-from layerkit_inputs.base.errors import BadRecordError, BadRecords, OnBadRecord, require_extra
+from layerkit_inputs.base.errors import (
+    BadRecordError,
+    BadRecords,
+    OnBadRecord,
+    check_same_data,
+    require_extra,
+)
 from layerkit_inputs.base.evaluation import agreed_num_batches, pad_rows
-from layerkit_inputs.base.state import check_same_data
 from layerkit_inputs.grain.row_batches import stack_rows, to_arrays
 from layerkit_inputs.grain.worker_transfer import RowList, RowsOfLists
 

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.errors import require_extra
+from layerkit_inputs.base.base_input import Scope
+from layerkit_inputs.base.errors import check_same_data, require_extra
 from layerkit_inputs.base.evaluation import pad_rows
-from layerkit_inputs.base.state import Scope, check_same_data
 from layerkit_inputs.hugging_face.text_base import Example, HuggingFaceText
 from layerkit_inputs.hugging_face.text_input import too_long_error
 from layerkit_inputs.packing.documents import Packing

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from layerkit_inputs.base.base_input import BaseInput
-from layerkit_inputs.base.state import Scope, check_same_data
+from layerkit_inputs.base.base_input import BaseInput, Scope
+from layerkit_inputs.base.errors import check_same_data
 
 
 class CompositeInput(BaseInput):

@@ -17,7 +17,7 @@ import numpy as np
 
 from layerkit.config.checks import check_choice, require
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.state import check_same_data
+from layerkit_inputs.base.errors import check_same_data
 from layerkit_inputs.packing.first_fit import OpenRows, cut_documents
 from layerkit_inputs.packing.model_features import Segment, Tokens, as_tokens, segment_features
 

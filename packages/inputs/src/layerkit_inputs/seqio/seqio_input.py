@@ -23,10 +23,9 @@ import numpy as np
 
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.base_input import BaseInput
-from layerkit_inputs.base.errors import BadRecords, OnBadRecord, naming_input
+from layerkit_inputs.base.base_input import BaseInput, Scope
+from layerkit_inputs.base.errors import BadRecords, OnBadRecord, check_same_data, naming_input
 from layerkit_inputs.base.evaluation import pad_rows
-from layerkit_inputs.base.state import Scope, check_same_data
 from layerkit_inputs.packing.model_features import NegativeIds
 from layerkit_inputs.seqio.converters import FeatureConverter, FirstToken, RowFormat, Rows
 from layerkit_inputs.seqio.eval_metrics import OutputKind, metric_functions, task_metrics

@@ -1,4 +1,4 @@
-"""The files of tokenizers, and the special tokens that a folder declares.
+"""The special tokens that the folder of a tokenizer declares.
 
 `read_declared_tokens` reads the files beside a tokenizer in the order of `transformers`:
 `special_tokens_map.json` before `tokenizer_config.json` (unless that declares
@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from layerkit.config.checks import require
-from layerkit.errors import ConfigError, hub_hint
-from layerkit_inputs.base.errors import BadRecordError, MissingFileError
-
-ROLES = ("bos_token", "eos_token", "pad_token")
+from layerkit.errors import ConfigError
+from layerkit_inputs.base.errors import unreadable_file
+from layerkit_inputs.base.tokenizer_interface import ROLES
 
 _NAMED_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
@@ -193,35 +192,3 @@ def _model_ids(content: Mapping[str, Any], *, owner: str) -> dict[str, tuple[int
         require(is_ids, owner, f"{role}_id", value, expected)
         known[role] = tuple(ids)
     return known
-
-
-def missing_file(tokenizer: Any, path: str) -> MissingFileError:
-    """Return the error about a file of a tokenizer that does not exist."""
-    folder = Path(path).parent
-    problem, choices = f"no such folder: {folder}", []
-    if folder.is_dir():
-        files = [str(file) for file in folder.iterdir() if file.suffix in (".model", ".json")]
-        problem, choices = "file not found", ["bytes", *sorted(files)]
-    return MissingFileError(
-        problem,
-        owner=type(tokenizer).__qualname__,
-        field="path",
-        value=path,
-        expected="'bytes', or the path of a .model file, of a tokenizer.json, or of its folder",
-        choices=choices,
-        hint=hub_hint(path),
-    )
-
-
-def unreadable_file(
-    tokenizer: Any, path: str | Path, expected: str, error: Exception
-) -> BadRecordError:
-    """Return the error about a file of a tokenizer that cannot be read."""
-    problem = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-    return BadRecordError(
-        f"cannot read the file ({problem[0]})",
-        owner=type(tokenizer).__qualname__,
-        field="path",
-        value=str(path),
-        expected=expected,
-    )

@@ -24,7 +24,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -32,15 +32,11 @@ from layerkit.config import Config, Configurable
 from layerkit.config.checks import check_choice, require
 from layerkit.config.hparams import check_fields
 from layerkit.errors import ConfigError, first_names
-from layerkit_inputs.base.errors import require_extra
-from layerkit_inputs.base.tokenizer_interface import prefix_id
-from layerkit_inputs.text.declared_tokens import (
-    ROLES,
-    DeclaredTokens,
-    missing_file,
-    read_declared_tokens,
-    unreadable_file,
-)
+from layerkit_inputs.base.errors import missing_file, require_extra, unreadable_file
+from layerkit_inputs.base.tokenizer_interface import ROLES, prefix_id
+
+if TYPE_CHECKING:
+    from layerkit_inputs.text.declared_tokens import DeclaredTokens
 
 # Byte `b` has the id `b + FIRST_BYTE_ID`. A model may round VOCAB_SIZE up; no data has higher ids.
 PAD_ID = 0
@@ -132,6 +128,9 @@ class _FileTokenizer(Configurable):
 
     @functools.cached_property
     def _declared(self) -> DeclaredTokens:
+        # Imported here, since bytes declare no tokens.
+        from layerkit_inputs.text.declared_tokens import read_declared_tokens
+
         return read_declared_tokens(self, self.path)
 
     @functools.cached_property

@@ -34,4 +34,5 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         setattr(module, name, value)
         return value
 
-    return find, lambda: sorted({*vars(module), *module_of}), sorted(module_of)
+    public = sorted(name for name in module_of if not name.startswith("_"))
+    return find, lambda: sorted({*vars(module), *module_of}), public
