@@ -110,10 +110,7 @@ class TransformerEncoderDecoder(BaseLayer):
         *,
         labels: jax.Array,
         weights: jax.Array,
-        source_segment_ids: jax.Array | None = None,
-        source_segment_pos: jax.Array | None = None,
-        target_segment_ids: jax.Array | None = None,
-        target_segment_pos: jax.Array | None = None,
+        **packing: Any,
     ) -> NestedMap:
         """Compute the losses of predicting `labels`.
 
@@ -122,24 +119,12 @@ class TransformerEncoderDecoder(BaseLayer):
           target_ids: Inputs of the decoder, int32 `[batch, target]`.
           labels: Next token of each position, int32 `[batch, target]`.
           weights: Token weights float32 `[batch, target]`; 0 excludes a token.
-          source_segment_ids: Number of each token's document in its row, int32 `[batch, source]`,
-            from 1; 0 is padding. A target document attends to the source document of its number.
-          source_segment_pos: Position within the document, int32 `[batch, source]`; None counts
-            from the start of the row.
-          target_segment_ids: Number of each token's document in its row, int32 `[batch, target]`.
-          target_segment_pos: Position within the document, int32 `[batch, target]`.
+          **packing: Segments and positions; see `hidden`.
 
         Returns:
           Outputs of the softmax; see `FullSoftmax.fprop`.
         """
-        hidden = self.hidden(
-            source_ids,
-            target_ids,
-            source_segment_ids=source_segment_ids,
-            source_segment_pos=source_segment_pos,
-            target_segment_ids=target_segment_ids,
-            target_segment_pos=target_segment_pos,
-        )
+        hidden = self.hidden(source_ids, target_ids, **packing)
         return self.softmax(hidden, labels=labels, weights=weights)
 
     def logits(self, source_ids: jax.Array, target_ids: jax.Array, **packing: Any) -> jax.Array:
@@ -156,7 +141,18 @@ class TransformerEncoderDecoder(BaseLayer):
         target_segment_ids: jax.Array | None = None,
         target_segment_pos: jax.Array | None = None,
     ) -> jax.Array:
-        """Compute normalized hidden states of the decoder `[batch, target, dims]`; see `fprop`."""
+        """Compute normalized hidden states of the decoder, `[batch, target, dims]`.
+
+        Args:
+          source_ids: Source ids int32 `[batch, source]`.
+          target_ids: Inputs of the decoder, int32 `[batch, target]`.
+          source_segment_ids: Number of each token's document in its row, int32 `[batch, source]`,
+            from 1; 0 is padding. A target document attends to the source document of its number.
+          source_segment_pos: Position within the document, int32 `[batch, source]`; None counts
+            from the start of the row.
+          target_segment_ids: Number of each token's document in its row, int32 `[batch, target]`.
+          target_segment_pos: Position within the document, int32 `[batch, target]`.
+        """
         memory = self.encode(
             source_ids, segment_ids=source_segment_ids, segment_pos=source_segment_pos
         )

@@ -77,8 +77,7 @@ class LanguageModel(BaseModel):
         Args:
           batch: `ids` `[batch, prompt]`, `prompt_lengths` `[batch]` if prompts do not fill their
             rows, and optionally `max_steps`, `temperature`, `top_k`, `top_p` and
-            `row_ids` `[batch]`; see `extend_prompts` and `RowOptions`. `suffixes` are scored after
-            the continuations; see `layerkit.models.prompt_decoding`.
+            `row_ids` `[batch]`; see `extend_prompts` and `RowOptions`.
 
         Returns:
           Outputs of `layerkit.decoding.extend_prompts`: `ids`, `lengths`, `log_probs`, `scores`,
@@ -88,9 +87,9 @@ class LanguageModel(BaseModel):
           ConfigError: The decoder draws but has no random key, rows are packed, there is padding
             without `prompt_lengths`, or the model has fewer positions than tokens.
         """
-        from layerkit.models.prompt_decoding import continue_prompts
+        from layerkit.models.prompt_decoding import prompts_of_batch
 
-        return continue_prompts(self, self.lm, batch, is_prefix_lm=self.is_prefix_lm)
+        return prompts_of_batch(self, self.lm, batch, is_prefix_lm=self.is_prefix_lm).decode()
 
     def start_decoding(self, batch: NestedMap) -> SampledRows:
         """Return the rows of a batch of prompts `[batch, prompt]` before their first token.

@@ -26,7 +26,7 @@ from layerkit.config.checks import check_positive, require
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.decoder import Decoder
 from layerkit.decoding.loop import SampleDecoder, SampledRows
-from layerkit.models.prompt_decoding import continue_prompts, prompts_of_batch
+from layerkit.models.prompt_decoding import prompts_of_batch
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.models.weighted_metrics import example_weights, row_scores
 from layerkit.ops.losses import weighted_mean
@@ -156,7 +156,7 @@ class DpoModel(BaseModel):
 
     def decode(self, batch: NestedMap) -> NestedMap:
         """Continue prompts with the policy; see `LanguageModel.decode`."""
-        return continue_prompts(self, self.lm, batch)
+        return prompts_of_batch(self, self.lm, batch).decode()
 
     def start_decoding(self, batch: NestedMap) -> SampledRows:
         """Return the rows of a batch of prompts; see `LanguageModel.start_decoding`."""

@@ -81,10 +81,9 @@ class SequenceModel(BaseModel):
           `lengths` `[batch]`.
 
         Raises:
-          ConfigError: The decoder draws but has no random key, sources are packed, the batch has
-            suffixes, or the model has fewer positions than tokens.
+          ConfigError: The decoder draws but has no random key, sources are packed, or the model has
+            fewer positions than tokens.
         """
-        require("suffixes" not in batch, self, "suffixes", "an array", "no suffixes to score")
         outputs = self._prompts(batch).decode()
         lengths = jnp.sum(_source_segments(batch) != 0, axis=1, dtype=jnp.int32)
         outputs.source = NestedMap(ids=batch.src.ids, lengths=lengths)

@@ -111,9 +111,7 @@ class TransformerLm(BaseLayer):
         labels: jax.Array | None = None,
         weights: jax.Array,
         class_probabilities: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        segment_pos: jax.Array | None = None,
-        in_prefix: jax.Array | None = None,
+        **packing: Any,
     ) -> NestedMap:
         """Compute the losses of predicting `labels`.
 
@@ -124,38 +122,18 @@ class TransformerLm(BaseLayer):
           weights: Token weights float32 `[batch, length]`; 0 excludes a token.
           class_probabilities: Soft targets of each position, float32 `[batch, length, vocab]`, in
             the place of labels.
-          segment_ids: Number of each token's document in its row, int32 `[batch, length]`, from 1;
-            0 is padding.
-          segment_pos: Position within the document, int32 `[batch, length]`; None counts from the
-            start of the row.
-          in_prefix: True for tokens of the prefix, bool `[batch, length]`. All positions of the
-            document attend to the prefix in a prefix language model. None for no prefix.
+          **packing: Segments, positions and prefix; see `hidden`.
 
         Returns:
           Outputs of the softmax; see `FullSoftmax.fprop`.
-
-        Raises:
-          ConfigError: `in_prefix` is given although the model is not causal.
         """
-        hidden = self.hidden(
-            ids, segment_ids=segment_ids, segment_pos=segment_pos, in_prefix=in_prefix
-        )
+        hidden = self.hidden(ids, **packing)
         targets = drop_none(labels=labels, class_probabilities=class_probabilities)
         return self.softmax(hidden, weights=weights, **targets)
 
-    def logits(
-        self,
-        ids: jax.Array,
-        *,
-        segment_ids: jax.Array | None = None,
-        segment_pos: jax.Array | None = None,
-        in_prefix: jax.Array | None = None,
-    ) -> jax.Array:
+    def logits(self, ids: jax.Array, **packing: Any) -> jax.Array:
         """Compute the logits float32 `[batch, length, vocab]` of the token after each position."""
-        hidden = self.hidden(
-            ids, segment_ids=segment_ids, segment_pos=segment_pos, in_prefix=in_prefix
-        )
-        return self.softmax.logits(hidden)
+        return self.softmax.logits(self.hidden(ids, **packing))
 
     def hidden(
         self,
@@ -165,7 +143,20 @@ class TransformerLm(BaseLayer):
         segment_pos: jax.Array | None = None,
         in_prefix: jax.Array | None = None,
     ) -> jax.Array:
-        """Compute normalized hidden states `[batch, length, dims]`; `fprop` lists the arguments."""
+        """Compute normalized hidden states `[batch, length, dims]`.
+
+        Args:
+          ids: Token ids int32 `[batch, length]`.
+          segment_ids: Number of each token's document in its row, int32 `[batch, length]`, from 1;
+            0 is padding.
+          segment_pos: Position within the document, int32 `[batch, length]`; None counts from the
+            start of the row.
+          in_prefix: True for tokens of the prefix, bool `[batch, length]`. All positions of the
+            document attend to the prefix in a prefix language model. None for no prefix.
+
+        Raises:
+          ConfigError: `in_prefix` is given although the model is not causal.
+        """
         batch, length = ids.shape
         if segment_pos is None:
             segment_pos = row_positions(batch, length)

@@ -247,9 +247,7 @@ def chunked_cross_entropy(
     labels: jax.Array,
     *,
     chunk_size: int,
-    label_smoothing: float = 0.0,
-    z_loss_weight: float = 0.0,
-    entropy_loss_weight: float = 0.0,
+    **options: float,
 ) -> TokenLosses:
     """Compute `cross_entropy(project(hidden), labels)` with one chunk of the logits at a time.
 
@@ -263,9 +261,7 @@ def chunked_cross_entropy(
         closes over are summed over the chunks in their dtypes, so these should be float32.
       labels: Integers `[batch, length]`; see `cross_entropy`.
       chunk_size: Number of positions of each row whose logits are in memory at once.
-      label_smoothing: Label smoothing; see `cross_entropy`.
-      z_loss_weight: Weight of the z-loss; see `cross_entropy`.
-      entropy_loss_weight: Weight of the negative entropy; see `cross_entropy`.
+      **options: Options of `cross_entropy`.
 
     Returns:
       The losses of each token, `[batch, length]`.
@@ -278,13 +274,7 @@ def chunked_cross_entropy(
     num_chunks = max(1, math.ceil(length / chunk_size))
 
     def losses_of(chunk: tuple[jax.Array, jax.Array]) -> TokenLosses:
-        return cross_entropy(
-            project(chunk[0]),
-            chunk[1],
-            label_smoothing=label_smoothing,
-            z_loss_weight=z_loss_weight,
-            entropy_loss_weight=entropy_loss_weight,
-        )
+        return cross_entropy(project(chunk[0]), chunk[1], **options)
 
     chunks = (_split(hidden, num_chunks), _split(labels, num_chunks))
     # In a scan, XLA cannot merge the recomputation with the forward pass.

@@ -35,7 +35,7 @@ from layerkit.layers.basic.elementwise import ReLU
 from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
 from layerkit.layers.transformer.residual_adapters import (
     RESIDUAL_ADAPTER_WEIGHTS,
-    add_residual_adapters,
+    AdaptedFeedForward,
 )
 
 
@@ -333,9 +333,11 @@ def test_weights_of_adapters_are_not_loaded(raises, make_folder, kind):
     folder = make_folder("llama")
     config = model_config(folder)
     if kind == "lora":
-        model = build(add_lora(config, rank=2))
+        config = add_lora(config, rank=2)
     else:
-        model = build(add_residual_adapters(config, bottleneck_dims=2))
+        layer = config.lm_tpl.stack_tpl.layer_tpl
+        layer.feed_forward_tpl = layer.feed_forward_tpl.with_class(AdaptedFeedForward)
+    model = build(config)
     like = jax.eval_shape(model.init, jax.random.key(0))["params"]
     fresh = (LORA_WEIGHTS, RESIDUAL_ADAPTER_WEIGHTS)
     loaded = load_weights(folder, model, like={"params": like}, fresh=fresh)["params"]

@@ -12,18 +12,14 @@ from flax.traverse_util import flatten_dict
 
 from layerkit.base.base_layer import PARAMS
 from layerkit.base.weights import logical_axes
-from layerkit.config import target_of
 from layerkit.layers.attention.base_attention import OutputProjection
 from layerkit.layers.basic.elementwise import SiLU
-from layerkit.layers.basic.linears import Linear
-from layerkit.layers.basic.sequential import Sequential
 from layerkit.layers.transformer.residual_adapters import (
     RESIDUAL_ADAPTER_WEIGHTS,
     AdaptedFeedForward,
     AdaptedOutputProjection,
     MultitaskResidualAdapter,
     ResidualAdapter,
-    add_residual_adapters,
 )
 from layerkit.layers.transformer.stacks import StackedTransformerRepeated
 from layerkit.layers.transformer.transformer import TransformerFeedForward
@@ -84,8 +80,13 @@ def test_adapter_follows_the_branch(adapted, plain, x):
 def test_adapted_model_keeps_weights_and_initial_outputs():
     plain = StackedTransformerRepeated.HParams.config(num_layers=2, input_dims=8, num_heads=2)
     plain.set(hidden_dims=12)
-    config = add_residual_adapters(plain, bottleneck_dims=4)
-    assert plain.layer_tpl.feed_forward_tpl == TransformerFeedForward.HParams.config()
+    config = plain.clone()
+    layer = config.layer_tpl
+    layer.feed_forward_tpl = layer.feed_forward_tpl.with_class(AdaptedFeedForward)
+    output = layer.attention_tpl.output_tpl.with_class(AdaptedOutputProjection)
+    layer.attention_tpl.output_tpl = output
+    for adapted in (layer.feed_forward_tpl, output):
+        adapted.adapter_tpl.bottleneck_dims = 4
     adapted, model = config.Instantiate(), plain.Instantiate()
     found, base = (
         flatten_dict(jax.tree.map(jnp.shape, jax.eval_shape(layer.init, KEY)[PARAMS]), sep="/")
@@ -96,27 +97,6 @@ def test_adapted_model_keeps_weights_and_initial_outputs():
     assert len(new) == 8
     assert {name for name in found if re.fullmatch(RESIDUAL_ADAPTER_WEIGHTS, name)} == new
     assert found["repeat/sub/feed_forward/adapter/down/linear/w"] == (2, 8, 4)
-
-
-def test_blocks_of_a_pattern_are_adapted():
-    plain = StackedTransformerRepeated.HParams.config(num_layers=2, input_dims=8, num_heads=2)
-    layer = plain.layer_tpl
-    plain.set(hidden_dims=12, block_tpls=(layer.clone(), layer.clone(dropout_rate=0.5)))
-    config = add_residual_adapters(plain, bottleneck_dims=4)
-    # A stack refuses a pattern beside a layer that is not the default one.
-    params = jax.eval_shape(config.Instantiate().init, KEY)[PARAMS]
-    found = ["/".join(path) for path in flatten_dict(params)]
-    assert len([name for name in found if re.fullmatch(RESIDUAL_ADAPTER_WEIGHTS, name)]) == 16
-
-
-def test_layers_in_a_sequence_and_the_config_itself_are_adapted():
-    branch = TransformerFeedForward.HParams.config(input_dims=4, hidden_dims=6)
-    in_sequence = Sequential.HParams.config(layer_tpls=(branch, Linear.HParams.config()))
-    sequence = add_residual_adapters(in_sequence, bottleneck_dims=2)
-    alone = add_residual_adapters(branch, bottleneck_dims=2)
-    for config in (sequence.layer_tpls[0], alone):
-        assert target_of(config) is AdaptedFeedForward
-        assert config.adapter_tpl.bottleneck_dims == 2 and config.hidden_dims == 6
 
 
 @pytest.mark.parametrize("name", ["row", "token"])

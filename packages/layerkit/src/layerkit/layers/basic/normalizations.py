@@ -164,18 +164,6 @@ def _form(layer: RmsNorm | RmsNormNoScale | LayerNorm, *, subtracts_mean: bool) 
     return _Form(layer.epsilon, layer.compute_dtype, subtracts_mean, is_in_remat())
 
 
-class _Statistics(NamedTuple):
-    """Statistics of each position, float32 `[..., 1]`.
-
-    Attributes:
-      mean: Mean; None if it is not subtracted.
-      factor: 1 / √(mean square + ε).
-    """
-
-    mean: jax.Array | None
-    factor: jax.Array
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _normalize(
     form: _Form, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None
@@ -195,7 +183,8 @@ def _normalize_jvp(form: _Form, primals: Any, tangents: Any) -> tuple[jax.Array,
 
 def _outputs(
     form: _Form, x: jax.Array, scale: jax.Array | None, bias: jax.Array | None
-) -> tuple[jax.Array, _Statistics]:
+) -> tuple[jax.Array, tuple[jax.Array | None, jax.Array]]:
+    """Return outputs and statistics: mean (None for RmsNorm) and 1 / √(mean square + ε)."""
     centered, mean = x.astype(jnp.float32), None
     if form.subtracts_mean:
         mean = jnp.mean(centered, axis=-1, keepdims=True)
@@ -206,22 +195,23 @@ def _outputs(
         outputs = outputs * scale
     if bias is not None:
         outputs = outputs + bias
-    return outputs.astype(form.dtype), _Statistics(mean, factor)
+    return outputs.astype(form.dtype), (mean, factor)
 
 
 def _tangent(
-    form: _Form, x: jax.Array, scale: jax.Array | None, statistics: _Statistics, tangents: Any
+    form: _Form, x: jax.Array, scale: jax.Array | None, statistics: Any, tangents: Any
 ) -> jax.Array:
     """Return the tangent of the outputs; it is linear in those of x, scale and bias."""
     x_tangent, scale_tangent, bias_tangent = tangents
+    mean, factor = statistics
     centered, change = x.astype(jnp.float32), x_tangent.astype(jnp.float32)
-    if statistics.mean is not None:
-        centered = centered - statistics.mean
-    normalized = centered * statistics.factor
+    if mean is not None:
+        centered = centered - mean
+    normalized = centered * factor
     common = normalized * jnp.mean(normalized * change, axis=-1, keepdims=True)
-    if statistics.mean is not None:
+    if mean is not None:
         common = common + jnp.mean(change, axis=-1, keepdims=True)
-    total = (change - common) * statistics.factor
+    total = (change - common) * factor
     if scale is not None:
         total = total * scale + normalized * scale_tangent
     if bias_tangent is not None:

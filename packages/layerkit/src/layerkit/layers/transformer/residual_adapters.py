@@ -9,7 +9,8 @@ change at first. It follows the last projection of a branch of a Transformer, be
 added. The weights of the model keep their paths: `feed_forward/up/w` stays and
 `feed_forward/adapter/down/w` is new.
 
-    config = add_residual_adapters(config, bottleneck_dims=64)
+    layer.feed_forward_tpl = layer.feed_forward_tpl.with_class(AdaptedFeedForward)
+    attention.output_tpl = attention.output_tpl.with_class(AdaptedOutputProjection)
 
 Give the learner the pattern `RESIDUAL_ADAPTER_WEIGHTS` to train the adapters alone. For low-rank
 adapters of the weights see `layerkit.layers.quantization.lora`. `MultitaskResidualAdapter` has one
@@ -25,17 +26,9 @@ import jax.numpy as jnp
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import WeightHParams, WeightInit
-from layerkit.config import (
-    Config,
-    assigned_fields,
-    is_config,
-    sub_config_field,
-    target_of,
-    walk_configs,
-)
+from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_integer_arrays, check_last_axis, check_sizes, require
 from layerkit.layers.attention.base_attention import OutputProjection
-from layerkit.layers.basic.dots import unused_templates
 from layerkit.layers.basic.elementwise import GELU, BaseActivation, Identity, ReLU
 from layerkit.layers.basic.embeddings import lookup
 from layerkit.layers.basic.linears import FeedForward
@@ -187,51 +180,3 @@ class AdaptedOutputProjection(OutputProjection):
     def fprop(self, heads: jax.Array) -> jax.Array:
         """Map `[batch, length, num_heads, head_dim]` to `[batch, length, output_dims]`."""
         return self.adapter(super().fprop(heads))
-
-
-_ADAPTED: dict[Any, Any] = {
-    TransformerFeedForward: AdaptedFeedForward,
-    OutputProjection: AdaptedOutputProjection,
-}
-
-
-def add_residual_adapters(config: Config, *, bottleneck_dims: int) -> Config:
-    """Return a copy of a model's config with an adapter after every attention and feed-forward.
-
-    Experts (`MoeFeedForward`) have no adapter, but their shared feed-forward layer gets one.
-
-    Args:
-      config: Config that contains Transformers, such as that of a stack or a model.
-      bottleneck_dims: Bottleneck size of the adapters.
-
-    Raises:
-      ConfigError: The config has no `TransformerFeedForward` and no `OutputProjection`. Subclasses
-        of these are not adapted, since they may compute something else.
-    """
-    adapter = ResidualAdapter.HParams.config(bottleneck_dims=bottleneck_dims)
-    num_adapted = 0
-
-    def adapted(held: Any) -> Any:
-        nonlocal num_adapted
-        if isinstance(held, dict):
-            return {name: adapted(value) for name, value in held.items()}
-        if type(held) in (list, tuple):
-            return type(held)(map(adapted, held))
-        target = _ADAPTED.get(target_of(held)) if is_config(held) else None
-        if target is None:
-            return held
-        num_adapted += 1
-        return Config(target, **{**assigned_fields(held), "adapter_tpl": adapter.clone()})
-
-    config = adapted(config.clone())
-    unused = unused_templates(config)
-    for owner in walk_configs(config):
-        if id(owner) in unused:
-            continue
-        for name, held in assigned_fields(owner).items():
-            before, replaced = num_adapted, adapted(held)
-            if num_adapted > before:
-                setattr(owner, name, replaced)
-    expected = "a config that contains TransformerFeedForward or OutputProjection"
-    require(num_adapted, "add_residual_adapters", "config", config, expected)
-    return config
