@@ -146,15 +146,7 @@ class Alibi(BaseLayer):
         check_sizes(self, num_heads=self.num_heads)
 
     def fprop(self, query_positions: jax.Array, key_positions: jax.Array) -> jax.Array:
-        """Return the bias of each pair of query and key.
-
-        Args:
-          query_positions: int32 `[batch or 1, queries]`.
-          key_positions: int32 `[batch or 1, keys]`.
-
-        Returns:
-          float32 `[batch or 1, heads, queries, keys]`.
-        """
+        """Return the bias `[batch or 1, heads, queries, keys]`; see `RelativeBias.fprop`."""
         distances = jnp.abs(key_positions[:, None, :] - query_positions[:, :, None])
         slopes = jnp.asarray(alibi_slopes(self.num_heads))[:, None, None]
         bias = -slopes * distances[:, None].astype(jnp.float32)

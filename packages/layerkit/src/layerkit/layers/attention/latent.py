@@ -49,6 +49,8 @@ _LATENT_AXES = ("batch", "length", None)
 class MultiHeadLatentAttention(AttentionLayer):
     """Multi-head latent attention, which caches latents; see the module docstring.
 
+    The other fields are those of `MultiHeadAttention`.
+
     Attributes:
       input_dims: Size of the model dimension.
       num_heads: Number of heads.
@@ -66,20 +68,6 @@ class MultiHeadLatentAttention(AttentionLayer):
       logit_scale: Factor of the products of queries and keys; None for
         1/√(plain_dim_per_head + rotary_dim_per_head). For DeepSeek models with YaRN, set that
         default multiplied by the square of `yarn_magnitude(factor, mscale_all_dim)`.
-      logit_cap: Bound of the logits, applied as logit_cap·tanh(logits / logit_cap); None for no
-        bound.
-      window: Number of positions that a query may attend to, its own and those before it; None for
-        all.
-      dropout_rate: Dropout rate of the attention probabilities in training.
-      zero_fully_masked_rows: True for an output of exactly 0 for queries whose keys are all masked;
-        False for a mean of the values.
-      backend: Name of the implementation of `fprop`; see `layerkit.ops.attention.backends`.
-        Cached steps always run on `xla`.
-      context_parallel: `all_gather`, `ring` or `ulysses`, used by `fprop` if the length axis is
-        split over devices; see `layerkit.ops.attention.context_parallel`.
-      kernel_blocks: Largest number of (queries, keys) in a block of a Pallas kernel, powers of two;
-        None for the default of the device; see `layerkit.ops.attention.pallas.kernel_blocks`. It
-        affects speed, not results.
       down_tpl: Projections of the inputs to the latents and to the rotary key.
       up_tpl: Projections to heads, from latents or (queries without a latent) from the inputs.
       bias_tpl: Bias of the projections to latents.
@@ -153,22 +141,7 @@ class MultiHeadLatentAttention(AttentionLayer):
         positions: jax.Array,
         bias: LogitBias | None = None,
     ) -> jax.Array:
-        """Compute attention within whole rows, without a cache.
-
-        Args:
-          x: `[batch, length, input_dims]`.
-          mask: Mask of the pairs (query position, key position) that may attend.
-          positions: int32 `[batch, length]`, for the rotation.
-          bias: float32 `[batch or 1, heads or 1, length, length]`, or a bias by distance, added to
-            the logits.
-
-        Returns:
-          `[batch, length, input_dims]` in the compute dtype.
-
-        Raises:
-          ConfigError: The shapes of the arguments do not match.
-          UnsupportedBackendError: The backend does not support this attention.
-        """
+        """Compute attention within rows `[batch, length, input_dims]`; see `MultiHeadAttention`."""
         query = jnp.concatenate(self._queries(x, positions), axis=-1)
         key, value = self._expand(*self._compress(x, positions))
         query, key, value = (
@@ -201,27 +174,10 @@ class MultiHeadLatentAttention(AttentionLayer):
         bias: jax.Array | None = None,
         prefix_lengths: jax.Array | None = None,
     ) -> jax.Array:
-        """Compute causal attention of the next tokens to the cached tokens and themselves.
+        """Compute causal attention of the next tokens `[batch, t, input_dims]`.
 
         See `MultiHeadAttention.extend_step`. Weights cannot be folded if `up_tpl` has a bias or a
         `dot_tpl`, such as LoRA. Each step then expands the cached latents.
-
-        Args:
-          x: `[batch, t, input_dims]`, the t tokens of a prompt or one new token per row.
-          time_step: int32 scalar, the number of tokens in the cache.
-          positions: int32 `[batch, t]`, for the rotation.
-          bias: float32 `[batch or 1, heads or 1, t, max_length]`, added to the logits.
-          prefix_lengths: int32 `[batch]`, the length of the prefix, in a prefix language model. The
-            tokens of the prefix attend to one another in both directions. The first step must
-            contain all of them. None for no prefix.
-
-        Returns:
-          `[batch, t, input_dims]` in the compute dtype. All values are NaN if time_step + t exceeds
-          the length of the cache. The time step is known only at run time, so no error is raised.
-
-        Raises:
-          ConfigError: The cache is missing, has other sizes or is not mutable, or `time_step` has
-            one value per row.
         """
         check_time_step(self, time_step)
         latent, rotary_key = (

@@ -68,9 +68,6 @@ class BatchNorm(BaseNormalization):
         Args:
           inputs: Array `[batch, ..., dims]`.
           is_token: bool `[batch, ...]`, False for padding, for which the outputs are 0.
-
-        Raises:
-          ConfigError: The size of the last axis is not `dims`.
         """
         check_last_axis(self, inputs, dims=self.dims)
         x = _zero_padding(inputs.astype(jnp.float32), is_token)
@@ -130,9 +127,6 @@ class GroupNorm(BaseNormalization):
         Args:
           inputs: Array `[batch, ..., dims]`.
           is_token: bool `[batch, ...]`, False for padding, for which the outputs are 0.
-
-        Raises:
-          ConfigError: The size of the last axis is not `dims`.
         """
         check_last_axis(self, inputs, dims=self.dims)
         x = _zero_padding(inputs.astype(jnp.float32), is_token)

@@ -48,11 +48,7 @@ class Linear(BaseLayer):
         create_dot(self, weight)
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Map `[..., input_dims]` to `[..., output_dims]`.
-
-        Raises:
-          ConfigError: The size of the last axis of the inputs is not `input_dims`.
-        """
+        """Map `[..., input_dims]` to `[..., output_dims]`."""
         check_last_axis(self, inputs, input_dims=self.input_dims)
         outputs = matmul(self, self.cast(inputs), self.theta.w)
         if self.activation_axes is not None:
@@ -78,11 +74,7 @@ class Bias(BaseLayer):
         self.create_variable("b", weight)
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Add b to `[..., dims]`.
-
-        Raises:
-          ConfigError: The size of the last axis of the inputs is not `dims`.
-        """
+        """Add b to `[..., dims]`."""
         # Without this check an axis of size 1 would be broadcast silently.
         check_last_axis(self, inputs, dims=self.dims)
         return add_bias(self.cast(inputs), self.theta.b)

@@ -53,11 +53,7 @@ class RmsNorm(BaseNormalization):
         self.create_variable("scale", WeightHParams((self.dims,), axes=("norm",), init=unit))
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Normalize `[..., dims]`.
-
-        Raises:
-          ConfigError: The size of the last axis of the inputs is not `dims`.
-        """
+        """Normalize `[..., dims]`."""
         check_last_axis(self, inputs, dims=self.dims)
         form = _form(self, subtracts_mean=False)
         return _normalize(form, inputs, self.scale_offset + _float32(self.theta.scale), None)
@@ -122,11 +118,7 @@ class LayerNorm(BaseNormalization):
             self.create_variable("bias", WeightHParams((self.dims,), axes=("norm",), init=zero))
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
-        """Normalize `[..., dims]`.
-
-        Raises:
-          ConfigError: The size of the last axis of the inputs is not `dims`.
-        """
+        """Normalize `[..., dims]`."""
         check_last_axis(self, inputs, dims=self.dims)
         form = _form(self, subtracts_mean=True)
         scale = self.scale_offset + _float32(self.theta.scale) if self.use_scale else None

@@ -205,9 +205,6 @@ class RotaryPositionalEmbedding(BaseLayer):
         """Rotate `x` `[batch, length, heads, dims]` at positions `[batch, length]`.
 
         The computation is in float32; the result has the dtype of `x`.
-
-        Raises:
-          ConfigError: The size of the heads is not `dims`.
         """
         check_last_axis(self, x, dims=self.dims)
         frequencies: Any = self.frequencies()

@@ -84,19 +84,23 @@ class LoraDot(Dot):
         """Create the weights of the adapter and the wrapped product."""
         check_sizes(self, rank=self.rank)
         check_positive(self, alpha=self.alpha)
+        for name, weight in self._adapter().items():
+            self.create_variable(name, weight)
+        self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
+        self.create_child("base", self.dot_tpl or Dot.HParams.config())
+
+    def _adapter(self) -> dict[str, WeightHParams]:
+        """Return the declarations of the weights of the adapter by name."""
         weight, num_group, num_in = self._split_weight()
-        group, ins, outs = (
-            slice(num_group),
-            slice(num_group, num_group + num_in),
-            slice(num_group + num_in, None),
-        )
+        end = num_group + num_in
+        group, ins, outs = slice(num_group), slice(num_group, end), slice(end, None)
         shape, axes = weight.shape, weight.axes
         lora_a = WeightHParams(
             (*shape[group], *shape[ins], self.rank),
             (*axes[group], *axes[ins], None),
             init=WeightInit.FanIn(),
             dtype=weight.dtype,
-            fan_in_dims=tuple(range(num_group, num_group + num_in)),
+            fan_in_dims=tuple(range(num_group, end)),
             decays=True,
         )
         lora_b = WeightHParams(
@@ -106,10 +110,7 @@ class LoraDot(Dot):
             dtype=weight.dtype,
             decays=True,
         )
-        self.create_variable("lora_a", lora_a)
-        self.create_variable("lora_b", lora_b)
-        self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
-        self.create_child("base", self.dot_tpl or Dot.HParams.config())
+        return {"lora_a": lora_a, "lora_b": lora_b}
 
     def fprop(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """Multiply `[..., in]` by `[in, out]` and add the adapter: `[..., out]`, same dtype.
@@ -124,18 +125,12 @@ class LoraDot(Dot):
 
     def grouped_arrays(self) -> dict[str, GroupedArray]:
         """Return the adapter and the arrays of the wrapped product, by name."""
-        weight, num_group, num_in = self._split_weight()
-        group, ins, outs = (
-            weight.axes[:num_group],
-            weight.axes[num_group : num_group + num_in],
-            weight.axes[num_group + num_in :],
-        )
         base = {f"base/{name}": array for name, array in self.base.grouped_arrays().items()}
-        return {
-            "lora_a": GroupedArray(self.theta.lora_a, (*group, *ins, None)),
-            "lora_b": GroupedArray(self.theta.lora_b, (*group, None, *outs)),
-            **base,
+        of_adapter = {
+            name: GroupedArray(getattr(self.theta, name), weight.axes)
+            for name, weight in self._adapter().items()
         }
+        return {**of_adapter, **base}
 
     def grouped(
         self,

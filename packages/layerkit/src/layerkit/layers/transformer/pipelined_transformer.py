@@ -28,17 +28,12 @@ from layerkit.layers.transformer.stacks import (
 class PipelinedTransformer(StackedTransformer):
     """A stack of Transformer layers as a pipeline; see `layerkit.layers.transformer.pipeline`.
 
+    The fields of the pipeline are those of `Pipeline`.
+
     A bias or a memory moves from stage to stage with its rows. One that all rows share
     (`relative_bias_tpl` with rows that are not packed) does not move.
 
     Attributes:
-      num_stages: Number of stages; a multiple of the mesh axes of the rule for `stage`.
-      num_microbatches: Number of microbatches of a batch. More make bubbles smaller.
-      microbatch_size: Number of rows of a microbatch, instead of `num_microbatches`.
-      circular_repeats: Number of rounds of a microbatch, with a shorter run of layers in each.
-      stream_inputs: True to spread waiting microbatches over the stages; see `Pipeline`.
-      gather_weights_once: True to gather weights over `fsdp` once instead of at each tick; see
-        `Pipeline`.
       stage_remat: Name of the rematerialization policy of one pass of one stage; see
         `Pipeline.remat`. Where it saves activations, `remat`, the policy of each layer, has no
         effect.

@@ -115,21 +115,10 @@ class StackedTransformer(BaseLayer):
         memory_mask: AttentionMask | None = None,
         droppath_rates: jax.Array | None = None,
     ) -> jax.Array:
-        """Apply all layers to whole rows.
+        """Apply all layers to whole rows `[batch, length, dims]`; see `Transformer.fprop`.
 
-        Args:
-          x: `[batch, length, dims]`.
-          mask: Mask of self-attention.
-          positions: int32 `[batch, length]`, for rotary embeddings.
-          bias: float32 `[batch or 1, heads, length, length]`, or a bias by distance, added to the
-            attention logits.
-          memory: `[batch, memory_length, memory_dims]`, for cross attention.
-          memory_mask: Mask of cross attention.
-          droppath_rates: float32 `[num_layers]`, one rate per layer, passed by a stack that repeats
-            this one; None to compute the rates from the field `droppath_rate`.
-
-        Returns:
-          Array with the shape of `x` in the compute dtype.
+        A stack that repeats this one passes `droppath_rates` float32 `[num_layers]`, one per layer;
+        None computes them from the field `droppath_rate`.
         """
         if self.relative_bias_tpl is not None:
             from layerkit.layers.attention.biases import add_bias_of_rows
@@ -148,14 +137,7 @@ class StackedTransformer(BaseLayer):
         return self._run_layers("__call__", self.cast(x), droppath_rates, shared)
 
     def init_cache(self, batch_size: int, max_length: int, memory: jax.Array | None = None) -> None:
-        """Create the empty caches of all layers.
-
-        Args:
-          batch_size: Number of rows.
-          max_length: Maximal number of tokens of a row.
-          memory: `[batch, memory_length, memory_dims]`, from which the keys and values of cross
-            attention are computed.
-        """
+        """Create the empty caches of all layers; see `Transformer.init_cache`."""
         if self.relative_bias_tpl is not None:
             # `extend_step` needs the number of slots of the layers' caches to compute the bias.
             self.put_variable(CACHE, "slots", row_positions(batch_size, max_length))
@@ -171,21 +153,7 @@ class StackedTransformer(BaseLayer):
         memory_mask: AttentionMask | None = None,
         prefix_lengths: jax.Array | None = None,
     ) -> jax.Array:
-        """Apply all layers to the next positions of a cached sequence.
-
-        Args:
-          x: `[batch, t, dims]`.
-          time_step: int32 scalar, number of tokens in the cache.
-          positions: int32 `[batch, t]`, for rotary embeddings.
-          bias: float32 `[batch or 1, heads, t, max_length]`, added to the attention logits.
-          memory_mask: Mask of cross attention from the t positions to the memory.
-          prefix_lengths: int32 `[batch]`, length of the prefix, in a prefix language model. The
-            tokens of the prefix attend to one another in both directions. The first step must
-            contain all of them. None for no prefix.
-
-        Returns:
-          Array with the shape of `x` in the compute dtype.
-        """
+        """Apply all layers to the next positions `[batch, t, dims]`, as `Transformer.extend_step`."""
         if self.relative_bias_tpl is not None:
             slots: jax.Array = self.get_variable(CACHE, "slots")
             queries = time_step + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
