@@ -40,18 +40,14 @@ _DECODER_LAYER = Transformer.HParams.config(cross_attention_tpl=CrossAttention.H
 class TransformerEncoderDecoder(BaseLayer):
     """An encoder over source ids and a decoder over target ids.
 
+    The sizes and the softmax are those of `TransformerLm`.
+
     Attributes:
       vocab_size: Number of token ids of the target, and of the source by default.
       source_vocab_size: Number of token ids of the source, if it has a separate embedding
         (`source_embedding_tpl`).
-      model_dims: Size of the model dimension.
-      hidden_dims: Size of the hidden dimension of the feed-forward.
       num_encoder_layers: Depth of the encoder.
       num_decoder_layers: Depth of the decoder.
-      num_heads: Query heads per layer.
-      num_kv_heads: Key and value heads; None for as many as query heads.
-      dim_per_head: Size of a head; None for model_dims / num_heads.
-      softmax_tpl: Output layer; a tied one also embeds.
       embedding_tpl: Embedding of target ids; None to tie it to the softmax.
       source_embedding_tpl: Embedding of source ids; None to use that of the target.
       position_tpl: Positional embedding that is added to the embeddings of both sides, with
@@ -238,16 +234,7 @@ class TransformerEncoderDecoder(BaseLayer):
 
     @nn.nowrap
     def locate_layer(self, layer: int, *, side: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Return the location of a layer's variables in those of this model.
-
-        Args:
-          layer: Index of the layer, from 0 at the input.
-          side: `encoder` or `decoder`.
-
-        Returns:
-          The path of its subtree, and the indices into the leading axes of each leaf there; see
-          `StackedTransformer.locate_layer`.
-        """
+        """Return where a layer of a side, `encoder` or `decoder`, is; see `locate_in_stack`."""
         return locate_in_stack(
             self,
             layer,

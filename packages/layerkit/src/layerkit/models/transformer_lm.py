@@ -91,15 +91,7 @@ class TransformerLm(BaseLayer):
 
     @nn.nowrap
     def locate_layer(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Return the location of a layer's variables in those of this model.
-
-        Args:
-          layer: Index of the layer, from 0 at the input.
-
-        Returns:
-          The path of its subtree, and the indices into the leading axes of each leaf there; see
-          `StackedTransformer.locate_layer`.
-        """
+        """Return where the variables of a layer are; see `locate_in_stack`."""
         return locate_in_stack(
             self, layer, child="stack", template="stack_tpl", num_layers=self.num_layers
         )

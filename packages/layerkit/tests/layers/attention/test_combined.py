@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from layerkit.base.sharding import BoundSharding
 from layerkit.base.weights import logical_axes
-from layerkit.layers.attention.combined import CombinedProjection, combine_heads, split_heads
+from layerkit.layers.attention.combined import CombinedProjection
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
 from layerkit.ops.attention.masks import AttentionMask
@@ -29,6 +29,12 @@ def drawn_weights(layer):
     """Return weights without zeros, since weights that start at 0 would hide errors."""
     random, shapes = np.random.default_rng(0), jax.eval_shape(layer.init, jax.random.key(0))
     return jax.tree.map(lambda w: random.normal(0.0, 0.5, w.shape).astype(np.float32), shapes)
+
+
+def combine_heads(query, key, value):
+    *leading, kv_heads, head_dim = key.shape
+    grouped = query.reshape(*leading, kv_heads, -1, head_dim)
+    return jnp.concatenate([grouped, key[..., None, :], value[..., None, :]], axis=-2)
 
 
 def combined_weights(weights):
@@ -90,20 +96,6 @@ def test_weight_is_split_over_devices_by_groups():
     w = placed["params"]["qkv"]["w"]
     assert w.sharding.shard_shape(w.shape) == (DIMS // 2, 1, HEADS // 2 + 2, DIMS // HEADS)
     close(value_and_gradients(layer.clone(sharding=bound))(placed, X), expected)
-
-
-def test_split_heads_inverts_combine_heads():
-    parts = [
-        np.arange(3 * heads * 2).reshape(3, heads, 2) + offset
-        for heads, offset in ((6, 0), (2, 100), (2, 200))
-    ]
-    combined = combine_heads(*map(jnp.asarray, parts))
-    assert combined.shape == (3, 2, 5, 2)
-    # Group 1: query heads 3, 4 and 5, key head 1, value head 1.
-    expected = [parts[0][:, 3], parts[0][:, 4], parts[0][:, 5], parts[1][:, 1], parts[2][:, 1]]
-    np.testing.assert_array_equal(combined[:, 1], np.stack(expected, axis=1))
-    for found, part in zip(split_heads(combined), parts, strict=True):
-        np.testing.assert_array_equal(found, part)
 
 
 def test_fans_are_those_of_the_combined_product():

@@ -106,16 +106,9 @@ def extend_cache(
 def write_rounded_cache(
     layer: BaseLayer, name: str, shape: tuple[int, ...], axes: Axes
 ) -> jax.Array:
-    """Store an empty cache in int8, `name`, and its scales, `name_scale`; return the integers.
+    """Store an empty cache `[batch, …, dims]` in int8 and its scales, `name_scale`.
 
-    Args:
-      layer: Layer that has the cache.
-      name: Name of the array in the layer's part of `CACHE`.
-      shape: All slots, `[batch, …, dims]`.
-      axes: Logical axis of each dimension.
-
-    Raises:
-      ConfigError: The collection is not mutable.
+    Return the integers; see `write_cache`.
     """
     scales = jnp.ones((*shape[:-1], 1), jnp.float32)
     write_cache(layer, f"{name}_scale", scales, (*axes[:-1], None))
@@ -131,18 +124,9 @@ def extend_rounded_cache(
     time_step: jax.Array,
     slot_axis: int = 1,
 ) -> jax.Array:
-    """Write the values of new tokens to a cache in int8 and return it in the dtype of `new`.
+    """Write the values of new tokens to a cache in int8; see `extend_cache`.
 
-    Args:
-      layer: Layer that has the cache.
-      name: Name of the array, `[batch, …, dims]`.
-      new: Values of the new tokens, with t in the place of max_length.
-      axes: Logical axis of each dimension.
-      time_step: int32 scalar, the number of slots in use.
-      slot_axis: Dimension of the slots.
-
-    Raises:
-      ConfigError: The cache is missing, has the wrong sizes, or is not mutable.
+    Return the cache `[batch, …, dims]` in the dtype of `new`.
     """
     wide = new.astype(jnp.float32)
     scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / 127

@@ -8,7 +8,6 @@ with the keys that they read.
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import WeightHParams, WeightInit
@@ -93,24 +92,8 @@ class CombinedProjection(BaseLayer):
         )
 
 
-def combine_heads(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Combine weights, biases or activations of separate projections.
-
-    Args:
-      query: `[…, num_heads, head_dim]`.
-      key: `[…, num_kv_heads, head_dim]`.
-      value: `[…, num_kv_heads, head_dim]`.
-
-    Returns:
-      `[…, num_kv_heads, num_heads / num_kv_heads + 2, head_dim]`.
-    """
-    *leading, kv_heads, head_dim = key.shape
-    grouped = query.reshape(*leading, kv_heads, -1, head_dim)
-    return jnp.concatenate([grouped, key[..., None, :], value[..., None, :]], axis=-2)
-
-
 def split_heads(combined: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Split what `combine_heads` has combined.
+    """Split combined weights, biases or activations.
 
     Args:
       combined: `[…, num_kv_heads, group + 2, head_dim]`.

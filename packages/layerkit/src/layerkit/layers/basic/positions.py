@@ -65,48 +65,35 @@ class PositionalEmbedding(BaseLayer):
 
     def fprop(self, positions: jax.Array) -> jax.Array:
         """Return vectors `[batch, length, dims]` of positions `[batch, length]`."""
-        half = self.dims // 2
+        return self._sinusoids(positions, self.dims)
+
+    def _sinusoids(self, positions: jax.Array, dims: int) -> jax.Array:
+        half = dims // 2
         exponents = jnp.arange(half, dtype=jnp.float32) / max(half - 1, 1)
-        angles = _angles(positions, exponents, self.min_timescale, self.max_timescale)
+        timescales = self.min_timescale * (self.max_timescale / self.min_timescale) ** exponents
+        angles = positions[..., None].astype(jnp.float32) / timescales
         return self.cast(jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1))
 
 
-class PositionalEmbedding2D(BaseLayer):
+class PositionalEmbedding2D(PositionalEmbedding):
     """Sinusoidal embeddings of rows and columns of image patches, without weights.
 
     The first half of a vector is the `PositionalEmbedding` of the row, the second half that of the
-    column.
-
-    Attributes:
-      dims: Size of a vector; a multiple of 4.
-      min_timescale: Period of the fastest sinusoid, divided by 2π.
-      max_timescale: Period of the slowest sinusoid, divided by 2π.
-
-    Raises:
-      ConfigError: `dims` is not a multiple of 4, or the timescales are not 0 < min < max.
+    column, so `dims` is a multiple of 4. The fields are those of `PositionalEmbedding`.
     """
 
-    dims: int = 0
-    min_timescale: float = 1.0
-    max_timescale: float = 10_000.0
-
     def setup(self) -> None:
-        """Create the embedding of one axis."""
-        check_sizes(self, dims=self.dims)
+        """Check the fields."""
+        super().setup()
         require(self.dims % 4 == 0, self, "dims", self.dims, "a multiple of 4")
-        one = PositionalEmbedding.HParams.config(
-            dims=self.dims // 2,
-            min_timescale=self.min_timescale,
-            max_timescale=self.max_timescale,
-        )
-        self.create_child("one_axis", one)
 
-    def fprop(self, rows: jax.Array, columns: jax.Array) -> jax.Array:
+    def fprop(self, rows: jax.Array, columns: jax.Array) -> jax.Array:  # type: ignore[override]
         """Return vectors `[batch, length, dims]` of rows and columns, both `[batch, length]`.
 
         For patches in reading order they are `jnp.divmod(jnp.arange(height * width), width)`.
         """
-        return jnp.concatenate([self.one_axis(rows), self.one_axis(columns)], axis=-1)
+        halves = [self._sinusoids(axis, self.dims // 2) for axis in (rows, columns)]
+        return jnp.concatenate(halves, axis=-1)
 
 
 class TrainablePositionalEmbedding(BaseLayer):
@@ -266,14 +253,6 @@ def _switching(value: Any) -> list[tuple[Any, LongRopeScaling]]:
         for config, scaling in scalings
         if isinstance(scaling, LongRopeScaling) and scaling.longest_sequence is None
     ]
-
-
-def _angles(
-    positions: jax.Array, exponents: jax.Array, min_timescale: float, max_timescale: float
-) -> jax.Array:
-    """Return the angles `[..., n]` of positions `[...]`, in float32 as in rotary embeddings."""
-    timescales = min_timescale * (max_timescale / min_timescale) ** exponents
-    return positions[..., None].astype(jnp.float32) / timescales
 
 
 def _check_halves(layer: PositionalEmbedding | RotaryPositionalEmbedding) -> None:

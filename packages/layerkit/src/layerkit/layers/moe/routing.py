@@ -133,12 +133,7 @@ class BaseRouter(BaseLayer):
 
     @nn.nowrap
     def inputs_and_logits(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return float32 inputs `[..., input_dims]`, with jitter, and logits `[..., experts]`.
-
-        Raises:
-          ConfigError: The size of the last axis of the inputs is not `input_dims`.
-          ValueError: Training with jitter lacks a random key.
-        """
+        """Return float32 inputs `[..., input_dims]`, with jitter, and logits `[..., experts]`."""
         check_last_axis(self, x, input_dims=self.input_dims)
         if self.jitter > 0.0 and self.is_training:
             low, high = 1.0 - self.jitter, 1.0 + self.jitter
@@ -172,10 +167,6 @@ class ExpertChoiceRouter(BaseRouter):
           capacity: Number of tokens that an expert chooses in a group.
           is_token: bool `[groups, tokens]`, False for padding, which is chosen last and has no
             slot.
-
-        Raises:
-          ConfigError: The size of the last axis of the inputs is not `input_dims`.
-          ValueError: Training with jitter lacks a random key.
         """
         _, logits = self.inputs_and_logits(x)
         probs = jax.nn.softmax(logits).swapaxes(1, 2)
@@ -243,10 +234,6 @@ class TopKRouter(BaseRouter):
         Args:
           x: Activations `[..., input_dims]`.
           is_token: bool `[...]`, False for padding, which is neither routed nor counted.
-
-        Raises:
-          ConfigError: The size of the last axis of the inputs is not `input_dims`.
-          ValueError: Training with noise lacks a random key.
         """
         x, logits = self.inputs_and_logits(x)
         scores = self._scores(self._add_noise(logits, x))

@@ -179,18 +179,7 @@ class Pipeline(BaseLayer):
     def run(
         self, method: str, x: Any, *args: Any, per_copy: dict[str, Any] | None = None, **kwargs: Any
     ) -> Any:
-        """Run a method of all stages in sequence on the whole of `x`, for decoding.
-
-        Args:
-          method: Name of the method.
-          x: First argument, a pytree of arrays `[batch, ...]`.
-          *args: Further arguments of every stage.
-          per_copy: Keyword arguments that differ between passes; see `fprop`.
-          **kwargs: Keyword arguments of every stage.
-
-        Returns:
-          The last result, with the structure, shapes and dtypes of `x`.
-        """
+        """Run a method of all stages in sequence on all rows, for decoding; see `Repeat.run`."""
 
         def body(stage: Any, carry: Any, differing: dict[str, Any]) -> tuple[Any, None]:
             result = getattr(stage, method)(carry, *args, **differing, **kwargs)

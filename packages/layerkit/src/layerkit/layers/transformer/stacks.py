@@ -153,7 +153,7 @@ class StackedTransformer(BaseLayer):
         memory_mask: AttentionMask | None = None,
         prefix_lengths: jax.Array | None = None,
     ) -> jax.Array:
-        """Apply all layers to the next positions `[batch, t, dims]`, as `Transformer.extend_step`."""
+        """Apply all layers to the next `[batch, t, dims]`, as `Transformer.extend_step`."""
         if self.relative_bias_tpl is not None:
             slots: jax.Array = self.get_variable(CACHE, "slots")
             queries = time_step + jnp.arange(x.shape[1], dtype=jnp.int32)[None]

@@ -97,15 +97,8 @@ class Dropless:
     ) -> tuple[jax.Array, jax.Array]:
         """Compute Σ weight · expert(x) with experts of other devices; inside of `jax.shard_map`.
 
-        Args:
-          x: Tokens of this device, `[..., dims]`.
-          experts: Chosen experts, int32 `[..., choices]`, from 0 to num_experts - 1.
-          weights: Weights of the choices, float32 `[..., choices]`.
-          arrays: Weights of the experts of this device by name, `[experts, …, …]`.
-          axes: Mesh axes over which the experts are split.
-          buffer_factor: Largest number of rows that a device receives, relative to the choices of a
-            device; None for as many as there can be.
-          is_emulated: True for a backend without `ragged_all_to_all`.
+        Tokens `[..., dims]` and arrays are those of this device; experts are numbered from 0 to
+        num_experts - 1. See `__call__`, `run_on_mesh` and `plan_exchange`.
 
         Returns:
           (`[..., dims]`, int32 scalar: choices of this device that were not sent).
