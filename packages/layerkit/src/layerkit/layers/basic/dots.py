@@ -258,19 +258,10 @@ def grouped_matmul(
     name: str = "w",
     bias: jax.Array | None = None,
 ) -> jax.Array:
-    """Multiply sorted rows `[rows, in]` by the weights `[group, in, out]` of their groups.
+    """Multiply sorted rows by the weights of their groups, `[rows, out]`; see `Dot.grouped`.
 
-    Args:
-      layer: Layer that owns the weights.
-      rows: Activations in the compute dtype, sorted by group.
-      w: Weights of the groups on this device in the compute dtype.
-      product: Plain product of these rows.
-      shards: Shards of the arrays of `grouped_arrays` on this device, by name.
-      name: Name of the weight, which selects the layer's `Dot`.
-      bias: Bias of each group, `[group, out]`; None for none.
-
-    Returns:
-      `[rows, out]`. Unused rows are 0 if the layer has a `Dot`, and arbitrary otherwise.
+    The name of the weight selects the layer's `Dot`; the bias is `[group, out]`. Unused rows are 0
+    if the layer has a `Dot`, and arbitrary otherwise.
     """
     has_dot = getattr(layer, "dot_tpl", None) is not None
     dot = getattr(layer, _dot_name(name)) if has_dot else None

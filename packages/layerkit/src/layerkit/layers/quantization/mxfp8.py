@@ -50,16 +50,7 @@ class MxFp8Dot(BlockScaledDot):
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def mxfp8_matmul(x: jax.Array, w: jax.Array, kernel: Kernel) -> jax.Array:
-    """Multiply `[group, tokens, in]` by `[group, in, out]` in MXFP8.
-
-    Args:
-      x: `[group, tokens, in]`.
-      w: `[group, in, out]`.
-      kernel: `cudnn` for Blackwell GPUs; `float32` for CPUs.
-
-    Returns:
-      `[group, tokens, out]` in the dtype of `x`.
-    """
+    """Multiply `[group, tokens, in]` by `[group, in, out]` in MXFP8, in the dtype of `x`."""
     return _product(x, w.swapaxes(1, 2), kernel)
 
 

@@ -78,16 +78,9 @@ class NvFp4Dot(BlockScaledDot):
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def nvfp4_matmul(x: jax.Array, w: jax.Array, key: jax.Array | None, kernel: Kernel) -> jax.Array:
-    """Multiply `[group, tokens, in]` by `[group, in, out]` in NVFP4.
+    """Multiply `[group, tokens, in]` by `[group, in, out]` in NVFP4, in the dtype of `x`.
 
-    Args:
-      x: `[group, tokens, in]`.
-      w: `[group, in, out]`.
-      key: Key for the rounding of gradients; None to round them to the nearest number.
-      kernel: `cudnn` for Blackwell GPUs; `float32` for CPUs.
-
-    Returns:
-      `[group, tokens, out]` in the dtype of `x`.
+    Without a key, gradients are rounded to the nearest number.
     """
     del key
     return _times_weights(x, w, kernel, contracted=1)

@@ -29,16 +29,7 @@ from layerkit.ops.attention.sharded_kernel import QUERY_AXES, find_split_problem
 def gather_keys(
     query: jax.Array, key: jax.Array, value: jax.Array, sharding: BoundSharding
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Split queries by the rules of length and heads, keys and values by those of heads alone.
-
-    Args:
-      query: `[batch, queries, heads, head_dim]`.
-      key: `[batch, keys, kv_heads, head_dim]`.
-      value: `[batch, keys, kv_heads, value_dim]`.
-      sharding: Sharding of the model.
-
-    Returns:
-      (query, key, value), with the same shapes and values.
+    """Split queries `[batch, queries, …]` by the rules of length and heads, others by heads alone.
 
     Raises:
       ConfigError: The queries cannot be split evenly.

@@ -19,19 +19,10 @@ def cudnn_attention(
     mask: AttentionMask | None = None,
     bias: jax.Array | None = None,
 ) -> jax.Array:
-    """Compute attention by cuDNN.
+    """Compute `layerkit.ops.attention.dot_product.dot_product_attention` by cuDNN.
 
-    Args:
-      query: `[batch, queries, heads, head_dim]`.
-      key: `[batch, keys, kv_heads, head_dim]`.
-      value: `[batch, keys, kv_heads, head_dim]`.
-      scale: Factor of the products of queries and keys.
-      mask: Mask in row order, causal or not, with or without a window; None for no mask.
-      bias: `[batch or 1, heads or 1, queries, keys]` in the dtype of the queries, added to the
-        scaled products.
-
-    Returns:
-      `[batch, queries, heads, head_dim]` in the dtype of `value`.
+    The mask is in row order; the bias `[batch or 1, heads or 1, queries, keys]` has the dtype of
+    the queries.
     """
     window = None if mask is None else mask.window
     return jax.nn.dot_product_attention(

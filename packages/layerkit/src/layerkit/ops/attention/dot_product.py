@@ -177,14 +177,8 @@ def describe_call(
 ) -> AttentionCall:
     """Return the input of `select_backend` for arguments of `dot_product_attention`.
 
-    Only the shape and dtype of arrays are read. Under `ulysses`, attention is called with whole
-    rows and another sharding.
-
-    Args:
-      query: `[batch, queries, heads, head_dim]`.
-      key: `[batch, keys, kv_heads, head_dim]`.
-      value: `[batch, keys, kv_heads, value_dim]`.
-      options: Mask, scale, bias and the other options.
+    Only the shape and dtype of arrays `[...]` are read. Under `ulysses`, attention is called with
+    whole rows and another sharding.
     """
     mask, bias, sharding = options.mask, options.bias, options.sharding
     num_shards = options.num_length_shards
@@ -312,16 +306,9 @@ def _check_shapes(
 def xla_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, options: AttentionOptions
 ) -> jax.Array:
-    """Compute attention by array code, on the whole arrays.
+    """Compute `dot_product_attention` by array code: `[batch, queries, heads, value_dim]`.
 
-    Args:
-      query: `[batch, queries, heads, head_dim]`.
-      key: `[batch, keys, kv_heads, head_dim]`.
-      value: `[batch, keys, kv_heads, value_dim]`.
-      options: Mask, scale, bias, sinks, cap and dropout; other options have no effect.
-
-    Returns:
-      `[batch, queries, heads, value_dim]` in the dtype of `value`.
+    Mask, scale, bias, sinks, cap and dropout have an effect; other options have none.
     """
     batch, queries, heads, _ = query.shape
     # With heads first, the products batch over leading axes alone, and XLA's CPU backend holds

@@ -223,17 +223,8 @@ def ring_attention(
 ) -> jax.Array:
     """Compute attention by passing keys and values around the devices that share a row.
 
-    Args:
-      query: `[batch, queries, heads, head_dim]`.
-      key: `[batch, keys, kv_heads, head_dim]`.
-      value: `[batch, keys, kv_heads, value_dim]`.
-      mask: Mask of the (query, key) pairs that may attend; None for all pairs.
-      attention: Attention to a part of the keys.
-      sharding: Sharding of the model; its rule of `length` names the mesh axes of the ring.
-      sinks: `[heads]`, a logit per head that takes probability and adds no value.
-
-    Returns:
-      `[batch, queries, heads, value_dim]` in the dtype of `value`; 0 for a query that sees no key.
+    The output `[batch, queries, heads, value_dim]` is 0 for a query that sees no key. The rule of
+    `length` names the mesh axes of the ring. See `dot_product_attention`.
 
     Raises:
       ConfigError: Queries or keys cannot be split evenly, or heads and kv_heads are split over

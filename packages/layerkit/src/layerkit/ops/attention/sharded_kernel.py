@@ -87,13 +87,7 @@ def find_split_problem(query: Any, key: Any, sharding: BoundSharding) -> str:
 
 
 def check_split(query: Any, key: Any, sharding: BoundSharding) -> None:
-    """Raise `ConfigError` unless `run_kernel_on_mesh` can split these arrays.
-
-    Args:
-      query: `[batch, queries, heads, head_dim]`; only its shape is read.
-      key: `[batch, keys, kv_heads, head_dim]`; only its shape is read.
-      sharding: Sharding of the model.
-    """
+    """Raise `ConfigError` unless `run_kernel_on_mesh` can split arrays of these shapes."""
     if sharding.mesh is None:
         return
     heads = sharding.spec(QUERY_AXES, shape=query.shape, owner="queries")[2]
