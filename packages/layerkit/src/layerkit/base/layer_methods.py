@@ -29,12 +29,12 @@ from layerkit.base.step_reports import (
 )
 from layerkit.base.weight_formats import StoredWeight, create_stored
 from layerkit.base.weights import (
-    SharedLayers,
     WeightHParams,
     WeightInit,
     check_declaration,
     draw_boxed,
     floating_dtype,
+    shared_ids,
     unbox,
 )
 from layerkit.config import build, is_config, target_of
@@ -334,11 +334,7 @@ class LayerMethods(_Module):
 
     def _records(self, kind: str) -> Any:
         """Per-binding bookkeeping, outside Flax's frozen attributes."""
-        records = self.__dict__.get("_layer_records")
-        if records is None:
-            records = {"weights": {}, "variables": {}}
-            object.__setattr__(self, "_layer_records", records)
-        return records[kind]
+        return vars(self).setdefault(f"_layer_{kind}", {})
 
     def _all_children(self) -> list[Any]:
         """Return the layers in fields and those that `setup` assigned, also in lists and dicts."""
@@ -383,19 +379,41 @@ class LayerMethods(_Module):
                 setattr(filled, field, self.inherited(field))
         if filled.shared_weight_id is None:
             return build(filled)
-        return self._shared_layers().layer(filled, where)
+        first, known, layer = self._share(filled.shared_weight_id, where, filled)
+        if known != filled:
+            raise ConfigError(
+                owner=where,
+                field="shared_weight_id",
+                value=filled.shared_weight_id,
+                expected=f"the config that {first} has with the same id",
+                hint=f"The configs differ:\n{filled}\n{known}",
+            )
+        return layer
 
     def keep_shared_weights_inside(self, template: Any) -> None:
-        """Says that the ids used in `template` belong to a body with stacked weights of its own.
+        """Reserve the ids used in `template` for the body of this layer, which has stacked weights.
 
         Raises:
-          ValueError: A shared layer is also used outside, where its weights cannot be the same.
+          ConfigError: A shared layer is also used outside, where its weights cannot be the same.
         """
-        self._shared_layers().keep_inside(template, self.path_name)
+        for shared_id in shared_ids(template):
+            self._share(shared_id, self.path_name, None)
 
-    def _shared_layers(self) -> SharedLayers:
-        root = self._root()
-        if "_shared_by_id" not in root.__dict__:
-            object.__setattr__(root, "_shared_by_id", SharedLayers())
-        shared: SharedLayers = root.__dict__["_shared_by_id"]
-        return shared
+    def _share(self, shared_id: str, where: str, config: Any) -> tuple[str, Any, Any]:
+        """Return the path, config and layer of the first user of an id, in the whole model.
+
+        The config and the layer of ids in the body of a repeated layer are None.
+        """
+        shared = vars(self._root()).setdefault("_shared_by_id", {})
+        if shared_id not in shared:
+            shared[shared_id] = (where, config, None if config is None else build(config))
+        first, known, layer = shared[shared_id]
+        if (known is None) != (config is None) or (config is None and first != where):
+            raise ConfigError(
+                "weights cannot be shared into or out of a repeated layer",
+                owner=where,
+                field="shared_weight_id",
+                value=shared_id,
+                expected=f"an id that {first} does not use",
+            )
+        return first, known, layer

@@ -41,8 +41,6 @@ DEFAULT_VERBOSITY = 3
 MAX_IMAGES = 3
 """Largest number of images that a summary keeps of a batch."""
 
-_PER_OCTAVE, _OCTAVES = 4, 10
-
 
 class BinCounts(struct.PyTreeNode):
     """A histogram over fixed bins, so that the counts of several batches can be added.
@@ -86,14 +84,9 @@ class BinCounts(struct.PyTreeNode):
         )
 
 
-def _log_edges() -> tuple[float, ...]:
-    """Return edges from −1024 to 1024 with four bins per octave, and one bin around 0."""
-    steps = range(-_OCTAVES * _PER_OCTAVE, _OCTAVES * _PER_OCTAVE + 1)
-    positive = [math.pow(2.0, step / _PER_OCTAVE) for step in steps]
-    return (*(-edge for edge in reversed(positive)), *positive)
-
-
-LOG_EDGES = _log_edges()
+_POSITIVE_EDGES = [math.pow(2.0, step / 4) for step in range(-40, 41)]
+LOG_EDGES = (*(-edge for edge in reversed(_POSITIVE_EDGES)), *_POSITIVE_EDGES)
+"""Edges from −1024 to 1024 with four bins per octave, and one bin around 0."""
 
 
 class Summary(struct.PyTreeNode):

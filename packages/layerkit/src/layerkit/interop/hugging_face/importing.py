@@ -20,7 +20,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import floating_dtype
 from layerkit.config import Config, build, field_names
-from layerkit.errors import ConfigError, near_names
+from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face.families import family_in
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.folder import (
@@ -322,9 +322,7 @@ def _differences(
     surplus = sorted(present - set(needed))
     for name, shape in needed.items():
         if name not in present:
-            # Each search reads all names, so only problems that are listed get a suggestion.
-            near = near_names(name, surplus) if len(problems) < _MOST_PROBLEMS else ""
-            problems.append(f"{name}: missing tensor of shape {list(shape)}{near}")
+            problems.append(f"{name}: missing tensor of shape {list(shape)}")
             continue
         if source.shape(name) != shape:
             stored = list(source.shape(name))

@@ -75,56 +75,48 @@ def rotary_config(file: ConfigFile, parameters: Mapping[str, Any]) -> Config:
     Raises:
       UnsupportedModelError: The type, or an option of the type, is not supported.
     """
+    parameters = dict(parameters)
     kind = parameters.get("rope_type") or parameters.get("type") or "default"
     kind = _OTHER_NAMES.get(kind, kind)
-    rotary: Config = RotaryPositionalEmbedding.HParams.config(
+    config: Config = RotaryPositionalEmbedding.HParams.config(
         max_timescale=float(parameters["rope_theta"]),
         fraction=float(parameters.get("partial_rotary_factor", 1.0)),
     )
-    if kind == "default":
-        _require_known(file, kind, parameters, known={_LENGTH})
-        return rotary
-    if kind not in _SCALINGS:
+    if kind != "default" and kind not in _SCALINGS:
         hint = "A cache needs one that does not depend on the sequence length."
         raise file.invalid("rope_type", value=kind, choices=_SCALINGS, hint=hint)
-    rotary.scaling = _scaling(file, kind, dict(parameters))
-    return rotary
-
-
-def _scaling(file: ConfigFile, kind: str, parameters: dict[str, Any]) -> Any:
-    keys = _keys(_SCALINGS[kind])
-    if kind != "linear":
+    keys = {"": _LENGTH} if kind == "default" else _keys(_SCALINGS[kind])
+    if kind not in ("default", "linear"):
         # Some families have the length outside of the parameters, where it takes precedence.
         length = file.get(_LENGTH, None) or parameters.get(_LENGTH)
         longest = file.get("max_position_embeddings", None)
         parameters[_LENGTH] = length or longest
-        parameters["max_position_embeddings"] = longest
-        if kind != "longrope":
-            del parameters["max_position_embeddings"]
-        elif parameters.pop("factor", None) not in (None, longest / parameters[_LENGTH]):
-            raise file.invalid("rope_scaling", "a factor that is the ratio of its lengths")
-    _require_known(file, kind, parameters, known=set(keys.values()))
-    fields = {field: parameters.get(key) for field, key in keys.items()}
-    return _SCALINGS[kind](**{name: v for name, v in fields.items() if v is not None})
+        if kind == "longrope":
+            parameters["max_position_embeddings"] = longest
+            if parameters.pop("factor", None) not in (None, longest / parameters[_LENGTH]):
+                raise file.invalid("rope_scaling", "a factor that is the ratio of its lengths")
+        else:
+            parameters.pop("max_position_embeddings", None)
+    known = {*keys.values(), *_NOT_OF_SCALING}
+    unknown = {key: value for key, value in parameters.items() if key not in known}
+    if any(unknown.values()):
+        raise UnsupportedModelError(
+            f"unknown parameters of rope_type={kind!r}",
+            owner=file.owner,
+            value=unknown,
+            choices=sorted(keys.values()),
+        )
+    if kind != "default":
+        fields = {field: parameters.get(key) for field, key in keys.items()}
+        fields = {field: value for field, value in fields.items() if value is not None}
+        config.scaling = _SCALINGS[kind](**fields)
+    return config
 
 
 def _keys(scaling: Any) -> dict[str, str]:
     """Return the keys of a scaling by field; keys of fields with a default may be left out."""
     fields = [field.name for field in dataclasses.fields(scaling)]
     return {name: _KEYS.get(name, name) for name in fields if name != "longest_sequence"}
-
-
-def _require_known(
-    file: ConfigFile, kind: str, parameters: Mapping[str, Any], *, known: set[str]
-) -> None:
-    unknown = {k: v for k, v in parameters.items() if k not in known and k not in _NOT_OF_SCALING}
-    if any(unknown.values()):
-        raise UnsupportedModelError(
-            f"unknown parameters of rope_type={kind!r}",
-            owner=file.owner,
-            value=unknown,
-            choices=sorted(known),
-        )
 
 
 def rotary_keys(rotary: Any) -> dict[str, Any]:
