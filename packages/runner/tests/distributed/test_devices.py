@@ -82,11 +82,6 @@ def test_tpu_preset_sets_libtpu_init_args():
         ("gpu_latency_hiding", "cpu", "none"),
         ("gpu_latency_hiding", V5P, "tpu_multislice"),
         ("tpu_v5e_collective_fusion", "TPU v5 lite", None),
-        (
-            "tpu_multislice",
-            H100,
-            "gpu_latency_hiding or gpu_pipelined_collectives or gpu_nvidia_pax",
-        ),
     ],
 )
 def test_preset_for_other_devices_raises_and_names_the_fitting_ones(
