@@ -49,15 +49,8 @@ def ulysses_attention(
 ) -> jax.Array:
     """Exchange shards of rows for shards of heads, attend, and exchange the outputs back.
 
-    Args:
-      attend: Attention of whole rows, called with query, key, value and their sharding.
-      query: `[batch, queries, heads, head_dim]`.
-      key: `[batch, keys, kv_heads, head_dim]`.
-      value: `[batch, keys, kv_heads, value_dim]`.
-      sharding: Sharding of the model, which splits the length.
-
-    Returns:
-      `[batch, queries, heads, value_dim]`.
+    `attend`, attention of whole rows, is called with query, key, value and their sharding. The
+    result is `[batch, queries, heads, value_dim]`.
 
     Raises:
       UnsupportedBackendError: The devices do not divide the heads evenly.
