@@ -74,7 +74,7 @@ def test_unusable_example_raises_or_is_counted(
     good, bad = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
     good.write_bytes(GOOD_LINES)
     bad.write_bytes(b'{"text": "some more"}\n' + line + b'\n{"text": "text"}\n')
-    with raises(BadRecordError, owner=f"{bad}, record 1"):
+    with raises(BadRecordError, owner="split 'train', record 3"):
         read_all(make(reader, "json", [good, bad], tokenizer=tokenizer))
     for _ in range(2):  # the second time from the cache, where there is one
         source = make(
@@ -143,7 +143,7 @@ def test_invalid_token_ids_raise_or_are_counted(
 ):
     tokenizer = SentencePieceTokenizer(path=sentencepiece_file)
     file = write_parquet(tmp_path / "ids.parquet", [[5, 6], [7], ids, [8]])
-    with raises(BadRecordError, owner=f"{file}, record 2"):
+    with raises(BadRecordError, owner="split 'train', record 2"):
         read_all(make(reader, "parquet", [file], tokenizer=tokenizer))
     source = make(reader, "parquet", [file], tokenizer=tokenizer, on_bad_record="skip")
     assert sum(batch.weights.sum() for batch in source.eval_batches()) == 4 + 3

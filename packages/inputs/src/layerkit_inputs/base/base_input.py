@@ -34,7 +34,7 @@ from layerkit.config.checks import check_integers, require
 from layerkit.config.hparams import check_fields
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.errors import check_same_data, naming_input
+from layerkit_inputs.base.errors import BadRecords, check_same_data, naming_input
 from layerkit_inputs.base.evaluation import (
     PASSES,
     AllGather,
@@ -173,6 +173,8 @@ class BaseInput(Configurable):
         self._num_delivered = 0
         self._check_fields()
         self._resolve_passes()
+        # A reader that skips records declares the field.
+        self._bad = BadRecords(getattr(self, "on_bad_record", "refuse"))
 
     # Methods that a reader defines.
 
@@ -359,7 +361,7 @@ class BaseInput(Configurable):
     @property
     def num_skipped(self) -> int:
         """Number of unreadable records that this host has skipped so far; see `BadRecords`."""
-        return 0
+        return self._bad.num_skipped
 
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None
@@ -382,7 +384,7 @@ class BaseInput(Configurable):
         Args:
           key: Same as in `ids_to_strings`.
         """
-        return None
+        return getattr(self, "_tokenizer", None)
 
     def describe_data(self) -> list[str]:
         """Return lines about the data that this input reads, for the report at a start.

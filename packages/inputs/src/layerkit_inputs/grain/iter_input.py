@@ -20,7 +20,6 @@ from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.errors import (
     BadRecordError,
-    BadRecords,
     OnBadRecord,
     check_same_data,
     require_extra,
@@ -69,7 +68,6 @@ class GrainIterInput(BaseInput):
         self._seed = self.input_random_seed or 0
         self._check_at_least(0, "num_workers")
         self._check_at_least(1, "worker_buffer_size")
-        self._bad = BadRecords(self.on_bad_record)
         self._epoch = 0
         self._rows_done = 0
         self._num_used = 0  # number of rows of the epoch that could be read
@@ -199,11 +197,6 @@ class GrainIterInput(BaseInput):
                 if self.on_bad_record == "refuse":
                     raise element
         raise self._config_error("the data set has no rows")
-
-    @property
-    def num_skipped(self) -> int:
-        """Number of unreadable rows that this host skipped so far."""
-        return self._bad.num_skipped
 
     def _begin_epoch(self, epoch: int) -> None:
         self._close()

@@ -27,7 +27,7 @@ import numpy as np
 
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.errors import BadRecordError, BadRecords, OnBadRecord, require_extra
+from layerkit_inputs.base.errors import BadRecordError, OnBadRecord, require_extra
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.grain.array_records import ArrayRecordFiles
 from layerkit_inputs.grain.row_batches import stack_rows, to_arrays
@@ -73,7 +73,6 @@ class GrainMapInput(IndexedInput):
         """Check the fields; the data set is made when it is first needed."""
         super().__post_init__()
         self._check_at_least(0, "num_threads")
-        self._bad = BadRecords(self.on_bad_record)
         self._epochs = np.zeros(0, np.int64)
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
 
@@ -88,11 +87,6 @@ class GrainMapInput(IndexedInput):
         is_valid = isinstance(dataset, grain.MapDataset) and len(dataset) < 2**62
         require(is_valid, self._label, "dataset", type(dataset).__qualname__, _EXPECTED_DATASET)
         return dataset
-
-    @property
-    def num_skipped(self) -> int:
-        """Number of failed reads of rows; a row that fails in two epochs counts twice."""
-        return self._bad.num_skipped
 
     def _num_rows(self) -> int:
         return self._length

@@ -18,7 +18,7 @@ from typing import Any
 
 from layerkit.config.checks import check_choice, require
 from layerkit_inputs.base.base_input import BaseInput, counted
-from layerkit_inputs.base.errors import BadRecords, OnBadRecord, require_extra
+from layerkit_inputs.base.errors import OnBadRecord, require_extra
 from layerkit_inputs.hugging_face.unreadable_files import find_fault, first_unreadable
 from layerkit_inputs.parquet.row_group_sizes import (
     MAX_ROW_GROUP_BYTES,
@@ -63,14 +63,8 @@ class HuggingFaceData(BaseInput):
     def __post_init__(self) -> None:
         """Check the fields; no file is opened."""
         super().__post_init__()
-        self._bad = BadRecords(self.on_bad_record)
         self._files: list[str] = []
         self._format = str(self.path)
-
-    @property
-    def num_skipped(self) -> int:
-        """Number of examples and files that this host skipped, counted at each reading."""
-        return self._bad.num_skipped
 
     def _library(self) -> Any:
         datasets = require_extra("datasets", needed_by=type(self).__qualname__)

@@ -129,27 +129,8 @@ class HuggingFaceText(HuggingFaceData):
         return Example(inputs, targets)
 
     def _report(self, record: int, problem: str) -> None:
-        """Count an example that cannot be used, or raise with its file and number."""
-        if self.on_bad_record == "refuse":
-            self._raise_first_bad_example()
+        """Count an example that cannot be used, or raise with its number in the split."""
         self._bad.report(file=f"split {self.split!r}", record=record, problem=problem)
-
-    def _raise_first_bad_example(self) -> None:
-        """Search the files one by one, since a data set does not give the file of a row."""
-        datasets = self._library()
-        if not self._files or any("://" in file for file in self._files):
-            return
-        for file in self._files:
-            builder = datasets.load_dataset_builder(
-                self._format, data_files=[file], cache_dir=self.cache_dir
-            )
-            stream = builder.as_streaming_dataset(split="train").with_format("arrow")
-            first = 0
-            for table in stream.iter(1000):
-                for row, example in self._examples(table, range(table.num_rows)):
-                    if isinstance(example, str):
-                        self._bad.report(file=file, record=first + row, problem=example)
-                first += table.num_rows
 
     def _text_identity(self) -> dict[str, Any]:
         """Return the values that determine the tokens of an example, besides the data."""
@@ -162,7 +143,3 @@ class HuggingFaceText(HuggingFaceData):
 
     def _first_texts(self) -> list[bytes]:
         return self._texts_to_check
-
-    def text_tokenizer(self, key: str | None = None) -> Tokenizer:
-        """Return the tokenizer that made the ids."""
-        return self._tokenizer

@@ -24,7 +24,7 @@ import numpy as np
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput, Scope
-from layerkit_inputs.base.errors import BadRecords, OnBadRecord, check_same_data, naming_input
+from layerkit_inputs.base.errors import OnBadRecord, check_same_data, naming_input
 from layerkit_inputs.base.evaluation import pad_rows
 from layerkit_inputs.packing.model_features import NegativeIds
 from layerkit_inputs.seqio.converters import FeatureConverter, FirstToken, RowFormat, Rows
@@ -129,7 +129,6 @@ class SeqIOInput(BaseInput):
         if self.weights_on_targets_only is None:
             self.weights_on_targets_only = self.feature_converter == "prefix_lm"
         self._seed = self.input_random_seed or 0
-        self._bad_records = BadRecords(self.on_bad_record)
         self._check_at_least(1, "packing_window_rows", "shuffle_buffer_size", "num_shards")
         self._format = self._make_format(negative_ids)
         with naming_input(self._label):
@@ -177,11 +176,6 @@ class SeqIOInput(BaseInput):
     def state_scope(self) -> Scope:  # type: ignore[override]
         """`global` if every host reads everything, else `host`."""
         return "global" if self.each_host_reads == "everything" else "host"
-
-    @property
-    def num_skipped(self) -> int:
-        """Number of records skipped so far."""
-        return self._bad_records.num_skipped
 
     def _next(self) -> NestedMap:
         size = self.local_batch_size
@@ -299,7 +293,7 @@ class SeqIOInput(BaseInput):
                 self._examples(tasks),
                 self._format,
                 window_rows=self.packing_window_rows,
-                bad_records=self._bad_records,
+                bad_records=self._bad,
             )
             self._start = self._opened.position()
         return self._opened
@@ -317,7 +311,7 @@ class SeqIOInput(BaseInput):
             share=(self.infeed_host_index, self.num_infeed_hosts) if own_shards else (0, 1),
             endless=endless,
             whole_examples=whole_examples,
-            bad_records=self._bad_records,
+            bad_records=self._bad,
         )
         return [TaskExamples(weighted.task, options) for weighted in self._tasks]
 

@@ -109,18 +109,12 @@ class _TextFilesInput(IndexedInput):
         self._of_bytes = isinstance(self._tokenizer, ByteTokenizer)
         if not self._of_bytes:
             self.token_unit = "token"  # type: ignore[misc]
-        self._bad = BadRecords(self.on_bad_record)
         self._pieces_of: dict[str, list[FilePiece]] = {}
         self._documents: Documents | None = None
         self._checksum = 0
         self._num_bytes = 0
         self._texts_to_check: list[bytes] = []
         self._bytes_left = self.max_bytes
-
-    @property
-    def num_skipped(self) -> int:
-        """Number of documents and files that were skipped."""
-        return self._bad.num_skipped
 
     @functools.cached_property
     def _all_files(self) -> list[TextFile]:
@@ -301,10 +295,6 @@ class _TextFilesInput(IndexedInput):
         tokenizer = {} if self._of_bytes else {"tokenizer": self._tokenizer.fingerprint()}
         self._corpus()
         return {"split": self.split, "documents_crc32": self._checksum, **tokenizer}
-
-    def text_tokenizer(self, key: str | None = None) -> Tokenizer:
-        """Return the tokenizer that made the ids."""
-        return self._tokenizer
 
     def _data_text(self) -> str:
         counts = (counted(len(self._corpus()), "document"), counted(self._num_bytes, "byte"))

@@ -110,10 +110,6 @@ class PairRows(IndexedInput):
         tokenizer = self._tokenizer
         return SpecialIds(target_start_id(tokenizer), tokenizer.eos_id, tokenizer.pad_id)
 
-    def text_tokenizer(self, key: str | None = None) -> Tokenizer:
-        """Return the tokenizer that made the ids."""
-        return self._tokenizer
-
     @property
     def has_prediction_metrics(self) -> bool:
         """Whether rows hold single pairs, which can be decoded."""

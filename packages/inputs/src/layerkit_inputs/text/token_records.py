@@ -24,7 +24,7 @@ import numpy as np
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import counted
-from layerkit_inputs.base.errors import BadRecords, OnBadRecord
+from layerkit_inputs.base.errors import OnBadRecord
 from layerkit_inputs.base.evaluation import blank_rows
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.base.tokenizer_interface import SpecialIds, Tokenizer
@@ -69,7 +69,6 @@ class TokenRecords(IndexedInput):
         super().__post_init__()
         require(self.path is not None, self._label, "path", None, "a folder of token records")
         self._check_at_least(1, "seq_length", "vocab_size")
-        self._bad = BadRecords(self.on_bad_record)
 
     @functools.cached_property
     def _store(self) -> TokenStore:
@@ -89,11 +88,6 @@ class TokenRecords(IndexedInput):
     @functools.cached_property
     def _plan(self) -> RowPlan:
         return RowPlan(self._store.document_ends, self.seq_length, self.packing)
-
-    @property
-    def num_skipped(self) -> int:
-        """Number of damaged blocks so far. A block that is read twice counts twice."""
-        return self._bad.num_skipped
 
     @property
     def tokenizer_fingerprint(self) -> str:
