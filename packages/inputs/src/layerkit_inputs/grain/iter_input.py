@@ -11,11 +11,12 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from layerkit.config.checks import require
+from layerkit.config.hparams import Conditions
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.errors import (
@@ -49,6 +50,8 @@ class GrainIterInput(BaseInput):
     An exception ends a Grain pipeline for good. So a pipeline that cannot read a record should
     return, not raise, a BadRecordError in place of the row. The input raises it, or skips the row.
     """
+
+    used_only_if: ClassVar[Conditions] = {"worker_buffer_size": "num_workers"}
 
     dataset: Callable[..., Any] | None = None
     """Function that makes the data set of a host. Required."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,9 +54,11 @@ def stack_rows(rows: Sequence[NestedMap], *, name_of: Callable[[int], str]) -> N
       BadRecordError: A row differs from the first; the error lists all fields that differ.
     """
     for index, row in enumerate(rows):
-        if differences := list(_differences(row, rows[0])):
+        if not _is_alike(row, rows[0]) and (specs := _specs(row)) != (first := _specs(rows[0])):
+            paths = sorted(path for path in {*specs, *first} if specs.get(path) != first.get(path))
+            fields = (f"{path} is {specs.get(path)}, not {first.get(path)}" for path in paths)
             raise BadRecordError(
-                f"the row differs from {name_of(0)}: {'; '.join(differences)}",
+                f"the row differs from {name_of(0)}: {'; '.join(fields)}",
                 owner=name_of(index),
                 hint="Pad, cut or pack rows to one shape.",
             )
@@ -70,26 +72,16 @@ def _to_array(value: Any) -> np.ndarray:
         return np.empty(0, object)
 
 
-def _differences(row: NestedMap, first: NestedMap) -> Iterator[str]:
-    """Yield a description of each field that differs from the first row, except byte order."""
-    if row.keys() != first.keys():
-        yield f"fields are {sorted(row)}, not {sorted(first)}"
-        return
-    for name, value in row.items():
-        other = first[name]
-        if isinstance(value, NestedMap) and isinstance(other, NestedMap):
-            yield from _differences(value, other)
-            continue
-        is_array = type(value) is type(other)
-        is_same = is_array and value.shape == other.shape and value.dtype == other.dtype
-        if not is_same and _describe(value) != _describe(other):
-            yield f"{name} is {_describe(value)}, not {_describe(other)}"
+def _is_alike(value: Any, other: Any) -> bool:
+    """Return whether two rows or arrays have equal fields, shapes and dtypes."""
+    if isinstance(value, NestedMap) and isinstance(other, NestedMap):
+        return value.keys() == other.keys() and all(map(_is_alike, value.values(), other.values()))
+    return type(value) is type(other) and (value.shape, value.dtype) == (other.shape, other.dtype)
 
 
-def _describe(value: np.ndarray | NestedMap) -> str:
-    if isinstance(value, NestedMap):
-        return f"fields {sorted(value)}"
-    return f"{value.dtype.name}{list(value.shape)}"
+def _specs(row: NestedMap) -> dict[str, str]:
+    """Return dtype and shape of each array by its path. A dtype has no byte order."""
+    return {path: f"{array.dtype.name}{list(array.shape)}" for path, array in row.flatten_items()}
 
 
 def _stack(rows: Sequence[NestedMap]) -> NestedMap:

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import Scope
 from layerkit_inputs.base.errors import check_same_data, require_extra
@@ -77,6 +78,9 @@ class HuggingFaceStream(HuggingFaceText):
         """Check the fields and start before the first example."""
         super().__post_init__()
         self._check_at_least(1, "seq_length", "shuffle_window")
+        is_used = not self.trim or self.packing == "none"
+        expected = "False, since only packing='none' cuts examples"
+        require(is_used, self._label, "trim", self.trim, expected)
         self._seed = self.input_random_seed or 0
         if self.shuffle is None:
             self.shuffle = self.is_training

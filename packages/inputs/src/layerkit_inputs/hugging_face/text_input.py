@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS
@@ -149,6 +150,9 @@ class HuggingFaceInput(TokenisedText):
         """Check the fields of rows."""
         super().__post_init__()
         self._check_at_least(1, "seq_length")
+        is_used = not self.trim or self.packing == "none"
+        expected = "False, since only packing='none' cuts examples"
+        require(is_used, self._label, "trim", self.trim, expected)
 
     @functools.cached_property
     def _plan(self) -> RowPlan:

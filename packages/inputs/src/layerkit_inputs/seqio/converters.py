@@ -17,8 +17,10 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.errors import BadRecords
+from layerkit_inputs.base.evaluation import ROW_MARKS
 from layerkit_inputs.packing.first_fit import plan_packing
 from layerkit_inputs.packing.model_features import (
     NegativeIds,
@@ -101,6 +103,9 @@ class RowFormat(NamedTuple):
         if self.first_token == "given":
             _shift(batch)
         for name in self.passed_through:
+            is_free = name not in (*batch, *ROW_MARKS)
+            expected = "features with other names than the arrays of a batch"
+            require(is_free, None, "task_feature_lengths", name, expected)
             values = np.concatenate([example[name] for row in rows for example in row])
             sizes = np.array([sum(len(example[name]) for example in row) for row in rows])
             valid = np.arange(self.lengths[name]) < sizes[:, None]

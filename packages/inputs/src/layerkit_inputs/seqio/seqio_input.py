@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from layerkit.config.checks import require
+from layerkit.config.hparams import Conditions
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput, Scope
 from layerkit_inputs.base.errors import OnBadRecord, check_same_data, naming_input
@@ -58,6 +59,11 @@ class SeqIOInput(BaseInput):
     `[batch]`; number of the example, or of the row if packed; -1 for padding) and
     `eval_sample_weights` (float32 `[batch]`).
     """
+
+    used_only_if: ClassVar[Conditions] = {
+        "each_host_reads": "is_training",
+        "mixture_or_task": "not mixture_name",
+    }
 
     mixture_name: str | None = None
     """Registered name of a task or mixture."""

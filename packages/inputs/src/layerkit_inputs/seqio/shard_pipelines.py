@@ -26,18 +26,6 @@ _CHUNK_EXAMPLES = 64
 _CHUNKS_AHEAD = 2
 _MOST_KEPT = 64
 
-# Ops of pipelines whose examples do not depend on the seed. A pipeline with any other op, such as a
-# shuffle or `Dataset.random`, is made again for every epoch.
-_REPEATABLE = frozenset(
-    (
-        *("AssertCardinality", "Batch", "Cache", "Concatenate", "Filter", "FixedLengthRecord"),
-        *("FlatMap", "Interleave", "Map", "Options", "PaddedBatch", "ParallelBatch"),
-        *("ParallelInterleave", "ParallelMap", "Prefetch", "Range", "Rebatch", "Shard", "Skip"),
-        *("TFRecord", "Take", "TakeWhile", "Tensor", "TensorSlice", "TextLine", "Unbatch"),
-        *("Window", "Zip"),
-    )
-)
-
 # SeqIO passes seeds to preprocessors through a module global, so only one thread may build a
 # pipeline at a time.
 _PIPELINE_LOCK = threading.Lock()
@@ -227,7 +215,8 @@ def _fix_order(dataset: Any) -> Any:
 def _is_repeatable(dataset: Any) -> bool:
     """Return whether every epoch can reuse the pipeline.
 
-    It can if the pipeline has no external state and all its ops are in `_REPEATABLE`.
+    It can if the pipeline has no external state and no op that reads the seed, which are shuffles
+    and sources of random numbers.
     """
     tf = import_tensorflow()
     fail_on_state = 2
@@ -240,8 +229,7 @@ def _is_repeatable(dataset: Any) -> bool:
         return False
     graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
     nodes = [*graph.node, *(node for one in graph.library.function for node in one.node_def)]
-    kinds = {node.op.partition("Dataset")[0] for node in nodes if "Dataset" in node.op}
-    return kinds <= _REPEATABLE
+    return not any("Shuffle" in node.op or "Random" in node.op for node in nodes)
 
 
 def _skip_past_errors(iterator: Iterator[Example], count: int) -> Iterator[Example]:

@@ -18,18 +18,8 @@ from layerkit.config.checks import check_choice
 from layerkit.config.checks import require as require_valid
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.errors import require_extra
-from layerkit_inputs.base.evaluation import ROW_MARKS
 
 _NEEDED_BY = "SeqIOInput"
-
-# Names of the arrays of a batch, which a feature that is passed through must not replace.
-_BATCH_NAMES = frozenset(
-    (
-        *("ids", "labels", "weights", "paddings", "segment_ids", "segment_pos"),
-        *("inputs_indicator", "prompt_lengths", "src", "tgt"),
-        *ROW_MARKS,
-    )
-)
 
 
 @runtime_checkable
@@ -100,9 +90,6 @@ def find_tasks(
     missing = [name for name in required if name not in feature_lengths]
     expected = f"a length for each feature of {tasks[0].name}; missing: {', '.join(missing)}"
     require_valid(not missing, None, "task_feature_lengths", dict(feature_lengths), expected)
-    reserved = sorted(_BATCH_NAMES & feature_lengths.keys())
-    expected = "features with other names than the arrays of a batch"
-    require_valid(not reserved, None, "task_feature_lengths", reserved, expected)
     for task in tasks:
         if isinstance(task.source, seqio.TfdsDataSource) and (problem := _data_problem(task)):
             raise ConfigError(f"task {task.name}: {problem}", field="tfds_data_dir")

@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from layerkit.config.checks import require
+from layerkit.config.hparams import Conditions
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import first_names
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS, counted
@@ -73,6 +74,10 @@ class _TextFilesInput(IndexedInput):
     """Base class of inputs of local text files. The files are read on first use."""
 
     token_unit: ClassVar[str] = "byte"
+    used_only_if: ClassVar[Conditions] = {
+        "json_as_text": "not text_field",
+        "heldout_fraction": "not heldout_paths",
+    }
     paths: Sequence[str] | None = None
     """Files, folders or patterns. None: the standard library of the running interpreter."""
     heldout_paths: Sequence[str] | None = None
