@@ -267,12 +267,21 @@ def test_single_task_keeps_no_log(tmp_path: Path):
     assert not list(tmp_path.iterdir())
 
 
-def test_coordinator_listens_at_an_address_of_this_machine_alone():
+def test_coordinator_listens_at_the_address_of_its_host_alone(monkeypatch: pytest.MonkeyPatch):
     assert bind_address("localhost:1") == "127.0.0.1:1"
     assert bind_address("127.0.0.1:1") == "127.0.0.1:1"
-    # A name may resolve to loopback here, and an address may be that of a router.
-    for host in ("node1", "192.0.2.1", "no-such-host.invalid"):
+    for host in ("192.0.2.1", "no-such-host.invalid"):  # an address may be that of a router
         assert bind_address(f"{host}:1") is None
+    # Debian has `127.0.1.1 NAME` in /etc/hosts, where other machines know the real address.
+    for known, ips, bound in (
+        (True, ["127.0.1.1"], None),
+        (True, ["127.0.0.2", "192.0.2.1"], None),
+        (False, ["127.0.0.2"], "127.0.0.2:1"),
+    ):
+        entries = [(2, 1, 6, "", (ip, 0)) for ip in ips]
+        monkeypatch.setattr("socket.getaddrinfo", lambda *_, entries=entries: entries)
+        monkeypatch.setattr("ipaddress.IPv4Address.is_loopback", known)
+        assert bind_address("node1:1") == bound
 
 
 EXCHANGE = """

@@ -17,12 +17,20 @@ class Store:
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
+        self.failures = 0
 
-    def key_value_set(self, key: str, value: str) -> None:
-        assert key not in self._values
+    def key_value_set(self, key: str, value: str, *, allow_overwrite: bool) -> None:
+        assert allow_overwrite
         self._values[key] = value
+        self._fail_if_due()
+
+    def _fail_if_due(self) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("the coordinator does not answer")
 
     def key_value_dir_get(self, key: str) -> list[tuple[str, str]]:
+        self._fail_if_due()
         return [(name, value) for name, value in dict(self._values).items() if key in name]
 
 
@@ -141,3 +149,12 @@ def test_request_before_a_process_finishes_is_met_first(processes: list[Process]
     for process in processes:
         assert not process.agreement.finish()
     assert all_reach(processes, 4) == [Requests(stop=15)] * 3
+
+
+def test_request_is_met_after_the_store_failed_for_a_while(store: Store, processes: list[Process]):
+    for process in processes:
+        process.run_to(2)
+    store.failures = 7
+    request(processes, 0, stop=15)
+    assert store.failures == 0
+    assert all_reach(processes, 2) == [Requests(stop=15)] * 3

@@ -174,7 +174,7 @@ def _initialize(cluster: ClusterInfo) -> Identity:
     from layerkit_runner.distributed.peers import HEARTBEAT_SECONDS
 
     bind_to = None  # JAX's choice
-    if cluster.address is not None and _BIND_VARIABLE not in os.environ:
+    if cluster.address is not None and cluster.process_id == 0 and _BIND_VARIABLE not in os.environ:
         bind_to = bind_address(cluster.address)
     # A lost process does not abort the others, which name it.
     jax.config.update("jax_enable_recoverability", val=True)
@@ -200,17 +200,21 @@ def _initialize(cluster: ClusterInfo) -> Identity:
 def bind_address(address: str) -> str | None:
     """Return the address at which the coordinator listens; None for all interfaces.
 
-    It is `address` itself if that is an IP address of this machine, or `localhost`. A name may
-    resolve to another interface here than on the other machines.
+    It is the one of `address`, a host and a port, so that no other interface listens; None if the
+    others may reach this machine by another one: the host has several, or one that is not of this
+    machine, or is a name that resolves to the loopback interface, maybe only here.
     """
     host, _, port = address.rpartition(":")
     host = "127.0.0.1" if host == "localhost" else host.strip("[]")
     try:
-        is_v6 = ipaddress.ip_address(host).version == 6
-        socket.create_server((host, 0), family=socket.AF_INET6 if is_v6 else socket.AF_INET).close()
+        (ip,) = {str(entry[4][0]) for entry in socket.getaddrinfo(host, 0)}
+        if ip != host and ipaddress.ip_address(ip.partition("%")[0]).is_loopback:
+            return None
+        family = socket.AF_INET6 if ":" in ip else socket.AF_INET
+        socket.create_server((ip, 0), family=family).close()
     except (OSError, ValueError):
         return None
-    return f"[{host}]:{port}" if is_v6 else f"{host}:{port}"
+    return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
 
 
 def _end(error: BaseException, peers: Peers) -> NoReturn:

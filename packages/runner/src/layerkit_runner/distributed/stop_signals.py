@@ -303,6 +303,8 @@ class StopAgreement:
         self._round = 0
         # Newest step that this process has started; None before its loop.
         self._started: int | None = None
+        # Requests to this process that are in no round yet.
+        self._unsent = Requests()
         # Requests of this round to this process; None before the round starts.
         self._requests: Requests | None = None
         self._is_published = False
@@ -369,21 +371,24 @@ class StopAgreement:
         return max(started), Requests(stop=max(stops), saves=any(saves))
 
     def _watch(self) -> None:
-        # If the coordinator is lost, the job ends.
-        with contextlib.suppress(Exception):
-            while not self._ended.wait(_POLL_SECONDS):
-                if self._requests is None:
-                    self._poll()
+        while not self._ended.wait(_POLL_SECONDS):
+            # The coordinator may answer the next time; if it is lost, the job ends.
+            with contextlib.suppress(Exception):
+                self._poll()
 
     def _poll(self) -> None:
-        requests = self._take_requests()
-        is_own = requests != Requests()
-        if is_own:
-            self._set("request", None)
-        if is_own or self._list("request"):
+        if self._requests is None:
+            if self._unsent == Requests():
+                self._unsent = self._take_requests()
+            is_own = self._unsent != Requests()
+            if is_own:
+                self._set("request", None)
+            if not is_own and not self._list("request"):
+                return
             with self._lock:
-                self._requests = requests
-                self._publish()
+                self._requests, self._unsent = self._unsent, Requests()
+        with self._lock:
+            self._publish()
 
     def _publish(self) -> None:
         if self._started is not None and self._requests is not None and not self._is_published:
@@ -392,7 +397,8 @@ class StopAgreement:
 
     def _set(self, name: str, value: Any) -> None:
         key = f"{_KEY}/{self._round}/{name}/{self._process}"
-        self._store.key_value_set(key, json.dumps(value))
+        # A failed attempt may have stored the value.
+        self._store.key_value_set(key, json.dumps(value), allow_overwrite=True)
 
     def _list(self, name: str) -> list[Any]:
         entries = self._store.key_value_dir_get(f"{_KEY}/{self._round}/{name}/")

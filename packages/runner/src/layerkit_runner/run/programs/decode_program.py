@@ -102,6 +102,7 @@ class DecodeProgram(BaseProgram):
         decoded, processed = self._decode(state, path)
         records = processed.records or decoded.records
         if path is not None and jax.process_index() == 0:
+            path.unlink(missing_ok=True)  # a kill may leave other arrays beside it
             arrays = path.with_suffix(".npz")
             if (npz := decoded.npz()) is None:
                 arrays.unlink(missing_ok=True)
