@@ -20,7 +20,6 @@ import numpy as np
 
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.tokenizer_interface import Tokenizer, first_ids, last_ids
-from layerkit_inputs.packing.first_fit import cut_documents, plan_packing
 from layerkit_inputs.packing.model_features import prompt_features, stretch_features
 
 Packing = Literal["stream", "first_fit", "none"]
@@ -87,6 +86,8 @@ class RowPlan:
         self._ends = document_ends
         self._packing = packing
         if packing == "first_fit":
+            from layerkit_inputs.packing.first_fit import cut_documents, plan_packing  # late
+
             self._pieces = cut_documents(np.diff(document_ends, prepend=0), length)
             self._plan = plan_packing(self._pieces.length, length)
             self.num_rows = self._plan.num_rows

@@ -50,7 +50,6 @@ from layerkit_inputs.text.text_files import (
     text_of,
 )
 from layerkit_inputs.text.tokenizers import ByteTokenizer
-from layerkit_inputs.text.trigram_baseline import trigram_loss
 
 Split = Literal["train", "heldout", "test", "all"]
 _TABLE_BYTES = 1 << 26
@@ -374,6 +373,8 @@ class LocalText(_TextFilesInput):
         """
         if self.split != "heldout" or not self._of_bytes or self.text_field is not None:
             return {}
+        from layerkit_inputs.text.trigram_baseline import trigram_loss  # late, for a fast start
+
         train = _first_bytes(self._pieces("train"), _TABLE_BYTES)
         heldout = (piece.read() for piece in self._pieces("heldout"))
         return {"trigram table": trigram_loss(train, heldout)}
