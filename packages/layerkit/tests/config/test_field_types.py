@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layerkit.config.field_types import FieldTypeError, convert, parse_value
-from layerkit.config.type_converters import MISMATCH, fit
+from layerkit.config.field_types import MISMATCH, FieldTypeError, convert, fit, parse_value
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,16 @@ from layerkit.config.lazy_names import lazy_names
 if TYPE_CHECKING:
     from layerkit.config.config import Config as Config
     from layerkit.config.config import Partial as Partial
+    from layerkit.config.config import assigned_fields as assigned_fields
     from layerkit.config.config import build as build
     from layerkit.config.config import changed_fields as changed_fields
+    from layerkit.config.config import copy_config as copy_config
+    from layerkit.config.config import field_names as field_names
     from layerkit.config.config import instance_field as instance_field
+    from layerkit.config.config import is_config as is_config
     from layerkit.config.config import sub_config_field as sub_config_field
-    from layerkit.config.graphs import assigned_fields as assigned_fields
-    from layerkit.config.graphs import copy_config as copy_config
-    from layerkit.config.graphs import field_names as field_names
-    from layerkit.config.graphs import is_config as is_config
-    from layerkit.config.graphs import target_of as target_of
-    from layerkit.config.graphs import walk_configs as walk_configs
+    from layerkit.config.config import target_of as target_of
+    from layerkit.config.config import walk_configs as walk_configs
     from layerkit.config.hparams import BaseHParams as BaseHParams
     from layerkit.config.hparams import Conditions as Conditions
     from layerkit.config.hparams import Configurable as Configurable

@@ -32,9 +32,8 @@ from typing import (
     dataclass_transform,
 )
 
-from layerkit.config.config import Config, Partial, was_built
+from layerkit.config.config import Config, Partial, assigned_fields, is_config, target_of, was_built
 from layerkit.config.field_types import convert_field, field_annotations
-from layerkit.config.graphs import assigned_fields, is_config, target_of
 from layerkit.errors import ConfigError, UnknownFieldError, short_repr
 
 MYPY = False  # True to mypy alone

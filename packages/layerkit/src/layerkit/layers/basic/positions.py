@@ -29,7 +29,7 @@ from layerkit.config.checks import (
     check_sizes,
     require,
 )
-from layerkit.config.graphs import walk_configs
+from layerkit.config.config import walk_configs
 from layerkit.layers.basic.embeddings import lookup
 from layerkit.ops.rotary_scaling import LongRopeScaling, RotaryScaling
 
