@@ -4,7 +4,7 @@ Layers of this library create their weights without inputs and name their axes; 
 neither. This layer therefore declares example inputs, holds the module's variables and applies the
 module to them. Axis names of the module (`nn.with_partitioning`) become logical axes; a weight
 without axis names is replicated. A Flax module does not declare which weights decay: those of two
-or more dimensions do, such as kernels, unless Flax names them `bias` or `scale`.
+or more dimensions that start at random do, such as the kernels of attention, but not its biases.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import errors as flax_errors
 from flax import linen as nn
 from flax.core import meta
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from layerkit.base.base_layer import NON_TRAINABLE, PARAMS, BaseLayer
 from layerkit.base.weights import WeightBox, is_box
@@ -27,7 +28,6 @@ from layerkit.config.checks import check_regexes, require
 from layerkit.errors import ConfigError
 
 _WEIGHTS = "module"
-_UNDECAYED = ("(.*/)?(bias|scale)",)
 
 
 class FlaxModule(BaseLayer):
@@ -82,8 +82,9 @@ class FlaxModule(BaseLayer):
             return _box(module.init(streams, *examples, **self._mode()))
 
         # One `init` gives all collections, so the key of the weights is used for all of them.
-        names = jax.eval_shape(draw, jax.random.key(0))
-        decay = self._declare_decay(names.get(PARAMS, {}))
+        traced, names = jax.make_jaxpr(draw, return_shape=True)(jax.random.key(0))
+        random = jax.tree.unflatten(jax.tree.structure(names), _are_drawn(traced.jaxpr))
+        decay = self._declare_decay(random.get(PARAMS, {}))
         has_weights = PARAMS in names
         self._weights = (
             self.param(_WEIGHTS, lambda key: decay(draw(key)[PARAMS])) if has_weights else {}
@@ -140,18 +141,22 @@ class FlaxModule(BaseLayer):
                 held.value = jax.tree.map(lambda _, new: new, _unbox(held.value), value)
         return outputs
 
-    def _declare_decay(self, boxes: Any) -> Callable[[Any], Any]:
-        """Return a function that declares in boxes of weights, like these, whether they decay."""
-        flat = jax.tree_util.tree_leaves_with_path(boxes, is_leaf=is_box)
+    def _declare_decay(self, starts_random: Any) -> Callable[[Any], Any]:
+        """Return a function that declares in boxes of weights whether they decay.
+
+        `starts_random` are boxes with booleans in place of the weights.
+        """
+        flat = jax.tree_util.tree_leaves_with_path(starts_random, is_leaf=is_box)
         names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
         check_regexes(self, undecayed=self.undecayed)
         for pattern in self.undecayed:
             expected = f"patterns of weights of the module, such as {names[0]}"
             matches = any(re.fullmatch(pattern, name) for name in names)
             require(matches, self, "undecayed", pattern, expected)
-        patterns = (*_UNDECAYED, *self.undecayed)
         decays = [
-            len(box.axes) > 1 and not any(re.fullmatch(pattern, name) for pattern in patterns)
+            box.value
+            and len(box.axes) > 1
+            and not any(re.fullmatch(p, name) for p in self.undecayed)
             for name, (_, box) in zip(names, flat, strict=True)
         ]
 
@@ -190,6 +195,12 @@ def _box(variables: Any) -> Any:
     return jax.tree.map(
         box, dict(variables), is_leaf=lambda leaf: isinstance(leaf, meta.Partitioned)
     )
+
+
+def _are_drawn(jaxpr: Any) -> list[bool]:
+    """Return whether each result of a computation depends on its only argument."""
+    results = range(len(jaxpr.outvars))
+    return [dce_jaxpr(jaxpr, [other == one for other in results])[1] == [True] for one in results]
 
 
 def _unbox(tree: Any) -> Any:
