@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from layerkit.config.nested_map import NestedMap
+from layerkit.errors import ConfigError
 from layerkit_experiments.lm.nvidia import NVIDIA1_3B
 from layerkit_experiments.lm.pile import GPT5B
 from layerkit_experiments.lm.quickstart import LocalText
@@ -95,14 +96,13 @@ def test_weight_gradients_of_int8_products_are_in_floats():
     assert found["head"] == products(None)["head"]
 
 
-def test_use_fp8_is_the_name_of_pax_for_delayed_scaling():
+def test_use_fp8_is_the_name_of_pax_for_delayed_scaling(raises):
     fields = {"NUM_LAYERS": 1, "MODEL_DIMS": 8, "NUM_HEADS": 2, "DIMS_PER_HEAD": 4}
     assert NVIDIA1_3B(USE_FP8=True, **fields).task() == (
         NVIDIA1_3B(QUANTIZATION="fp8_delayed", **fields).task()
     )
-    assert NVIDIA1_3B(USE_FP8=True, QUANTIZATION="int8", **fields).task() == (
-        NVIDIA1_3B(QUANTIZATION="int8", **fields).task()
-    )
+    with raises(ConfigError, field="QUANTIZATION", value="int8"):
+        NVIDIA1_3B(USE_FP8=True, QUANTIZATION="int8", **fields).task()
 
 
 def test_unknown_name_is_an_error(raises):

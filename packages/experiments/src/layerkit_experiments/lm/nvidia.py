@@ -31,6 +31,10 @@ def capped_decoder(fields: Any) -> Config:
     return model
 
 
+# Whole rows, and several for the stages of a pipeline.
+_REDUCED_ROWS: Mapping[str, Any] = {"PERCORE_BATCH_SIZE": 4.0}
+
+
 class NvidiaLm(LmExperiment, abstract=True):
     """Decoder with capped logits and learned positions; a cosine from the first step on."""
 
@@ -73,7 +77,6 @@ class NvidiaLm(LmExperiment, abstract=True):
     reduced_fields: ClassVar[Mapping[str, Any]] = {
         "DECAY_START": 6,
         "DECAY_END": 200,
-        "PERCORE_BATCH_SIZE": 4.0,
         "MAX_SEQ_LEN": 64,
         "VOCAB_SIZE": 64,
     }
@@ -115,6 +118,8 @@ class NVIDIA10B(NvidiaLm):
     NUM_HEADS = 40
     PERCORE_BATCH_SIZE = 0.25
     ICI_MESH_SHAPE = [2, 1, 8]
+
+    reduced_fields: ClassVar[Mapping[str, Any]] = _REDUCED_ROWS
 
 
 class NVIDIA175B_FSDP(NvidiaLm):  # noqa: N801
@@ -293,6 +298,7 @@ class NVIDIA5B(Pipelined, NvidiaLm):
     MICROBATCH_SIZE = 2
     ICI_MESH_SHAPE = [4, 2, 1, 2]
     shards_features = True
+    reduced_fields: ClassVar[Mapping[str, Any]] = _REDUCED_ROWS
 
 
 class NVIDIA40BProxy(Pipelined, NvidiaLm):
@@ -309,6 +315,7 @@ class NVIDIA40BProxy(Pipelined, NvidiaLm):
     MICROBATCH_SIZE = 4
     ICI_MESH_SHAPE = [2, 2, 1, 4]
     shards_features = True
+    reduced_fields: ClassVar[Mapping[str, Any]] = _REDUCED_ROWS
 
 
 class NVIDIA70BProxy(Pipelined, NvidiaLm):
@@ -325,6 +332,7 @@ class NVIDIA70BProxy(Pipelined, NvidiaLm):
     MICROBATCH_SIZE = 4
     ICI_MESH_SHAPE = [2, 2, 1, 4]
     shards_features = True
+    reduced_fields: ClassVar[Mapping[str, Any]] = _REDUCED_ROWS
 
 
 class NVIDIA116BProxy(Pipelined, NvidiaLm):
@@ -341,6 +349,7 @@ class NVIDIA116BProxy(Pipelined, NvidiaLm):
     MICROBATCH_SIZE = 2
     ICI_MESH_SHAPE = [4, 1, 1, 4]
     shards_features = True
+    reduced_fields: ClassVar[Mapping[str, Any]] = _REDUCED_ROWS
 
 
 class NVIDIA175BProxy(Pipelined, NvidiaLm):
@@ -357,6 +366,7 @@ class NVIDIA175BProxy(Pipelined, NvidiaLm):
     MICROBATCH_SIZE = 1
     ICI_MESH_SHAPE = [4, 1, 1, 4]
     shards_features = True
+    reduced_fields: ClassVar[Mapping[str, Any]] = _REDUCED_ROWS
 
 
 class NVIDIA175B(Pipelined, NvidiaLm):
@@ -375,6 +385,7 @@ class NVIDIA175B(Pipelined, NvidiaLm):
     DCN_MESH_SHAPE = [6, 1, 1, 1]
     USE_ADAFACTOR = True
     shards_features = True
+    reduced_fields: ClassVar[Mapping[str, Any]] = _REDUCED_ROWS
 
 
 class TestSmallConfig(Pipelined, NvidiaLm):
@@ -389,6 +400,7 @@ class TestSmallConfig(Pipelined, NvidiaLm):
     MICROBATCH_SIZE = 2
     ICI_MESH_SHAPE = [2, 2, 1, 4]
     shards_features = True
+    reduced_fields: ClassVar[Mapping[str, Any]] = _REDUCED_ROWS
 
 
 class NVIDIA_CIRCULAR_REPEAT(Pipelined, PaxLm):  # noqa: N801

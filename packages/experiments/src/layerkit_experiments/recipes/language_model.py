@@ -193,10 +193,13 @@ def quantized(fields: Any, model: Config) -> Config:
     """Return the config of a LanguageModel with the products of QUANTIZATION in its layers.
 
     Embedding and softmax keep FPROP_DTYPE. `USE_FP8`, which some experiments have from Pax, is
-    `fp8_delayed` unless QUANTIZATION is set.
+    another name of `QUANTIZATION="fp8_delayed"`; beside another QUANTIZATION it is an error.
     """
     name = fields.QUANTIZATION
-    if name is None and getattr(fields, "USE_FP8", False):
+    if getattr(fields, "USE_FP8", False):
+        if name not in (None, "fp8_delayed"):
+            expected = "None or 'fp8_delayed' with USE_FP8=True"
+            raise ConfigError(field="QUANTIZATION", value=name, expected=expected)
         name = "fp8_delayed"
     if name is None:
         return model

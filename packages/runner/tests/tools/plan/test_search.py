@@ -19,6 +19,7 @@ from layerkit_runner.tools.plan.search import (
     neighbors,
     order,
     search,
+    search_page,
 )
 
 AXES = ("data", "fsdp", "tensor")
@@ -92,6 +93,7 @@ def test_search_ranks_candidates_that_fit_first(tunable_lm):
     assert best.fits is True
     assert best.peak <= usable
     assert json.loads(json.dumps(dataclasses.asdict(found)))["ranked"][0]["flags"] == best.flags
+    assert "with an H100's peak_flops, memory_bandwidth" in search_page(found)
 
 
 @pytest.mark.slow

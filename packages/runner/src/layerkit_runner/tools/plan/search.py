@@ -43,6 +43,7 @@ _REASON_LENGTH = 200
 _RANKED_BY = "step time: the mean of the bounds with full overlap and with no overlap"
 # Its rates stand in for those of other devices that are unknown, so that candidates have an order.
 _REFERENCE = device_kind("h100")
+_RATES = ("peak_flops", "memory_bandwidth", "fast_bandwidth", "slow_bandwidth")  # of `DeviceWork`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +73,7 @@ class Search:
 
     `compilations` counts the candidates that compiled, and `left_out` those that were not compiled,
     by reason. `limit` names the limit that ended the search; None if nothing was left to try.
+    `h100_rates` names the unknown rates of the devices, for which those of an H100 were used.
     """
 
     experiment: str
@@ -84,6 +86,7 @@ class Search:
     compilations: int
     left_out: dict[str, int]
     limit: str | None
+    h100_rates: list[str]
     seconds: float
 
 
@@ -143,15 +146,9 @@ def order(candidate: Candidate) -> tuple[float, ...]:
 
 def estimate_seconds(work: DeviceWork, device: DeviceKind) -> float:
     """Return the mean of the bounds of a step's time; `_REFERENCE` has the rates of no figure."""
-    amounts = {
-        "peak_flops": work.flops,
-        "memory_bandwidth": work.memory_bytes,
-        "fast_bandwidth": work.fast_bytes,
-        "slow_bandwidth": work.slow_bytes,
-    }
     compute, memory, fast, slow = (
         amount / (getattr(device, rate) or getattr(_REFERENCE, rate))
-        for rate, amount in amounts.items()
+        for rate, amount in zip(_RATES, dataclasses.astuple(work), strict=True)
     )
     return (max(compute, memory, fast, slow) + max(compute, memory) + fast + slow) / 2
 
@@ -317,6 +314,7 @@ def search(
         compilations=sum(candidate.reason is None for candidate in ranked),
         left_out=dict(searcher.left_out),
         limit=limit,
+        h100_rates=[name for name in _RATES if getattr(first.device, name, None) is None],
         seconds=time.monotonic() - begun,
     )
 
@@ -342,7 +340,10 @@ def search_page(search: Search) -> str:
             mesh += f", {candidate.accumulation} microbatches"
         mark = "" if candidate.flags else "*"
         rows.append((str(number), mark, mesh, candidate.remat or "", *_figures(candidate)))
-    lines += [f"ranked by: {_RANKED_BY}", "", *aligned(rows, right=(0, 4, 6, 7))]
+    ranked_by = _RANKED_BY
+    if search.h100_rates:
+        ranked_by += f", with an H100's {', '.join(search.h100_rates)}, unknown for the target"
+    lines += [f"ranked by: {ranked_by}", "", *aligned(rows, right=(0, 4, 6, 7))]
     lines += ["* the experiment as it is", ""]
     if search.command is None:
         return "\n".join([*lines, "no compiled candidate fits"])
