@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerkit.errors import ConfigError
 from layerkit_inputs import ArraySpec, SyntheticInput, batch_specs
 from layerkit_inputs.base.host_batches import Feed, plan_feeds, spec_of
 
@@ -68,6 +69,16 @@ def test_feeds_cover_the_batch_once_and_each_process_gets_its_rows(
         held = set(np.concatenate([np.arange(s.start, s.stop) for s in slices]).tolist())
         feed = plan.feeds[plan.infeed_host_index(process)]
         assert {row for bounds in feed.rows for row in range(*bounds)} == held
+
+
+@pytest.mark.parametrize(
+    "rows_by_process",
+    [{0: [(0, 2)], 1: [(3, 4)]}, {0: [(0, 2)], 1: [(0, 2), (2, 4)], 2: [(2, 4)]}],
+    ids=["gap", "overlap"],
+)
+def test_rows_that_do_not_form_feeds_raise(raises, rows_by_process):
+    with raises(ConfigError, field="rows of each feed"):
+        plan_feeds(rows_by_process)
 
 
 def test_specs_are_those_of_the_padded_batch_and_nothing_is_consumed():

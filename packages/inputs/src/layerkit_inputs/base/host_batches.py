@@ -13,6 +13,7 @@ wrongly or let processes wait for one another, and JAX wraps integers around wit
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -69,6 +70,10 @@ def plan_feeds(rows_by_process: Mapping[int, Iterable[RowRange | slice]]) -> Fee
     Args:
       rows_by_process: Rows of the devices of each process, as `(start, stop)` or as slices with
         both ends. Ranges may occur several times, for replicas in one process.
+
+    Raises:
+      ConfigError: The feeds are not equal parts of the rows from 0 on. Feeds overlap, for example,
+        if a mesh of 2 × 3 devices is split over processes of two devices.
     """
     processes_of: dict[tuple[RowRange, ...], list[int]] = {}
     for process, ranges in sorted(rows_by_process.items()):
@@ -77,6 +82,11 @@ def plan_feeds(rows_by_process: Mapping[int, Iterable[RowRange | slice]]) -> Fee
         Feed(rows=rows, processes=tuple(processes))
         for rows, processes in sorted(processes_of.items())
     )
+    bounds = sorted(bounds for feed in feeds for bounds in feed.rows)
+    has_all = all(a[1] == b[0] for a, b in itertools.pairwise([(0, 0), *bounds]))
+    is_equal = len({feed.num_rows for feed in feeds}) == 1
+    rows = [feed.rows for feed in feeds]
+    require(has_all and is_equal, None, "rows of each feed", rows, "equal parts of all rows")
     return FeedPlan(feeds)
 
 
