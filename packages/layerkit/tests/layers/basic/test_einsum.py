@@ -60,3 +60,8 @@ def test_initializer_uses_the_fans_of_the_equation(equation, fan_in, fan_out):
     w = np.asarray(make(equation).init(KEY)["params"]["w"])
     limit = np.sqrt(6 / (fan_in + fan_out))
     assert 0.85 * limit < np.abs(w).max() <= limit
+
+
+def test_a_vector_of_factors_decays_as_the_weights_of_other_products():
+    boxed = make("btd,d->bt").init_boxed(KEY)
+    assert boxed["params"]["w"].decays

@@ -8,7 +8,7 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit.layers.basic.elementwise import ReLU, Tanh
-from layerkit.layers.basic.linears import Linear
+from layerkit.layers.basic.linears import FeedForward, Linear
 from layerkit.layers.basic.sequential import MLPBlock, Sequential, StackingOverTime
 
 KEY = jax.random.key(0)
@@ -49,6 +49,12 @@ def test_mlp_block_equals_its_formula(activate_output):
         if number < 2 or activate_output:
             expected = np.maximum(expected, 0.0)
     np.testing.assert_allclose(layer.apply(variables, X), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_mlp_block_refuses_an_activation_or_bias_of_its_template_that_it_would_replace(raises):
+    template = FeedForward.HParams.config(activation_tpl=Tanh.HParams.config())
+    with raises(ConfigError, field="layer_tpl.activation_tpl"):
+        MLPBlock(input_dims=3, output_dims=2, layer_tpl=template).init(KEY)
 
 
 @pytest.mark.parametrize(("left", "right", "stride"), [(0, 0, 1), (2, 1, 1), (1, 0, 2), (0, 3, 3)])

@@ -56,7 +56,7 @@ class Einsum(BaseLayer):
             fan_in_dims=tuple(i for i, is_in in enumerate(is_contracted) if is_in),
             fan_out_dims=tuple(i for i, letter in enumerate(weight) if letter not in inputs),
         )
-        self.create_variable("w", hparams)
+        self.create_variable("w", hparams, is_factor=True)
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
         """Map inputs `[...]` of the equation to its outputs `[...]`.

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base.base_layer import BaseLayer
-from layerkit.config import Config, sub_config_field
+from layerkit.config import Config, sub_config_field, target_of
 from layerkit.config.checks import check_integers, check_sizes, require
 from layerkit.config.hparams import Conditions
 from layerkit.layers.basic.elementwise import BaseActivation, Identity, ReLU
@@ -76,6 +76,11 @@ class MLPBlock(BaseLayer):
         sizes = [self.input_dims, *self.hidden_dims, self.output_dims]
         hidden = {f"hidden_dims[{number}]": size for number, size in enumerate(self.hidden_dims)}
         check_sizes(self, input_dims=self.input_dims, **hidden, output_dims=self.output_dims)
+        default = Config(target_of(self.layer_tpl))
+        for field in ("has_bias", "activation_tpl"):
+            value, expected = getattr(self.layer_tpl, field), f"the value of the block's {field}"
+            is_valid = value in (getattr(default, field), getattr(self, field))
+            require(is_valid, self, f"layer_tpl.{field}", value, expected)
         for number, (before, after) in enumerate(itertools.pairwise(sizes)):
             is_active = number < len(self.hidden_dims) or self.activate_output
             self.create_child(
