@@ -138,3 +138,12 @@ def test_find_cluster_names_the_contradicting_or_missing_flag(
 )
 def test_find_cluster_combines_launcher_and_flags(environ, options, cluster):
     assert find_cluster(RunOptions(**options), environ) == cluster
+
+
+def test_find_cluster_reports_a_cluster_that_does_not_answer(monkeypatch: pytest.MonkeyPatch):
+    def fail() -> bool:
+        raise RuntimeError("403 Forbidden")
+
+    monkeypatch.setattr("jax._src.clusters.K8sCluster.is_env_present", fail)
+    with pytest.raises(UsageError, match="other processes: 403 Forbidden"):
+        find_cluster(RunOptions(), {"JOB_COMPLETION_INDEX": "0"})

@@ -105,7 +105,13 @@ def find_cluster(flags: RunOptions, environ: Mapping[str, str]) -> ClusterInfo |
         return ClusterInfo(address, flags.num_processes, flags.process_id, None, "the flags")
     if launch is not None and flags.num_processes is None:
         return None
-    name = _detect(environ, is_required=flags.coordinator_address is not None)
+    try:
+        name = _detect(environ, is_required=flags.coordinator_address is not None)
+    except UsageError:
+        raise
+    except Exception as error:  # such as a missing permission in Kubernetes
+        problem = f"cannot ask the cluster for the other processes: {error}"
+        raise UsageError(problem, hint=_SEPARATE_JOBS) from error
     if name is None:
         return None
     return ClusterInfo(None, flags.num_processes, flags.process_id, None, name)

@@ -318,5 +318,5 @@ def test_a_plan_is_of_the_step_with_the_largest_batch(
     plan = make_plan(resolve(experiment(), [large]), jax.devices())
     assert plan.batch.rows == 8 * 4096
     (other,) = ROWS.keys() - {name}
-    note = f"the step on {name}, which has the largest batch; trained round-robin with {other}"
+    note = f"the step on {name}, which has the largest batch; that on {other} is not compiled"
     assert note in plan.notes

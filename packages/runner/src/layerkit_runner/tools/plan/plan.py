@@ -149,7 +149,7 @@ def make_plan(
     if len(batches) == 1:
         return plan
     others = ", ".join(name for name in batches if name != largest)
-    note = f"the step on {largest}, which has the largest batch; trained round-robin with {others}"
+    note = f"the step on {largest}, which has the largest batch; that on {others} is not compiled"
     return dataclasses.replace(plan, dataset=largest, notes=[note, *plan.notes])
 
 
