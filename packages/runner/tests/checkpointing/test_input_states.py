@@ -72,7 +72,7 @@ with CheckpointManager(directory, policy=policy, report=lines.append) as manager
     bad = {"w": jax.make_array_from_callback(rows.shape, split, lambda at: rows[at])}
     manager.save(3, bad, input_states={}, metadata={})
     try:
-        manager.wait_until_finished()
+        manager.should_save(4)
         nonfinite = ""
     except NonFiniteError as error:
         nonfinite = str(error)

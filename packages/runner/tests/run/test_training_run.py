@@ -249,7 +249,7 @@ def test_first_weights_that_are_not_finite_end_the_run_and_are_not_saved(
         train("job", fields={"INIT_SCALE": 1e39})
     lines = capsys.readouterr().out.splitlines()
     warnings = [line for line in lines if line.startswith("WARNING")]
-    assert [line.split(":")[1] for line in warnings[:2]] == [" step 1", " step 2"]
+    assert [line.split(":")[1] for line in warnings] == [" step 1", " step 2"]
     assert not committed_steps(epath.Path(tmp_path / "job" / "checkpoints"))
 
 

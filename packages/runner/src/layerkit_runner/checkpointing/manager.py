@@ -38,7 +38,7 @@ from layerkit_runner.checkpointing.policy import (
     write_evaluations,
 )
 from layerkit_runner.checkpointing.stored_state import RestoredCheckpoint, StateFormat
-from layerkit_runner.distributed.cluster import run_on_process_0
+from layerkit_runner.distributed.cluster import gather_results, run_on_process_0
 from layerkit_runner.errors import NonFiniteError
 from layerkit_runner.files.atomic_write import absolute
 
@@ -95,6 +95,7 @@ class CheckpointManager:
         self._report = report
         self._on_commit = None if read_only else on_commit
         self._step_in_progress: int | None = None
+        self._check: stored_state.FiniteCheck | None = None  # of the save in progress
         self._orbax: ocp.CheckpointManager | None = None
         self._sound: set[int] = set()
         self._deadline = 0.0  # time.monotonic() at which the save in progress is overdue
@@ -119,6 +120,7 @@ class CheckpointManager:
 
     def should_save(self, step: int) -> bool:
         """Return whether a checkpoint is due at `step`; always False if read-only."""
+        self._raise_nonfinite()
         if self._orbax is not None and (
             self._is_overdue() or not self._orbax.is_saving_in_progress()
         ):
@@ -138,8 +140,8 @@ class CheckpointManager:
         """Start to save a step; return once the state is copied and may be donated.
 
         During the save, the devices check that the state is finite. If it is not, the step is never
-        committed, and the first call of `should_save`, `save`, `wait_until_finished` or `close`
-        after that raises NonFiniteError on every process. Steps committed before are kept.
+        committed, and the next call of `should_save`, `save`, `wait_until_finished` or `close`
+        raises NonFiniteError on every process. Steps committed before are kept.
 
         Args:
           step: Number of updates that `state` has had.
@@ -204,7 +206,8 @@ class CheckpointManager:
             self._orbax.save(step, args=items, force=True)
             # The check starts behind the copy to the host, which would otherwise wait for it, and
             # before the caller can donate the arrays.
-            check.set_result(stored_state.FiniteCheck(leaves))
+            self._check = stored_state.FiniteCheck(leaves)
+            check.set_result(self._check)
             self._step_in_progress = step
         except Exception as error:
             problem = self._discard_failed_save(error)
@@ -351,6 +354,7 @@ class CheckpointManager:
 
     def wait_until_finished(self) -> None:
         """Block until the save in progress is committed; raise its errors once, as `save` does."""
+        self._raise_nonfinite()
         if self._orbax is not None:
             try:
                 # The time limit of Orbax covers only a part of a save.
@@ -364,6 +368,12 @@ class CheckpointManager:
         step, self._step_in_progress = self._step_in_progress, None
         self._announce_commit(step)
 
+    def _raise_nonfinite(self) -> None:
+        """Raise the error of a state with NaN, on every process after the same step."""
+        check, self._check = self._check, None
+        if check is not None and check.nonfinite():
+            gather_results(self.wait_until_finished)
+
     def _announce_commit(self, step: int | None) -> None:
         if step is not None and self._on_commit is not None and jax.process_index() == 0:
             self._on_commit(step)
@@ -374,7 +384,7 @@ class CheckpointManager:
     def _discard_failed_save(self, error: Exception) -> SaveError | NonFiniteError:
         step, newest = self._last_saved, self.latest_step()
         # A new Orbax manager is needed, since this one would raise the same error in every call.
-        self._orbax = self._step_in_progress = None
+        self._orbax = self._step_in_progress = self._check = None
         self._last_saved = newest
         return save_error(
             error,
