@@ -1,12 +1,13 @@
 """Progress of a run: a bar on a terminal or in a notebook, a few plain lines elsewhere.
 
-`LinePacer` selects the steps that are printed, so that a log file gets some dozens of lines from a
-run of a minute or a month, without long gaps.
+A log file gets some dozens of lines from a run of a minute or a month, without long gaps, and a
+line from each evaluation.
 """
 
 from __future__ import annotations
 
 import datetime
+import math
 import sys
 import time
 import warnings
@@ -51,15 +52,13 @@ class Progress(Observer):
         self._view.train_metrics(step, scalars)
 
     def progress(self, step: int) -> None:
-        """Advance the bar, or print a line after a long gap."""
+        """Advance the bar."""
         self._view.progress(step)
 
     def eval_metrics(self, step: int, dataset: str, scalars: Mapping[str, float]) -> None:
         """Print the scalars of an evaluation."""
         if isinstance(self._view, _Lines):
-            if not self._view.eval_is_due(step, dataset):
-                return
-            self._view.print_rest()  # early stopping may end the run with this evaluation
+            self._view.print_latest()  # early stopping may end the run with this evaluation
         parts = [f"step {step}", f"eval {dataset}"]
         # The weight is the same each time, and in the metrics file.
         parts += [f"{name} {value:.4g}" for name, value in scalars.items() if name != TOTAL_WEIGHT]
@@ -78,101 +77,48 @@ class Progress(Observer):
         view.close()
 
 
-class LinePacer:
-    """A selection of the steps that are printed.
+class _Lines(Observer):
+    """Prints the first step, the last one, each fortieth of the steps, and steps after a long gap.
 
-    They are the first step, the last step, each fortieth of the steps, and any step after a gap of
-    a tenth of the elapsed time, which is at least 30 seconds and at most an hour.
+    A gap is a tenth of the elapsed time, at least 30 seconds and at most an hour.
     """
 
-    def __init__(self, start_step: int, num_train_steps: int) -> None:
-        """Start without printed steps; see the class for the arguments."""
-        self._stride = max(1.0, (num_train_steps - start_step) / _LINES_PER_RUN)
-        self._num_train_steps = num_train_steps
-        self._began: float | None = None
-        self._last_time = 0.0
-        self.last_step = -1
-
-    def due(self, step: int, now: float) -> bool:
-        """Return whether to print `step` at the time `now` (seconds), and count it as printed."""
-        is_first = self._began is None
-        self._began = now if self._began is None else self._began
-        is_due = is_first or (
-            step > self.last_step
-            and (
-                step - self.last_step >= self._stride
-                or step == self._num_train_steps
-                or now - self._last_time >= self._patience(now)
-            )
-        )
-        if is_due:
-            self.count(step, now)
-        return is_due
-
-    def count(self, step: int, now: float) -> None:
-        """Count `step` as printed at the time `now` (seconds)."""
-        self.last_step, self._last_time = step, now
-
-    def is_overdue(self, now: float) -> bool:
-        """Return whether the gap is longer than twice the limit of `due`."""
-        return self._began is not None and now - self._last_time >= 2 * self._patience(now)
-
-    def _patience(self, now: float) -> float:
-        assert self._began is not None
-        return min(3600.0, max(30.0, (now - self._began) / 10))
-
-
-class _Lines(Observer):
     def __init__(self, info: RunInfo, stream: TextIO, clock: Callable[[], float]) -> None:
         self._info = info
         self._stream = stream
         self._clock = clock
-        self._pacer = LinePacer(info.start_step, info.num_train_steps)
-        self._eval_pacers: dict[str, LinePacer] = {}
-        self._metrics: tuple[int, Mapping[str, float]] | None = None
+        self._stride = (info.num_train_steps - info.start_step) / _LINES_PER_RUN
         self._first: tuple[int, float] | None = None  # step, time; excludes compilation
-        self._step = info.start_step
+        self._latest: tuple[int, Mapping[str, float]] = (-1, {})
+        self._printed = (-math.inf, 0.0)  # step, time
 
     def train_metrics(self, step: int, scalars: Mapping[str, float]) -> None:
-        self._metrics = (step, scalars)
-        if self._pacer.due(step, self._clock()):
-            self._print(step)
-
-    def progress(self, step: int) -> None:
         now = self._clock()
         self._first = self._first or (step, now)
-        self._step = step
-        # If metrics are rare, a line with older ones fills a long gap.
-        if self._pacer.is_overdue(now) and self._pacer.due(step, now):
-            self._print(step)
+        self._latest = (step, scalars)
+        last_step, last_time = self._printed
+        gap = min(3600.0, max(30.0, (now - self._first[1]) / 10))
+        is_last = step == self._info.num_train_steps
+        if is_last or step - last_step >= self._stride or now - last_time >= gap:
+            self.print_latest()
 
-    def print_rest(self, *, has_ended: bool = False) -> None:
-        """Print the latest step, unless it is printed."""
-        if self._metrics is not None and self._step > self._pacer.last_step:
-            self._pacer.count(self._step, self._clock())
-            self._print(self._step, has_ended=has_ended)
+    def print_latest(self, *, has_ended: bool = False) -> None:
+        """Print the latest metrics, unless they are printed."""
+        step, scalars = self._latest
+        if self._first is None or step <= self._printed[0]:
+            return
+        now, (first_step, began) = self._clock(), self._first
+        self._printed = (step, now)
+        num_left = self._info.num_train_steps - step
+        parts = [f"step {step}/{self._info.num_train_steps}"]
+        parts += _highlights(scalars, self._info.train_programs)
+        if first_step < step and num_left and not has_ended:
+            seconds = (now - began) / (step - first_step) * num_left
+            parts.append(f"{datetime.timedelta(seconds=round(seconds))} left")
+        print(" | ".join(parts), file=self._stream, flush=True)
 
     def close(self) -> None:
-        self.print_rest(has_ended=True)
-
-    def eval_is_due(self, step: int, dataset: str) -> bool:
-        new = LinePacer(self._info.start_step, self._info.num_train_steps)
-        pacer = self._eval_pacers.setdefault(dataset, new)
-        return step == pacer.last_step or pacer.due(step, self._clock())
-
-    def _print(self, step: int, *, has_ended: bool = False) -> None:
-        parts = [f"step {step}/{self._info.num_train_steps}"]
-        if self._metrics is not None:
-            metrics_step, scalars = self._metrics
-            parts += _highlights(scalars, self._info.train_programs)
-            if metrics_step != step:
-                parts.append(f"(as of step {metrics_step})")
-        num_left = self._info.num_train_steps - step
-        if not has_ended and self._first is not None and self._first[0] < step and num_left:
-            seconds_per_step = (self._clock() - self._first[1]) / (step - self._first[0])
-            left = datetime.timedelta(seconds=round(seconds_per_step * num_left))
-            parts.append(f"{left} left")
-        print(" | ".join(parts), file=self._stream, flush=True)
+        self.print_latest(has_ended=True)
 
 
 class _Bar(Observer):
