@@ -21,7 +21,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from etils import epath
 
@@ -29,9 +29,6 @@ from layerkit.errors import ConfigError, pip_install
 from layerkit_inputs.base.errors import MissingExtraError
 from layerkit_runner.files.atomic_write import atomic_write, is_remote, naming_path, open_append
 from layerkit_runner.observers.base import Background, Observer, RunInfo
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _RESERVED = ("event", "step", "time", "dataset")
 _NON_FINITE = ("NaN", "Infinity", "-Infinity")
@@ -294,17 +291,30 @@ def draw_loss_curve(
     metrics = read_metrics(record_path)
     figure = Figure(figsize=(8, 4.8), dpi=120, layout="constrained")
     axes = figure.add_subplot()
-    heights = _draw_training(axes, metrics, key) + _draw_evals(axes, metrics, key)
-    if not heights:
+    programs = metrics.info.get("train_programs") or []
+    names = {f"train {name}": f"{name}/{key}" for name in programs} or {"train": key}
+    raw = []
+    for label, name in names.items():
+        if points := _points(metrics.train, name):
+            xs, ys = zip(*points, strict=True)
+            half_width = len(ys) // _POINTS_PER_HALF_WIDTH
+            label += " (smoothed)" if half_width else ""
+            marker = "." if len(xs) < 3 else ""
+            (line,) = axes.plot(xs, smooth(ys, half_width=half_width), label=label, marker=marker)
+            raw.append((xs, ys, line.get_color()))
+    for name, records in metrics.evals.items():
+        if points := _points(records, key):
+            xs, ys = zip(*points, strict=True)
+            axes.plot(xs, ys, marker="o", markersize=4, linewidth=1, label=f"{name} {ys[-1]:.3f}")
+    if not axes.lines:
         raise ConfigError(
             owner=str(record_path), field="key", value=key, expected="a scalar with finite values"
         )
     for name, value in (baselines or {}).items():
         axes.axhline(value, color="0.35", linestyle="--", linewidth=1, label=f"{name} {value:.2f}")
-        heights.append(value)
-    # Limits that keep single raw spikes from flattening the curve.
-    margin = 0.06 * (max(heights) - min(heights)) or 0.1
-    axes.set_ylim(min(heights) - margin, max(heights) + margin)
+    axes.set_ylim(*axes.get_ylim())  # single spikes of the raw values do not flatten the curve
+    for xs, ys, color in raw:
+        axes.plot(xs, ys, alpha=0.25, linewidth=0.8, color=color, zorder=1)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
     axes.set(xlabel="steps", ylabel=y_label or key, title=str(metrics.info.get("experiment", "")))
@@ -333,34 +343,5 @@ def smooth(values: Sequence[float], *, half_width: int) -> list[float]:
     return smoothed
 
 
-def _points(records: Sequence[Record], key: str) -> tuple[list[float], list[float]]:
-    points = [(r["step"], r[key]) for r in records if math.isfinite(r.get(key, math.nan))]
-    return [x for x, _ in points], [y for _, y in points]
-
-
-def _draw_training(axes: Axes, metrics: Metrics, key: str) -> list[float]:
-    """Draw one curve, or one for each of several training programs; return the heights drawn."""
-    programs = metrics.info.get("train_programs") or []
-    names = {f"train {name}": f"{name}/{key}" for name in programs} or {"train": key}
-    heights: list[float] = []
-    for label, name in names.items():
-        xs, ys = _points(metrics.train, name)
-        half_width = len(ys) // _POINTS_PER_HALF_WIDTH
-        if half_width:
-            (raw,) = axes.plot(xs, ys, alpha=0.25, linewidth=0.8)
-            ys = smooth(ys, half_width=half_width)
-            axes.plot(xs, ys, color=raw.get_color(), label=f"{label} (smoothed)")
-        elif xs:
-            axes.plot(xs, ys, label=label, marker="." if len(xs) < 3 else "")
-        heights += ys
-    return heights
-
-
-def _draw_evals(axes: Axes, metrics: Metrics, key: str) -> list[float]:
-    heights: list[float] = []
-    for name, records in metrics.evals.items():
-        xs, ys = _points(records, key)
-        if xs:
-            axes.plot(xs, ys, marker="o", markersize=4, linewidth=1, label=f"{name} {ys[-1]:.3f}")
-        heights += ys
-    return heights
+def _points(records: Sequence[Record], key: str) -> list[tuple[float, float]]:
+    return [(r["step"], r[key]) for r in records if math.isfinite(r.get(key, math.nan))]
