@@ -28,7 +28,7 @@ from jax.experimental import multihost_utils
 
 from layerkit.errors import UserError, error_text
 from layerkit_runner.distributed.watchdog import Identity, exit_now, print_error, reporting_to
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.run_options import RunOptions
 
 if TYPE_CHECKING:
@@ -77,7 +77,8 @@ def joined(flags: RunOptions) -> Iterator[JoinedProcess]:
     from layerkit_runner.distributed.process_log import copying_output, log_file
 
     identity = _initialize(cluster)
-    log = log_file(identity, flags.job_log_dir)
+    with as_usage_error(OSError, owner="log"):  # such as a temporary folder of another user
+        log = log_file(identity, flags.job_log_dir)
     with copying_output(identity, log):
         if identity.process == 0:
             print(

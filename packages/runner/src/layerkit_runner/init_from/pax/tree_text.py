@@ -15,7 +15,8 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 
-_MAX_CHARACTERS = 10**7
+# Python parses some texts to 300 bytes per character.
+_MAX_CHARACTERS = 2 * 10**6
 _QUOTED_OR_LEAF = re.compile(r"'[^'\\]*'|\*")
 # The class and its static data: NestedMap[('count', 'm')], namedtuple[MaskedNode], TrainState[()].
 _CLASS = re.compile(r"CustomNode\((?P<name>\w+)\[(?P<data>[^\[\]]*)\], ")
