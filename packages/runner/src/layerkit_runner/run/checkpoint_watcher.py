@@ -68,19 +68,31 @@ def watch_checkpoints(
       signals: Active signal handler.
       report: Function that receives messages.
     """
-    watcher, done = CheckpointWatcher(directory), None
-    while True:
-        end = _training_end(directory, done, own_last_step)
-        if end["is_last"]:
-            if end["reason"]:
-                report(f"step {done} is the last: {end['reason']}")
+    watcher, done, since = CheckpointWatcher(directory), None, time.monotonic()
+    is_reported = False  # that it waits
+
+    def poll() -> dict[str, Any]:
+        last_step, end = _training_end(directory, done, own_last_step)
+        late = timeout_secs is not None and time.monotonic() - since >= timeout_secs
+        new = watcher.poll_newest() if end is None else None
+        return {"last_step": last_step, "end": end, "new": new, "is_late": late}
+
+    while not signals.agreed_now():
+        polled = run_on_process_0(poll)
+        if polled["end"] is not None:
+            if polled["end"]:
+                report(f"step {done} is the last: {polled['end']}")
             return
-        what = "the first checkpoint" if done is None else f"a checkpoint after step {done}"
-        waits = f"waiting for {what} in {directory} (training ends at step {end['last_step']})"
-        new = _wait(watcher, waits, timeout_secs, signals, report)
-        if signals.agreed_now():
-            return
-        if new is None:
+        if polled["new"] is not None:
+            newest, skipped = polled["new"]
+            if skipped:
+                names = first_names(map(str, skipped))
+                report(f"step {newest} is the newest; skipped older steps: {names}")
+            processed = process_newest()
+            done = done if processed is None else processed
+            since, is_reported = time.monotonic(), False
+            continue
+        if polled["is_late"]:
             if done is None:
                 problem, field = f"found no checkpoint in {directory}", "--follow_timeout_secs"
                 raise UsageError(problem, field=field, value=timeout_secs)
@@ -89,71 +101,41 @@ def watch_checkpoints(
                 f"{timeout_secs:g}; the last was step {done}"
             )
             return
-        newest, skipped = new
-        if skipped:
-            names = first_names(map(str, skipped))
-            report(f"step {newest} is the newest; skipped older steps: {names}")
-        processed = process_newest()
-        done = done if processed is None else processed
-        if signals.agreed_now():
-            return
+        what = "the first checkpoint" if done is None else f"a checkpoint after step {done}"
+        waits = f"waiting for {what} in {directory} (training ends at step {polled['last_step']})"
+        if not is_reported:
+            report(waits)
+            is_reported = True
+        progress(waits, waits_for_others=True)
+        signals.wait(_POLL_SECS)
 
 
-def _training_end(directory: epath.Path, done: int | None, own_last_step: int) -> dict[str, Any]:
-    """Return whether `done` is the last step of training, from process 0."""
-
-    def find() -> dict[str, Any]:
-        last = recorded_num_train_steps(directory.parent)
-        last = own_last_step if last is None else last
-        is_last, reason = done is not None and done >= last, ""
-        if is_last and last < own_last_step:
-            reason = (
-                f"config.json of the training job has task.train.num_train_steps={last}, this"
-                f" command {own_last_step}"
-            )
-        elif done is not None and not is_last:
-            reason = _early_end(directory, done)
-            is_last = bool(reason)
-        return {"last_step": last, "is_last": is_last, "reason": reason}
-
-    return run_on_process_0(find)
+def _training_end(
+    directory: epath.Path, done: int | None, own_last_step: int
+) -> tuple[int, str | None]:
+    """Return the last step, and why `done` is it: None if it is not, empty if as expected."""
+    recorded = recorded_num_train_steps(directory.parent)
+    last = own_last_step if recorded is None else recorded
+    if done is None:
+        return last, None
+    if done < last:
+        return last, _early_end(directory, done)
+    if last >= own_last_step:
+        return last, ""
+    return last, (
+        f"config.json of the training job has task.train.num_train_steps={last}, this command"
+        f" {own_last_step}"
+    )
 
 
-def _early_end(directory: epath.Path, step: int) -> str:
-    """Return why the training job ended early with this checkpoint; empty if it did not."""
+def _early_end(directory: epath.Path, step: int) -> str | None:
+    """Return why the training job ended early with this checkpoint; None if it did not."""
     if step not in committed_steps(directory):
-        return ""
+        return None
     try:
         user = read_metadata(step_folder(directory, step))["user"]
     except (DamagedCheckpointError, LayoutVersionError):
-        return ""  # The checkpoint was just deleted, so the training job is still running.
+        return None  # The checkpoint was just deleted, so the training job is still running.
     if (user.get(EARLY_STOPPING) or {}).get("stopped_at") is not None:
         return "early stopping ended the training job"
-    return "the training job ended early" if user.get(ENDED) else ""
-
-
-def _wait(
-    watcher: CheckpointWatcher,
-    waits: str,
-    timeout_secs: float | None,
-    signals: StopSignals,
-    report: Callable[[str], None],
-) -> tuple[int, list[int]] | None:
-    """Wait for a new checkpoint, see `poll_newest`; return None after the timeout or a signal."""
-    began = time.monotonic()
-
-    def poll() -> dict[str, Any]:
-        late = timeout_secs is not None and time.monotonic() - began >= timeout_secs
-        return {"new": watcher.poll_newest(), "is_late": late}
-
-    has_reported = False
-    while not signals.agreed_now():
-        polled = run_on_process_0(poll)
-        if polled["new"] is not None or polled["is_late"]:
-            return polled["new"]
-        if not has_reported:
-            report(waits)
-            has_reported = True
-        progress(waits, waits_for_others=True)
-        signals.wait(_POLL_SECS)
-    return None
+    return "the training job ended early" if user.get(ENDED) else None
