@@ -7,11 +7,8 @@ import os
 
 import pytest
 
-from layerkit_inputs.base.find_files import (
-    NothingToReadError,
-    find_text_files,
-    standard_library_files,
-)
+from layerkit_inputs.base.errors import MissingFileError
+from layerkit_inputs.base.find_files import find_text_files, standard_library_files
 
 
 @pytest.fixture
@@ -40,9 +37,9 @@ def test_patterns_and_files_and_no_file_twice(folder):
 
 def test_path_without_files_raises(raises, tmp_path):
     missing = os.fspath(tmp_path / "none.txt")
-    with raises(NothingToReadError, field="paths", value=missing):
+    with raises(MissingFileError, field="paths", value=missing):
         find_text_files([missing])
-    with raises(NothingToReadError, field="paths", value=[]):
+    with raises(MissingFileError, field="paths", value=[]):
         find_text_files([])
 
 

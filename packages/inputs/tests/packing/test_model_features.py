@@ -17,26 +17,17 @@ from layerkit_inputs.packing.model_features import (
     prompt_features,
     segment_features,
     stretch_pair_features,
-    trim_tokens,
 )
 
 EOS = 1
 
 
 def trimmed(examples, length):
-    return [trim_tokens(tokens, length=length, eos_id=EOS) for tokens in examples]
+    return [[*tokens[: length - 1], EOS] for tokens in examples]
 
 
 def lists(batch):
     return {path: array.tolist() for path, array in batch.flatten_items()}
-
-
-def test_trimming_keeps_room_for_the_end():
-    assert trim_tokens([7, 8, 5], length=5, eos_id=EOS).tolist() == [7, 8, 5, 1]
-    assert trim_tokens([7, 8, 5], length=3, eos_id=EOS).tolist() == [7, 8, 1]
-    assert trim_tokens([7, 8, 5], length=2).tolist() == [7, 8]
-    assert trim_tokens([], length=1, eos_id=EOS).tolist() == [1]
-    assert trim_tokens([7], length=0, eos_id=EOS).tolist() == []
 
 
 def test_inputs_and_targets_of_an_unpacked_row():

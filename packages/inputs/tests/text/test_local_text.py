@@ -140,7 +140,7 @@ def test_the_baseline_is_the_trigram_table_of_the_training_files(paths):
 def test_the_default_text_is_real_and_large_and_its_splits_are_apart():
     train = LocalText(batch_size=8, is_training=True)
     heldout = LocalText(batch_size=8, split="heldout")
-    sizes = [int(source._corpus().ends[-1]) for source in (train, heldout)]
+    sizes = [int(source._documents.ends[-1]) for source in (train, heldout)]
     assert sizes[0] > 2_000_000 and 20_000 < sizes[1] < sizes[0] / 5
     names = [{piece.file.name for piece in train._pieces(split)} for split in ("train", "heldout")]
     assert not names[0] & names[1] and "pydoc_data/topics.py" in names[0] | names[1]
@@ -256,7 +256,7 @@ def test_reading_takes_little_more_than_the_ids(tmp_path, text_field):
     LocalText(batch_size=1, paths=warm, json_as_text=True).get_next()  # imports
     tracemalloc.start()
     try:
-        corpus = source._corpus()
+        corpus = source._documents
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -269,8 +269,8 @@ def test_ids_and_states_do_not_depend_on_how_a_file_is_read(tmp_path):
     paths = write(tmp_path / "text", {"a.bin": data})
     source = LocalText(batch_size=1, paths=paths, split="all")
     expected = [BOS_ID, *(np.frombuffer(data, np.uint8).astype(int) + FIRST_BYTE_ID), EOS_ID]
-    np.testing.assert_array_equal(source._corpus().ids[0:None], expected)
-    assert source._corpus().ids[0:None].dtype == np.uint16
+    np.testing.assert_array_equal(source._documents.ids[0:None], expected)
+    assert source._documents.ids[0:None].dtype == np.uint16
     checksum = source.get_state()["position"]["data"]["documents_crc32"]
     ends = np.array([len(data) + 1], "<i8").tobytes()
     assert checksum == zlib.crc32(b"a.bin" + data + ends)

@@ -284,7 +284,7 @@ def test_max_bytes_counts_decompressed_text(raises, tmp_path, kind, alone):
     with raises(ConfigError, field="max_bytes", value=50_000):
         LocalText(max_bytes=50_000, on_bad_record="skip", **fields).get_next()
     whole = LocalText(max_bytes=200_000, **fields)
-    assert whole._corpus().num_predictions.sum() > 99_000
+    assert whole._documents.num_predictions.sum() > 99_000
 
 
 def test_max_bytes_counts_rows_of_parquet(raises, tmp_path):

@@ -24,10 +24,6 @@ _SKIPPED_FOLDERS = frozenset(
 _SKIPPED_PREFIX = "_sysconfigdata"
 
 
-class NothingToReadError(MissingFileError):
-    """An entry of `paths` that matches no file."""
-
-
 class TextFile(NamedTuple):
     """A file, and its name relative to the folder in which it was found, with `/` as separator."""
 
@@ -59,17 +55,17 @@ def find_text_files(paths: Sequence[str], *, field: str = "paths") -> list[TextF
     name of `paths` in messages.
 
     Raises:
-      NothingToReadError: An entry of `paths` matches no file.
+      MissingFileError: An entry of `paths` matches no file.
     """
     if not paths:
-        raise NothingToReadError("no path", field=field, value=list(paths))
+        raise MissingFileError("no path", field=field, value=list(paths))
     files: dict[Path, TextFile] = {}
     for entry in paths:
         matches = sorted(_matches(str(entry)))
         if not matches:
             problem = "no file, folder with files or pattern that matches"
             hint = hub_hint(str(entry), is_data=True)
-            raise NothingToReadError(problem, field=field, value=str(entry), hint=hint)
+            raise MissingFileError(problem, field=field, value=str(entry), hint=hint)
         for file in matches:
             files.setdefault(file.path.resolve(), file)
     return sorted(files.values())

@@ -22,9 +22,15 @@ from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS
-from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.hugging_face.text_base import HuggingFaceText
-from layerkit_inputs.packing.documents import Documents, Packing, PiecewiseStream, RowPlan
+from layerkit_inputs.packing.documents import (
+    DocumentInput,
+    DocumentPrompts,
+    Documents,
+    Packing,
+    PiecewiseStream,
+    RowPlan,
+)
 from layerkit_inputs.packing.model_features import Segment
 
 _CACHE_VERSION = 2
@@ -33,7 +39,7 @@ _CHECKED_DOCUMENTS = 64
 """Number of documents that identify the data in a state."""
 
 
-class TokenisedText(HuggingFaceText, IndexedInput):
+class TokenisedText(HuggingFaceText, DocumentInput):
     """Base of inputs that read the tokenized examples of a split by number."""
 
     _is_pair: ClassVar[bool] = False
@@ -175,35 +181,11 @@ class HuggingFaceInput(TokenisedText):
         return {**super()._fingerprint(), **row_fields}
 
 
-class HuggingFacePrompts(TokenisedText):
-    """An input of prompts: beginnings of examples, or their inputs if `inputs_field` is set.
-
-    Batches hold `ids` (int32 `[batch, length]`: start id and tokens, padded on the right),
-    `paddings` (float32 `[batch, length]`, 1 for padding) and `prompt_lengths` (int32 `[batch]`,
-    start id included), and `provenance` and `eval_sample_weights` as in HuggingFaceInput.
-    """
-
-    prompt_length: int = 64
-    """Largest number of ids of a prompt, start id included; longer ones are cut on the right."""
-    num_prompts: int | None = None
-    """Number of examples to read from the start. None: all."""
-
-    def __post_init__(self) -> None:
-        """Check the lengths."""
-        super().__post_init__()
-        self._check_at_least(1, "prompt_length", "num_prompts")
+class HuggingFacePrompts(DocumentPrompts, TokenisedText):
+    """An input of prompts: beginnings of examples, or their inputs if `inputs_field` is set."""
 
     def _most_examples(self) -> int | None:
         return self.num_prompts
-
-    def _num_rows(self) -> int:
-        return len(self._documents)
-
-    def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        return self._documents.prompts(rows, length=self.prompt_length, tokenizer=self._tokenizer)
-
-    def _fingerprint(self) -> dict[str, Any]:
-        return {**super()._fingerprint(), "prompt_length": self.prompt_length}
 
 
 def too_long_error(label: str, seq_length: int, number: int, size: int) -> ConfigError:

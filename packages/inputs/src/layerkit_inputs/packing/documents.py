@@ -13,12 +13,14 @@ from __future__ import annotations
 import array
 import bisect
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from layerkit.config.nested_map import NestedMap
+from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.base.tokenizer_interface import Tokenizer, first_ids, last_ids
 from layerkit_inputs.packing.model_features import prompt_features, stretch_features
 
@@ -218,7 +220,6 @@ class Documents:
             length=plan.length,
             pad_id=pad_id,
             num_inputs=num_inputs,
-            has_inputs=num_inputs is not None,
             weights_on_targets_only=True,
         )
 
@@ -337,3 +338,43 @@ def framed(tokens: Sequence[np.ndarray], tokenizer: Tokenizer) -> np.ndarray:
     ids = np.concatenate([np.asarray(part, np.int32) for part in tokens])
     parts = first_ids(ids, tokenizer), ids, last_ids(ids, tokenizer)
     return np.concatenate([np.asarray(part, np.int32) for part in parts])
+
+
+class DocumentInput(IndexedInput):
+    """Base class of inputs of documents that a tokenizer encodes."""
+
+    @functools.cached_property
+    def _documents(self) -> Documents:
+        raise NotImplementedError
+
+
+class DocumentPrompts(DocumentInput):
+    """Base class of inputs of prompts: beginnings of documents, or their inputs if they have any.
+
+    Batches hold `ids` (int32 `[batch, length]`: the start id and the first tokens of the document,
+    padded on the right), `paddings` (float32 `[batch, length]`, 1 where padded) and
+    `prompt_lengths` (int32 `[batch]`, including the start id). Evaluation batches also have
+    `provenance` and `eval_sample_weights`, each `[batch]`.
+    """
+
+    prompt_length: int = 64
+    """Maximum number of ids of a prompt, including the start id. Longer ones are cut on the
+    right."""
+    num_prompts: int | None = None
+    """Number of prompts, one for each of the first documents. None: all documents."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        self._check_at_least(1, "prompt_length", "num_prompts")
+
+    def _num_rows(self) -> int:
+        documents = len(self._documents)
+        return documents if self.num_prompts is None else min(self.num_prompts, documents)
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        tokenizer = self.text_tokenizer()
+        return self._documents.prompts(rows, length=self.prompt_length, tokenizer=tokenizer)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {**super()._fingerprint(), "prompt_length": self.prompt_length}

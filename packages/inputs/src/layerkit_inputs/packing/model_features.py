@@ -48,21 +48,6 @@ class Segment(NamedTuple):
         return cls(tokens[1:], max(len(inputs) - 1, 0), int(tokens[0]))
 
 
-def trim_tokens(tokens: Tokens, *, length: int, eos_id: int | None = None) -> np.ndarray:
-    """Return at most `length` tokens, the last of which is `eos_id` unless it is None.
-
-    >>> trim_tokens([7, 8, 5, 6], length=3, eos_id=1).tolist()
-    [7, 8, 1]
-
-    Returns:
-      int32 `[tokens]`.
-    """
-    checked = as_tokens(tokens, where="trim_tokens")
-    if eos_id is None:
-        return checked[:length]
-    return np.append(checked[: max(length - 1, 0)], np.int32(eos_id))[:length]
-
-
 def lm_features(
     inputs: Sequence[Tokens] | None,
     targets: Sequence[Tokens],
@@ -85,7 +70,7 @@ def lm_features(
 
     Args:
       inputs: Input ids of each example, or None if there are only targets.
-      targets: Target ids of each example. The caller adds end-of-sequence ids (`trim_tokens`).
+      targets: Target ids of each example. The caller adds end-of-sequence ids.
       length: Positions of a row.
       rows: Numbers of the examples in each row. None: one example a row.
       bos_id: Id that an example's first token is predicted from. None: the first token is only
@@ -142,15 +127,8 @@ def segment_features(
 ) -> NestedMap:
     """Return packed rows for a decoder-only model from the segments of each row.
 
-    Args:
-      rows: Segments of each row.
-      length: Positions of a row.
-      pad_id: Id of padded positions.
-      has_inputs: Whether to add `inputs_indicator`.
-      weights_on_targets_only: Whether inputs have weight 0.
-
-    Returns:
-      The arrays of `lm_features`.
+    The arguments but `rows` and the arrays are those of `lm_features`. With `has_inputs` there is
+    an `inputs_indicator`.
 
     Raises:
       ConfigError: The segments of a row are longer than the row.
@@ -168,9 +146,8 @@ def segment_features(
         length=length,
         pad_id=pad_id,
         num_inputs=np.array([segment.num_inputs for segment in segments], np.int64)
-        if has_inputs or weights_on_targets_only
+        if has_inputs
         else None,
-        has_inputs=has_inputs,
         weights_on_targets_only=weights_on_targets_only,
     )
 
@@ -185,7 +162,6 @@ def stretch_features(
     length: int,
     pad_id: int = 0,
     num_inputs: np.ndarray | None = None,
-    has_inputs: bool = False,
     weights_on_targets_only: bool = False,
 ) -> NestedMap:
     """Return packed rows for a decoder-only model from concatenated segments, row after row.
@@ -198,8 +174,8 @@ def stretch_features(
       num_rows: Number of rows.
       length: Positions of a row.
       pad_id: Id of padded positions.
-      num_inputs: Input tokens of each segment, int `[segments]`, as in `Segment`. None: no inputs.
-      has_inputs: Whether to add `inputs_indicator`.
+      num_inputs: Input tokens of each segment, int `[segments]`, as in `Segment`. None: no inputs,
+        and no `inputs_indicator`.
       weights_on_targets_only: Whether inputs have weight 0.
 
     Returns:
@@ -223,7 +199,7 @@ def stretch_features(
         segment_ids=fill_rows(np.repeat(numbers.astype(np.int32), sizes), valid, np.int32),
         segment_pos=fill_rows(positions, valid, np.int32),
     )
-    if num_inputs is not None and has_inputs:
+    if num_inputs is not None:
         batch.inputs_indicator = fill_rows(positions <= inputs_end, valid, np.int32)
     return batch
 
@@ -308,21 +284,8 @@ def stretch_pair_features(
 ) -> NestedMap:
     """Return rows for an encoder-decoder model from concatenated examples, row after row.
 
-    Args:
-      inputs: Ids for the encoder, int `[tokens]`.
-      targets: Ids to predict, int `[tokens]`.
-      rows: Row of each example, int `[examples]`, in ascending order.
-      input_sizes: Number of inputs of each example, int `[examples]`. Those of a row fit into it.
-      target_sizes: Number of targets of each example, int `[examples]`. Those of a row fit into it.
-      num_rows: Number of rows.
-      inputs_length: Positions of a row of `src`.
-      targets_length: Positions of a row of `tgt`.
-      is_packed: Whether rows may hold several examples.
-      bos_id: Id that an example's first target is predicted from.
-      pad_id: Id of padded positions.
-
-    Returns:
-      The arrays of `encoder_decoder_features`.
+    `rows`, `input_sizes` and `target_sizes` are those of `stretch_features` for each side. The
+    other arguments and the arrays are those of `encoder_decoder_features`.
     """
     source = stretch_features(
         inputs,

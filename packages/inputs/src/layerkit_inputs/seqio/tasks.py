@@ -79,9 +79,10 @@ def find_tasks(
         be mixed.
     """
     seqio = import_seqio()
-    provider = find_provider(mixture_or_task)
+    original = find_provider(mixture_or_task)
+    provider = original
     if tfds_data_dir is not None:
-        provider = _move_data_dir(seqio, provider, tfds_data_dir)
+        provider = _move_data_dir(seqio, original, tfds_data_dir)
     tasks = seqio.get_subtasks(provider)
     features = tasks[0].output_features
     for name in feature_lengths:
@@ -107,8 +108,8 @@ def find_tasks(
         default = inspect.signature(seqio.Mixture.__init__).parameters["sample_fn"].default
         field = f"sample_fn of mixture {provider.name}"
         expected = "the default, since the state of another one cannot be saved"
-        is_default = provider._sample_fn is default
-        require_valid(is_default, None, field, provider._sample_fn, expected)
+        is_default = original._sample_fn is default
+        require_valid(is_default, None, field, original._sample_fn, expected)
     return [
         WeightedTask(task, functools.partial(provider.get_rate, task))
         for task in tasks
@@ -155,32 +156,16 @@ def _data_problem(task: Any) -> str | None:
 
 def _move_data_dir(seqio: ModuleType, provider: Any, data_dir: str) -> Any:
     """Return a copy of a task or mixture whose TFDS sources read from `data_dir`."""
-    copies: dict[str, Any] = {}
-    moved: list[str] = []
-
-    def move(provider: Any) -> Any:
-        if provider.name not in copies:
-            change = move_task if isinstance(provider, seqio.Task) else move_mixture
-            copies[provider.name] = change(copy.copy(provider))
-        return copies[provider.name]
-
-    def move_task(task: Any) -> Any:
-        is_tfds = isinstance(task.source, seqio.TfdsDataSource)
-        if is_tfds and task.source.tfds_dataset.tfds_splits is None:
-            loader = copy.copy(task.source.tfds_dataset)
+    tasks = {id(task): task for task in seqio.get_subtasks(provider)}
+    moved = {}
+    for key, task in tasks.items():
+        source = task.source
+        if isinstance(source, seqio.TfdsDataSource) and source.tfds_dataset.tfds_splits is None:
+            moved[key], loader = copy.copy(task), copy.copy(source.tfds_dataset)
             loader.override_data_dir(data_dir)
-            task._source = copy.copy(task.source)
-            task._source._tfds_dataset = loader
-            moved.append(task.name)
-        return task
-
-    def move_mixture(mixture: Any) -> Any:
-        mixture._task_map = {name: move(part) for name, part in mixture._task_map.items()}
-        mixture._tasks = [move(part) for part in mixture._tasks]
-        mixture._sub_mixtures = [move(part) for part in mixture._sub_mixtures]
-        return mixture
-
-    result = move(provider)
+            moved[key]._source = copy.copy(source)
+            moved[key]._source._tfds_dataset = loader
     expected = f"None, since {provider.name} reads no TFDS data of one folder"
     require_valid(moved, None, "tfds_data_dir", data_dir, expected)
-    return result
+    # Copies the mixtures, with these tasks in place of theirs.
+    return copy.deepcopy(provider, tasks | moved)

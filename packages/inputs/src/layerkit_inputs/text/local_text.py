@@ -32,9 +32,14 @@ from layerkit.errors import first_names
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS, counted
 from layerkit_inputs.base.errors import BadRecordError, BadRecords, OnBadRecord
 from layerkit_inputs.base.find_files import TextFile, find_text_files, standard_library_files
-from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.base.tokenizer_interface import Tokenizer
-from layerkit_inputs.packing.documents import DocumentBuilder, Documents, RowPlan
+from layerkit_inputs.packing.documents import (
+    DocumentBuilder,
+    DocumentInput,
+    DocumentPrompts,
+    Documents,
+    RowPlan,
+)
 from layerkit_inputs.packing.model_features import segment_features
 from layerkit_inputs.text.text_files import (
     DocumentSizeError,
@@ -69,7 +74,7 @@ def _first_bytes(pieces: Iterable[FilePiece], limit: int) -> Iterator[bytes]:
         yield data
 
 
-class _TextFilesInput(IndexedInput):
+class _TextFilesInput(DocumentInput):
     """Base class of inputs of local text files. The files are read on first use."""
 
     token_unit: ClassVar[str] = "byte"
@@ -114,11 +119,6 @@ class _TextFilesInput(IndexedInput):
         if not self._of_bytes:
             self.token_unit = "token"  # type: ignore[misc]
         self._pieces_of: dict[str, list[FilePiece]] = {}
-        self._documents: Documents | None = None
-        self._checksum = 0
-        self._num_bytes = 0
-        self._texts_to_check: list[bytes] = []
-        self._bytes_left = self.max_bytes
 
     @functools.cached_property
     def _all_files(self) -> list[TextFile]:
@@ -161,27 +161,15 @@ class _TextFilesInput(IndexedInput):
                 self._pieces_of.update(zip(("train", "heldout"), pieces, strict=True))
         return self._pieces_of[split]
 
-    def _corpus(self) -> Documents:
-        if self._documents is None:
-            files = self._files(self.split)
-            if self.text_field is None:
-                plain = sum(piece.size for piece in self._pieces(self.split))
-            else:
-                plain = sum(file.path.stat().st_size for file in files if not is_packed(file))
-            self._check_size(plain)
-            self._bytes_left = self.max_bytes - plain
-            self._documents = self._read_corpus(files)
-        return self._documents
-
-    def _check_size(self, num_bytes: int) -> None:
-        """Raise `ConfigError` if the split has more than `max_bytes` of text."""
-        expected = f"at least the {num_bytes} bytes of the {self.split} files, kept in memory"
-        is_enough = num_bytes <= self.max_bytes
-        require(is_enough, self._label, "max_bytes", self.max_bytes, expected)
-
-    def _read_corpus(self, files: Sequence[TextFile]) -> Documents:
+    @functools.cached_property
+    def _documents(self) -> Documents:
         """Read and tokenize the files, one document or part of a document at a time."""
-        fraction = self.heldout_fraction
+        files, fraction = self._files(self.split), self.heldout_fraction
+        if self.text_field is None:
+            self._num_plain = sum(piece.size for piece in self._pieces(self.split))
+        else:
+            self._num_plain = sum(f.path.stat().st_size for f in files if not is_packed(f))
+        self._check_size(self._num_plain)
         limit = None if self._is_whole(self.split) else fraction
         builder, shares = self._read_documents(files, limit)
         if shares and (limit := heldout_limit(shares, fraction=fraction)) != fraction:
@@ -192,10 +180,13 @@ class _TextFilesInput(IndexedInput):
             raise self._config_error(
                 problem, field="number of skipped documents", value=self.num_skipped, hint=first
             )
-        documents = builder.build()
-        # The same text in other documents is other data.
-        self._update_checksum(documents.ends.astype("<i8").tobytes())
-        return documents
+        return builder.build()
+
+    def _check_size(self, num_bytes: int) -> None:
+        """Raise `ConfigError` if the split has more than `max_bytes` of text."""
+        expected = f"at least the {num_bytes} bytes of the {self.split} files, kept in memory"
+        is_enough = num_bytes <= self.max_bytes
+        require(is_enough, self._label, "max_bytes", self.max_bytes, expected)
 
     def _read_documents(
         self, files: Sequence[TextFile], limit: float | None
@@ -210,10 +201,10 @@ class _TextFilesInput(IndexedInput):
           (documents, lowest and highest share of all documents, empty if there is no limit)
         """
         self._bad, self._checksum = BadRecords(self.on_bad_record), 0
-        self._num_bytes, self._texts_to_check = 0, []
+        self._num_bytes, self._bytes_left = 0, self.max_bytes - self._num_plain
+        self._texts_to_check: list[bytes] = []
         builder = DocumentBuilder(self._tokenizer)
         shares: list[float] = []
-        bytes_left = self._bytes_left
         for file in files:
             self._update_checksum(file.name.encode("utf-8", "replace"))
             for where, text in self._texts(file, self.text_field) if self.text_field else ():
@@ -226,7 +217,6 @@ class _TextFilesInput(IndexedInput):
         for piece in self._pieces(self.split) if self.text_field is None else ():
             where = str(piece.file.path) + (f" after {piece.start}" if piece.start else "")
             self._add(builder, where, self._parts(piece))
-        self._bytes_left = bytes_left
         return builder, shares
 
     def _add(self, builder: DocumentBuilder, where: str, parts: Iterable[bytes]) -> None:
@@ -297,11 +287,12 @@ class _TextFilesInput(IndexedInput):
 
     def _fingerprint(self) -> dict[str, Any]:
         tokenizer = {} if self._of_bytes else {"tokenizer": self._tokenizer.fingerprint()}
-        self._corpus()
-        return {"split": self.split, "documents_crc32": self._checksum, **tokenizer}
+        # The same text in other documents is other data.
+        checksum = zlib.crc32(self._documents.ends.astype("<i8").tobytes(), self._checksum)
+        return {"split": self.split, "documents_crc32": checksum, **tokenizer}
 
     def _data_text(self) -> str:
-        counts = (counted(len(self._corpus()), "document"), counted(self._num_bytes, "byte"))
+        counts = (counted(len(self._documents), "document"), counted(self._num_bytes, "byte"))
         files = self._files(self.split)
         is_declared = self.heldout_paths is not None and self.split == "heldout"
         paths = self.heldout_paths if is_declared else self.paths
@@ -327,8 +318,7 @@ class _TextFilesInput(IndexedInput):
         return f"split by the names of files: {names}"
 
     def _first_texts(self) -> list[bytes]:
-        self._corpus()
-        return self._texts_to_check
+        return self._texts_to_check if len(self._documents) else []
 
 
 class LocalText(_TextFilesInput):
@@ -357,10 +347,10 @@ class LocalText(_TextFilesInput):
         return self._plan().num_rows
 
     def _plan(self) -> RowPlan:
-        return RowPlan(self._corpus().ends, self.seq_length)
+        return RowPlan(self._documents.ends, self.seq_length)
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        return self._corpus().rows_of(self._plan(), rows, pad_id=self._tokenizer.pad_id)
+        return self._documents.rows_of(self._plan(), rows, pad_id=self._tokenizer.pad_id)
 
     def _fingerprint(self) -> dict[str, Any]:
         return {**super()._fingerprint(), "seq_length": self.seq_length}
@@ -380,33 +370,8 @@ class LocalText(_TextFilesInput):
         return {"trigram table": trigram_loss(train, heldout)}
 
 
-class LocalTextPrompts(_TextFilesInput):
-    """An input of beginnings of documents, for a model to continue.
-
-    Batches hold `ids` (int32 `[batch, length]`: the start id and the first tokens of the document,
-    padded on the right), `paddings` (float32 `[batch, length]`, 1 where padded) and
-    `prompt_lengths` (int32 `[batch]`, including the start id), and `provenance` and
-    `eval_sample_weights` as in LocalText.
-    """
+class LocalTextPrompts(DocumentPrompts, _TextFilesInput):
+    """An input of beginnings of documents, for a model to continue."""
 
     split: Split = "heldout"
     """`train`, `heldout`, `test` or `all`."""
-    prompt_length: int = 64
-    """Maximum number of ids of a prompt, including the start id."""
-    num_prompts: int | None = None
-    """Number of prompts, one for each of the first documents. None: all documents."""
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        super().__post_init__()
-        self._check_at_least(1, "prompt_length", "num_prompts")
-
-    def _num_rows(self) -> int:
-        documents = len(self._corpus())
-        return documents if self.num_prompts is None else min(self.num_prompts, documents)
-
-    def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        return self._corpus().prompts(rows, length=self.prompt_length, tokenizer=self._tokenizer)
-
-    def _fingerprint(self) -> dict[str, Any]:
-        return {**super()._fingerprint(), "prompt_length": self.prompt_length}

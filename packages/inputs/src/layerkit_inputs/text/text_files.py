@@ -15,6 +15,7 @@ from a line break on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gzip
 import hashlib
 import itertools
@@ -24,9 +25,9 @@ import mmap
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.errors import CONVERSATIONS, BadRecordError, require_extra
@@ -222,6 +223,7 @@ _SPLIT_WORD = re.compile(
 # Maximum ratio of the held-out share of a text to the requested share, if its lines are long.
 _MAX_HELD_OUT_RATIO = 3
 _HASH_BYTES = 8
+_Result = TypeVar("_Result")
 
 
 class FilePiece(NamedTuple):
@@ -287,25 +289,20 @@ def split_pieces(
     """
     whole = [FilePiece.whole(file) for file in files]
     if len(files) * heldout_fraction < 1:
-        cuts = [_end_position(file, heldout_fraction) for file in files]
+        cut_of = functools.partial(split_position, heldout_fraction=heldout_fraction)
+        cuts = [_of_contents(file, cut_of) for file in files]
         if any(cuts):
-            ends = [
-                piece._replace(start=cut) for piece, cut in zip(whole, cuts, strict=True) if cut
-            ]
-            return [
-                piece._replace(stop=cut or piece.stop)
-                for piece, cut in zip(whole, cuts, strict=True)
-            ], ends
+            pairs = [*zip(whole, cuts, strict=True)]
+            train = [piece._replace(stop=cut or piece.stop) for piece, cut in pairs]
+            return train, [piece._replace(start=cut) for piece, cut in pairs if cut]
         if len(files) == 1:
             problem = f"no line begins near the last {heldout_fraction:.0%}, which are held out"
             raise ConfigError(problem, owner=str(files[0].path))
-    shares = [_share_of_file(file.path) for file in files]
+    shares = [_of_contents(file, share_of) for file in files]
     limit = heldout_limit(shares, fraction=heldout_fraction)
-    train: list[FilePiece] = []
-    heldout: list[FilePiece] = []
-    for piece, share in zip(whole, shares, strict=True):
-        (heldout if share < limit else train).append(piece)
-    return train, heldout
+    shared = [*zip(whole, shares, strict=True)]
+    train = [piece for piece, share in shared if share >= limit]
+    return train, [piece for piece, share in shared if share < limit]
 
 
 def heldout_limit(shares: Iterable[float], *, fraction: float) -> float:
@@ -343,30 +340,18 @@ def split_position(text: bytes | mmap.mmap, *, heldout_fraction: float) -> int |
     return cut
 
 
-def _end_position(file: TextFile, heldout_fraction: float) -> int | None:
-    """Return `split_position` of the contents of a file. Only parts of the file are read."""
+def share_of(content: bytes | mmap.mmap) -> float:
+    """Return a number in [0, 1) from a hash of the content."""
+    digest = hashlib.blake2b(content, digest_size=_HASH_BYTES).digest()
+    return int.from_bytes(digest, "big") / 2 ** (8 * _HASH_BYTES)
+
+
+def _of_contents(file: TextFile, function: Callable[[bytes | mmap.mmap], _Result]) -> _Result:
+    """Return a function of the contents of a file. Only the parts that it uses are read."""
     if not file.path.stat().st_size:  # An empty file cannot be memory-mapped.
-        return None
+        return function(b"")
     with (
         file.path.open("rb") as opened,
         mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
     ):
-        return split_position(mapped, heldout_fraction=heldout_fraction)
-
-
-def share_of(content: bytes) -> float:
-    """Return a number in [0, 1) from a hash of the content."""
-    return _as_share(hashlib.blake2b(content, digest_size=_HASH_BYTES).digest())
-
-
-def _share_of_file(path: Path) -> float:
-    """Return `share_of` the contents of a file, which is read in parts."""
-    with path.open("rb") as opened:
-        digest = hashlib.file_digest(
-            opened, lambda: hashlib.blake2b(digest_size=_HASH_BYTES)
-        ).digest()
-    return _as_share(digest)
-
-
-def _as_share(digest: bytes) -> float:
-    return int.from_bytes(digest, "big") / 2 ** (8 * len(digest))
+        return function(mapped)
