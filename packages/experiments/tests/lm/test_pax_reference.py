@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import tensorstore as ts
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.base.weights import WeightBox, is_box
@@ -333,11 +334,7 @@ def test_translated_class_is_what_paxml_builds(name: str):
     params = {}
     for path, source in find_sources(boxes, theirs).items():
         shape = boxes[path].value.shape
-        params[path] = source.read_block(
-            lambda weight, block: theirs[weight][block],
-            theirs[source.names[0]].shape,
-            shape,
-            tuple(slice(0, size) for size in shape),
-        )
+        view = source.view(lambda weight: ts.array(theirs[weight]), shape)
+        params[path] = view.read().result()
     metrics, *_ = model.apply({"params": unflatten_dict(params, sep="/")}, packed_batch())
     assert float(metrics["loss"].value) == pytest.approx(pax["loss"], abs=2e-6)

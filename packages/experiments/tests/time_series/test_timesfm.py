@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import tensorstore as ts
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.config import build
@@ -51,11 +52,8 @@ def weights_of(model: Any) -> dict[str, Any]:
     found = find_sources(shapes, theirs)
     ours = {}
     for name, source in found.items():
-        stored, shape = theirs[source.names[0]].shape, shapes[name]
-        everything = tuple(slice(0, size) for size in shape)
-        ours[name] = source.read_block(
-            lambda name, ranges: theirs[name][ranges], stored, shape, everything
-        )
+        view = source.view(lambda name: ts.array(theirs[name]), shapes[name])
+        ours[name] = view.read().result()
     return {"params": unflatten_dict(ours, sep="/")}
 
 

@@ -7,6 +7,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+import tensorstore as ts
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.config import build
@@ -110,10 +111,9 @@ def stored(layers, stack):
 
 
 def read_whole(source, stored, shape):
-    one = stored[source.names[0]].shape
-    assert source.shape_of(one, shape) == shape
-    everything = tuple(slice(0, size) for size in shape)
-    return source.read_block(lambda name, ranges: stored[name][ranges], one, shape, everything)
+    view = source.view(lambda name: ts.array(stored[name]), shape)
+    assert view.shape == shape
+    return view.read().result()
 
 
 @pytest.mark.parametrize(
@@ -252,20 +252,16 @@ def test_blocks_equal_slices_of_the_whole_weight(theirs, leading, place, over_la
     ours = {OURS.format(place, child), OURS.format(place.replace("_1", "_0"), child)}
     source = find_sources(ours, stored)[OURS.format(place, child)]
     own = (4, 2, 5) if child == "key" else (4, 2, 3, 5)
-    one = stored[source.names[0]].shape
-    shape = source.shape_of(one, (*over_layers, *own))
+    view = source.view(lambda name: ts.array(stored[name]), (*over_layers, *own))
+    shape = view.shape
     assert shape == (*over_layers, *own)
-    whole = read_whole(source, stored, shape)
-
-    def read(name, ranges):
-        return stored[name][ranges]
+    whole = view.read().result()
 
     for _ in range(10):
         starts = [int(rng.integers(0, size)) for size in shape]
         stops = [int(rng.integers(a + 1, size + 1)) for a, size in zip(starts, shape, strict=True)]
         ranges = tuple(map(slice, starts, stops))
-        block = source.read_block(read, one, shape, ranges)
-        np.testing.assert_array_equal(block, whole[ranges])
+        np.testing.assert_array_equal(view[ranges].read().result(), whole[ranges])
 
 
 QK_NORM = {

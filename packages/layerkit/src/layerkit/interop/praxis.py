@@ -18,10 +18,13 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 
 class PraxisWeight(NamedTuple):
@@ -44,7 +47,6 @@ class PraxisWeight(NamedTuple):
 
 
 Shape = tuple[int, ...]
-Ranges = tuple[slice, ...]
 
 _Choices = dict[str, tuple[PraxisWeight, ...]]
 
@@ -170,95 +172,47 @@ class WeightSource:
     is_stacked: bool = False
     layers: slice | None = None
 
-    def shape_of(self, stored: Shape, like: Shape) -> Shape:
-        """Return the shape that a weight has in this library.
+    def view(self, open_array: Callable[[str], ts.TensorStore], like: Shape) -> ts.TensorStore:
+        """Return the weight as a view of the stored arrays; a read of a block reads no more.
 
         Args:
-          stored: Shape of each weight of Praxis, `[...layers, (parts), ...]`.
+          open_array: Function that opens a weight of Praxis, `[...layers, (parts), ...]`.
           like: Shape in the model. Its axes over layers are used if they hold as many layers.
 
         Raises:
-          ValueError: The weights have too few axes.
+          ValueError: The weights differ in shape or dtype, or have too few axes.
         """
-        leading, inner = self._split(self._insert_heads(stored, like))
-        if self.layers is None or not self.is_stacked:
-            return inner
-        count = len(range(math.prod(leading) * len(self.names))[self.layers])
-        over_layers = like[: len(like) - len(inner)]
-        return (*(over_layers if math.prod(over_layers) == count else (count,)), *inner)
+        import tensorstore as ts
 
-    def read_block(
-        self,
-        read: Callable[[str, Ranges], np.ndarray],
-        stored: Shape,
-        shape: Shape,
-        ranges: Ranges,
-    ) -> np.ndarray:
-        """Read a block of a weight from the smallest part of the stored arrays that holds it.
-
-        Args:
-          read: Function that reads a block of a weight of Praxis.
-          stored: Shape of each weight of Praxis.
-          shape: Shape of the weight, as `shape_of` returns it.
-          ranges: Slice of each axis of the weight, with start and stop.
-        """
-        whole = self._insert_heads(stored, shape)
-        leading, inner = self._split(whole)
-        num_layer_axes = len(shape) - len(inner)
-        layer_ranges, inner_ranges = ranges[:num_layer_axes], ranges[num_layer_axes:]
-        part, axes = self.weight.part, self.weight.transpose or tuple(range(len(inner)))
-        theirs = [slice(0)] * len(inner)
-        for axis, bounds in zip(axes, inner_ranges, strict=True):
-            theirs[axis] = bounds
-        tail = (*(() if part is None else (slice(part, part + 1),)), *theirs)
-
-        def read_whole(name: str, box: Ranges) -> np.ndarray:
-            if whole == stored:
-                return read(name, box)
-            return np.expand_dims(read(name, (*box[:-2], box[-1])), -2)
-
-        def arrange(block: np.ndarray) -> np.ndarray:
-            """Return `[layers, (1), ...]` of Praxis in the order of axes of this library."""
-            block = block if part is None else block[:, 0]
-            return block.transpose(0, *(1 + axis for axis in axes))
-
+        weight, arrays = self.weight, [open_array(name) for name in self.names]
+        shapes = sorted({tuple(array.shape) for array in arrays})
+        if len(shapes) > 1:
+            raise ValueError(f"layers of shapes {[list(shape) for shape in shapes]}")
+        if self.lacks_heads(shapes[0], like):
+            arrays = [array[..., None, :] for array in arrays]
+        num_leading = 0 if self.layers is None else arrays[0].rank - weight.rank
+        if num_leading < 0 or arrays[0].rank - num_leading != weight.rank:
+            raise ValueError(
+                f"{self.names[0]} has shape {list(shapes[0])}, and {weight.rank} axes fit"
+            )
+        # [...layers, names, (parts), ...]
+        stacked = ts.stack(arrays, num_leading)
+        first = num_leading + 1
+        if weight.part is not None:
+            stacked = stacked[(slice(None),) * first + (weight.part,)]
+        order = weight.transpose or range(stacked.rank - first)
+        stacked = stacked.transpose((*range(first), *(first + axis for axis in order)))
         if self.layers is None:
-            return arrange(read_whole(self.names[0], tail)[None])[0]
-        held = np.arange(math.prod(leading) * len(self.names))[self.layers]
-        numbers = held.reshape(shape[:num_layer_axes])[layer_ranges]
-        rows, which = np.divmod(numbers.reshape(-1), len(self.names))
-        blocks: list[Any] = [None] * len(rows)
-        for number in sorted(set(which)):
-            mine = np.flatnonzero(which == number)
-            places = np.unravel_index(rows[mine], leading) if leading else ()
-            box = tuple(slice(int(one.min()), int(one.max()) + 1) for one in places)
-            block = read_whole(self.names[number], (*box, *tail))
-            inside = tuple(one - edge.start for one, edge in zip(places, box, strict=True))
-            arranged = arrange(block[inside] if leading else block[None])
-            for position, one in zip(mine, arranged, strict=True):
-                blocks[position] = one
-        return np.stack(blocks).reshape(*numbers.shape, *blocks[0].shape)
+            return stacked[0]
+        numbers = np.arange(math.prod(stacked.shape[:first]))[self.layers]
+        over_layers: Shape = like[: len(like) - len(order)] if self.is_stacked else ()
+        if self.is_stacked and math.prod(over_layers) != numbers.size:
+            over_layers = numbers.shape
+        return stacked.vindex[np.unravel_index(numbers.reshape(over_layers), stacked.shape[:first])]
 
     def lacks_heads(self, stored: Shape, like: Shape) -> bool:
         """Return whether Praxis leaves out the axis of the one head of a weight of shape `like`."""
         return self.weight.has_heads and like[-2] == 1 and stored[-2:-1] != (1,)
-
-    def _insert_heads(self, stored: Shape, like: Shape) -> Shape:
-        """Return a stored shape with the axis of heads, where Praxis leaves it out."""
-        return (*stored[:-1], 1, stored[-1]) if self.lacks_heads(stored, like) else stored
-
-    def _split(self, stored: Shape) -> tuple[Shape, Shape]:
-        """Return (axes over layers, axes of one layer in the order of this library)."""
-        weight = self.weight
-        num_leading = len(stored) - weight.rank if self.layers is not None else 0
-        if num_leading < 0 or len(stored) - num_leading != weight.rank:
-            raise ValueError(
-                f"{self.names[0]} has shape {list(stored)}, and {weight.rank} axes fit"
-            )
-        leading, inner = stored[:num_leading], stored[num_leading:]
-        if weight.part is not None:
-            inner = inner[1:]
-        return leading, tuple(inner[axis] for axis in weight.transpose or range(len(inner)))
 
 
 def find_sources(ours: Collection[str], praxis: Collection[str]) -> dict[str, WeightSource]:

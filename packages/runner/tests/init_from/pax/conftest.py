@@ -132,7 +132,7 @@ class Pax:
         """An array of a recorded checkpoint, by its name."""
         _, step_folder = find(epath.Path(self.folder / case)).choose(None)
         arrays = open_arrays(step_folder)
-        return arrays.read(name, tuple(map(slice, arrays.specs[name].shape)))
+        return arrays.read(name, arrays.by_name[name])
 
     def plan(self, case: str, stack: str = "stacked", **options: Any) -> Callable[[], FirstState]:
         """Plan the first state of a run that starts from a checkpoint; see `run_of`."""

@@ -8,6 +8,7 @@ Arrays are in Zarr folders, in an OCDBT database, or in one msgpack file of Flax
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 import urllib.parse
@@ -20,7 +21,7 @@ from flax import serialization
 
 from layerkit_runner.checkpointing import folders as own_folders
 from layerkit_runner.checkpointing.errors import DamagedCheckpointError
-from layerkit_runner.checkpointing.stored_state import LeafSpec, spec_of
+from layerkit_runner.checkpointing.stored_state import LeafSpec
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import is_remote
 from layerkit_runner.init_from.pax import tree_text
@@ -92,41 +93,56 @@ def _is_pax(step_folder: epath.Path) -> bool:
     return any(path.name.startswith(_ZARR_PREFIX) for path in state.iterdir())
 
 
-def open_arrays(step_folder: epath.Path) -> MsgpackArrays | TensorStoreArrays:
+@dataclasses.dataclass(frozen=True)
+class StoredArrays:
+    """The arrays of a step by name, such as `mdl_vars/params/lm/final_ln/scale`."""
+
+    folder: epath.Path
+    by_name: Mapping[str, ts.TensorStore]
+
+    @functools.cached_property
+    def specs(self) -> dict[str, LeafSpec]:
+        """Shapes and dtypes by name."""
+        return {
+            name: LeafSpec(tuple(array.shape), array.dtype.numpy_dtype)
+            for name, array in self.by_name.items()
+        }
+
+    def read(self, name: str, view: ts.TensorStore) -> np.ndarray:
+        """Read the chunks of a view, such as a block, of arrays of which the first is `name`."""
+        try:
+            return np.asarray(view.read().result())
+        except ValueError as error:
+            raise _damaged(self.folder, name, error) from error
+
+
+def open_arrays(step_folder: epath.Path) -> StoredArrays:
     """Open the arrays of a step; only names, shapes and dtypes are read."""
     state = _state_folder(step_folder)
-    if (state / _OCDBT_FILE).is_file():
-        return TensorStoreArrays(state, is_ocdbt=True)
-    if (state / _MSGPACK_FILE).is_file():
-        return MsgpackArrays(state / _MSGPACK_FILE)
-    return TensorStoreArrays(state, is_ocdbt=False)
+    is_ocdbt = (state / _OCDBT_FILE).is_file()
+    if not is_ocdbt and (state / _MSGPACK_FILE).is_file():
+        return read_msgpack(state / _MSGPACK_FILE)
+    return _open_tensorstore(state, is_ocdbt=is_ocdbt)
 
 
-class MsgpackArrays:
-    """Arrays that Paxml saved in Flax's format, as under pmap.
+def read_msgpack(path: epath.Path) -> StoredArrays:
+    """Read the arrays that Paxml saved in Flax's format, as under pmap.
 
     The file holds the leaves of the train state as a list, and a text that describes their tree. It
     is read whole, which takes no more memory than it has bytes.
     """
+    import tensorstore as ts
 
-    def __init__(self, path: epath.Path) -> None:
-        """Read the arrays and their names."""
-        try:
-            self._arrays = _named(serialization.msgpack_restore(path.read_bytes()))
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            raise DamagedCheckpointError(
-                f"cannot be read: {error}",
-                field="file",
-                value=str(path),
-                expected="a msgpack file of Flax with flattened_state and str_pytree_state",
-            ) from error
-        self.specs: Mapping[str, LeafSpec] = {
-            name: spec_of(array) for name, array in self._arrays.items()
-        }
-
-    def read(self, name: str, ranges: tuple[slice, ...]) -> np.ndarray:
-        """Return a block of an array."""
-        return np.array(self._arrays[name][ranges])
+    try:
+        arrays = _named(serialization.msgpack_restore(path.read_bytes()))
+        return StoredArrays(path.parent, {name: ts.array(x) for name, x in arrays.items()})
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise DamagedCheckpointError(
+            f"cannot be read: {error}",
+            field="file",
+            value=str(path),
+            expected="a msgpack file of Flax with flattened_state and str_pytree_state",
+        ) from error
 
 
 def _named(content: Any) -> dict[str, np.ndarray]:
@@ -142,54 +158,40 @@ def _named(content: Any) -> dict[str, np.ndarray]:
     }
 
 
-class TensorStoreArrays:
-    """Arrays that Paxml saved by TensorStore: one Zarr folder for each, or an OCDBT database.
+def _open_tensorstore(state: epath.Path, *, is_ocdbt: bool) -> StoredArrays:
+    """Open arrays that Paxml saved by TensorStore: a Zarr folder for each, or an OCDBT database.
 
-    A name such as `mdl_vars.params.lm.final_ln.scale` becomes `mdl_vars/params/lm/final_ln/scale`.
+    The name of `mdl_vars.params.lm.final_ln.scale` becomes `mdl_vars/params/lm/final_ln/scale`.
     """
+    import tensorstore as ts
 
-    def __init__(self, state: epath.Path, *, is_ocdbt: bool) -> None:
-        """Read the shapes and dtypes."""
-        import tensorstore as ts
-
-        self._state = state
-        self._arrays: dict[str, Any] = {}
+    try:
+        store = _open_store(state, is_ocdbt=is_ocdbt)
+        keys = [key.decode(errors="replace") for key in store.list().result()]
+    except ValueError as error:
+        raise _damaged(state, None, error) from error
+    stored = sorted(key.removesuffix(_END) for key in keys if key.endswith(_END))
+    opening = {
+        key: ts.open(
+            {
+                "driver": "zarr",
+                "kvstore": (store / f"{key}/").spec().to_json(),
+                "fill_missing_data_reads": False,
+            },
+            open=True,
+            read=True,
+        )
+        for key in stored
+        if "/" not in key
+    }
+    arrays: dict[str, ts.TensorStore] = {}
+    for key, array in opening.items():
+        name = key.replace(".", "/")
         try:
-            store = _open_store(state, is_ocdbt=is_ocdbt)
-            keys = [key.decode(errors="replace") for key in store.list().result()]
+            arrays[name] = array.result()
         except ValueError as error:
-            raise _damaged(state, None, error) from error
-        stored = sorted(key.removesuffix(_END) for key in keys if key.endswith(_END))
-        opening = {
-            key: ts.open(
-                {
-                    "driver": "zarr",
-                    "kvstore": (store / f"{key}/").spec().to_json(),
-                    "fill_missing_data_reads": False,
-                },
-                open=True,
-                read=True,
-            )
-            for key in stored
-            if "/" not in key
-        }
-        for key, array in opening.items():
-            name = key.replace(".", "/")
-            try:
-                self._arrays[name] = array.result()
-            except ValueError as error:
-                raise _damaged(state, name, error) from error
-        self.specs: Mapping[str, LeafSpec] = {
-            name: LeafSpec(tuple(array.shape), array.dtype.numpy_dtype)
-            for name, array in self._arrays.items()
-        }
-
-    def read(self, name: str, ranges: tuple[slice, ...]) -> np.ndarray:
-        """Read the chunks of a block of an array."""
-        try:
-            return np.asarray(self._arrays[name][ranges].read().result())
-        except ValueError as error:
-            raise _damaged(self._state, name, error) from error
+            raise _damaged(state, name, error) from error
+    return StoredArrays(state, arrays)
 
 
 def _open_store(state_directory: epath.Path, *, is_ocdbt: bool) -> ts.KvStore:

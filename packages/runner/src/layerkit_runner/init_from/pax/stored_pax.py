@@ -16,7 +16,7 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,21 @@ import optax
 from etils import epath
 
 from layerkit.base.base_layer import PARAMS
-from layerkit.interop.praxis import Ranges, Shape, WeightSource, find_sources
+from layerkit.interop.praxis import Shape, WeightSource, find_sources
 from layerkit_runner.checkpointing.errors import DamagedCheckpointError
-from layerkit_runner.checkpointing.stored_state import LeafPath, LeafSpec, join, named_leaves
+from layerkit_runner.checkpointing.stored_state import (
+    LeafPath,
+    LeafSpec,
+    join,
+    named_leaves,
+    spec_of,
+)
 from layerkit_runner.files.bounded_documents import parse_json, read_text
 from layerkit_runner.init_from.pax.paxml_folders import open_arrays
 from layerkit_runner.optim.optimizer_updates import update
+
+if TYPE_CHECKING:
+    import tensorstore as ts
 
 OPT_STATE = "opt_state"
 EMA = "ema"
@@ -61,49 +70,16 @@ class _Count:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Moment:
-    """A moment of Adam that Praxis stores after the correction of its bias."""
+class _View:
+    """A value that is read from stored arrays, of which the first is `name`.
 
-    source: WeightSource
-    decay: float
-    count: _Count
-
-
-@dataclasses.dataclass(frozen=True)
-class _Slot:
-    """An array of the state that belongs to one weight of this library.
-
-    `stored` is the shape of each array in Praxis, with size 1 in the dropped dimension.
+    `correction` is the decay and the step count of a moment of Adam, which Praxis stores after the
+    correction of its bias.
     """
 
-    source: WeightSource
-    stored: Shape
-    dropped: int | None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the arrays in Praxis."""
-        return self.source.names
-
-    def shape_of(self, like: Shape) -> Shape:
-        """Return the shape in the state of a run, which has the shape `like`."""
-        return self.source.shape_of(self.stored, like)
-
-    def read_block(
-        self, read: Callable[[str, Ranges], np.ndarray], shape: Shape, ranges: Ranges
-    ) -> np.ndarray:
-        """Read a block; see `WeightSource.read_block`."""
-
-        def read_with_all(name: str, block: Ranges) -> np.ndarray:
-            if self.dropped is None:
-                return read(name, block)
-            kept = (*block[: self.dropped], *block[self.dropped + 1 :])
-            return np.expand_dims(read(name, kept), self.dropped)
-
-        return self.source.read_block(read_with_all, self.stored, shape, ranges)
-
-
-_Stored = WeightSource | _Moment | _Slot | _Count | str
+    view: ts.TensorStore
+    name: str
+    correction: tuple[float, _Count] | None = None
 
 
 class StoredPax:
@@ -127,7 +103,8 @@ class StoredPax:
         self._arrays = open_arrays(step_folder)
         self._shapes = _logical_shapes(step_folder, self._arrays.specs)
         self._decays = {} if optimizer is None else _adam_decays(optimizer)
-        self._sources: dict[LeafPath, _Stored] = {}
+        self._like = like
+        self._values: dict[LeafPath, _View | _Count] = {}
         self._weights = {
             match["name"]: name
             for name in self._arrays.specs
@@ -136,11 +113,14 @@ class StoredPax:
         ours = [join(path[1:]) for path in like if path[0] == PARAMS]
         sources = find_sources(ours, self._weights.keys())
         for name, source in sources.items():
-            self._sources[PARAMS, *name.split("/")] = self._stored(source, self._weights)
-        self._add_moments(like, sources)
+            self._add((PARAMS, *name.split("/")), self._stored(source, self._weights))
+        self._add_moments(sources)
         self._add_rest(sources)
         self.leaves: Mapping[LeafPath, LeafSpec] = {
-            path: self._spec(path, source, like) for path, source in self._sources.items()
+            path: LeafSpec(tuple(value.view.shape), value.view.dtype.numpy_dtype)
+            if isinstance(value, _View)
+            else spec_of(like[path])
+            for path, value in self._values.items()
         }
 
     def read(self, like: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
@@ -152,58 +132,68 @@ class StoredPax:
         return {path: self._read(path, target) for path, target in like.items()}
 
     def _read(self, path: LeafPath, target: jax.ShapeDtypeStruct) -> jax.Array:
-        source, shape = self._sources[path], target.shape
-        if isinstance(source, _Count):
-            count = self._read_count(source)
+        value, shape = self._values[path], target.shape
+        if isinstance(value, _Count):
+            count = self._read_count(value)
             return jax.make_array_from_callback(
                 shape, target.sharding, lambda index: np.full(shape, count, target.dtype)[index]
             )
-
         factor = None
-        if isinstance(source, _Moment):
-            factor = np.float32(1.0 - source.decay ** self._read_count(source.count))
-            source = source.source
+        if value.correction is not None:
+            decay, steps = value.correction
+            factor = np.float32(1.0 - decay ** self._read_count(steps))
 
         def read(index: tuple[slice, ...] | None) -> np.ndarray:
-            parts = zip(index or (), shape, strict=True)
-            ranges = tuple(slice(*part.indices(size)[:2]) for part, size in parts)
-            if isinstance(source, str):
-                return self._block(source, ranges)
-            if isinstance(source, _Slot):
-                return source.read_block(self._block, shape, ranges)
-            stored = self._shapes[source.names[0]]
-            block = source.read_block(self._block, stored, shape, ranges)
+            block = self._arrays.read(value.name, value.view[index or ()])
+            if jnp.issubdtype(block.dtype, jnp.floating) and not np.isfinite(block).all():
+                owner, expected = self.label, "finite numbers"
+                raise DamagedCheckpointError(
+                    owner=owner, field="array", value=value.name, expected=expected
+                )
             return block if factor is None else (block * factor).astype(target.dtype)
 
         return jax.make_array_from_callback(shape, target.sharding, read)
 
-    def _block(self, name: str, ranges: tuple[slice, ...]) -> np.ndarray:
-        block = self._arrays.read(name, ranges)
-        if jnp.issubdtype(block.dtype, jnp.floating) and not np.isfinite(block).all():
-            owner, expected = self.label, "finite numbers"
-            raise DamagedCheckpointError(owner=owner, field="array", value=name, expected=expected)
-        return block
-
     def _read_count(self, source: _Count) -> int:
-        shape = self._shapes[source.name]
-        counts = np.unique(self._arrays.read(source.name, tuple(map(slice, shape))))
+        counts = np.unique(self._arrays.read(source.name, self._open(source.name)))
         if len(counts) != 1:
             raise DamagedCheckpointError(f"layers differ in {source.name}", owner=self.label)
         return int(counts[0])
+
+    def _open(self, name: str) -> ts.TensorStore:
+        """Return an array without the padding of axes that a mesh did not divide."""
+        return self._arrays.by_name[name][tuple(map(slice, self._shapes[name]))]
+
+    def _add(
+        self,
+        path: LeafPath,
+        source: WeightSource,
+        *,
+        open_array: Callable[[str], ts.TensorStore] | None = None,
+        correction: tuple[float, _Count] | None = None,
+    ) -> None:
+        name, like = source.names[0], self._like.get(path) or self._like[PARAMS, *path[1:]]
+        try:
+            view = source.view(open_array or self._open, tuple(like.shape))
+        except ValueError as error:
+            raise DamagedCheckpointError(
+                str(error), owner=self.label, field=name, value=list(self._shapes[name])
+            ) from error
+        self._values[path] = _View(view, name, correction)
 
     def _stored(self, source: WeightSource, names: Mapping[str, str]) -> WeightSource:
         """Return a source with the names of the stored arrays."""
         return dataclasses.replace(source, names=tuple(names[name] for name in source.names))
 
-    def _add_moments(
-        self, like: Mapping[LeafPath, Any], sources: Mapping[str, WeightSource]
-    ) -> None:
+    def _add_moments(self, sources: Mapping[str, WeightSource]) -> None:
         """Add the averages, moments and counts of the optimizer."""
+        like = self._like
         moments: dict[str, dict[str, str]] = {
             kind: {} for kind in (*_KINDS.values(), *_REDUCED_AXES)
         }
         groups: dict[str, str] = {}
-        matches = {name: _MOMENT.fullmatch(name) for name in self._arrays.specs}
+        arrays = self._arrays.by_name
+        matches = {name: _MOMENT.fullmatch(name) for name in arrays}
         factored = {match["group"] for match in matches.values() if match and match["kind"] == "vr"}
         for name, match in matches.items():
             if match:
@@ -212,7 +202,7 @@ class StoredPax:
                 groups[name] = match["group"]
         for name, source in sources.items():
             if all(one in moments[EMA] for one in source.names):
-                self._sources[EMA, *name.split("/")] = self._stored(source, moments[EMA])
+                self._add((EMA, *name.split("/")), self._stored(source, moments[EMA]))
         groups_of: dict[LeafPath, str] = {}
         for path in like:
             at = next((i for i, key in enumerate(path) if key in moments and key != EMA), None)
@@ -230,17 +220,19 @@ class StoredPax:
                 if source.lacks_heads(weight_shape, like[PARAMS, *path[at + 1 :]].shape):
                     continue  # Its factors are over other dimensions.
                 spec, dtype = self._arrays.specs[source.names[0]], like[path].dtype
-                if slot := _find_slot(path[at], source, weight_shape, spec, dtype=dtype):
-                    self._sources[path] = slot
+                index = _index_of_slot(path[at], source, weight_shape, spec, dtype=dtype)
+                if index is not None:
+                    opened = {name: arrays[name][index] for name in source.names}
+                    self._add(path, source, open_array=opened.__getitem__)
             elif not _IS_CORRECTED.fullmatch(source.names[0]):
-                self._sources[path] = source
+                self._add(path, source)
             elif path[at] in self._decays and f"{group}/{_COUNT}" in self._arrays.specs:
                 count = _Count(f"{group}/{_COUNT}")
-                self._sources[path] = _Moment(source, self._decays[path[at]], count)
+                self._add(path, source, correction=(self._decays[path[at]], count))
         for path in like:
             name = f"{groups_of.get(path[:-2]) or groups_of.get(path[:-1])}/{_COUNT}"
             if path[0] == OPT_STATE and path[-1] == _COUNT and name in self._arrays.specs:
-                self._sources[path] = _Count(name)
+                self._values[path] = _Count(name)
 
     def _add_rest(self, sources: Mapping[str, WeightSource]) -> None:
         """Add weights that the map lacks, under their own names."""
@@ -248,31 +240,8 @@ class StoredPax:
         for name in self._arrays.specs:
             match = _WEIGHT.fullmatch(name)
             if match and not (match["collection"] == PARAMS and match["name"] in mapped):
-                self._sources[match["collection"], *match["name"].split("/")] = name
-
-    def _spec(self, path: LeafPath, source: _Stored, like: Mapping[LeafPath, Any]) -> LeafSpec:
-        if isinstance(source, _Count):
-            return LeafSpec(tuple(like[path].shape), np.dtype(like[path].dtype))
-        if isinstance(source, str):
-            return LeafSpec(self._shapes[source], self._arrays.specs[source].dtype)
-        if isinstance(source, _Slot):
-            return LeafSpec(
-                source.shape_of(tuple(like[path].shape)), self._arrays.specs[source.names[0]].dtype
-            )
-        if isinstance(source, _Moment):
-            source = source.source
-        shapes = {self._shapes[name] for name in source.names}
-        stored = self._shapes[source.names[0]]
-        target = like.get(path) or like[PARAMS, *path[1:]]
-        try:
-            if len(shapes) > 1:
-                raise ValueError(f"layers of shapes {sorted(map(list, shapes))}")
-            shape = source.shape_of(stored, tuple(target.shape))
-        except ValueError as error:
-            raise DamagedCheckpointError(
-                str(error), owner=self.label, field=source.names[0], value=list(stored)
-            ) from error
-        return LeafSpec(shape, self._arrays.specs[source.names[0]].dtype)
+                path = match["collection"], *match["name"].split("/")
+                self._values[path] = _View(self._open(name), name)
 
 
 def _logical_shapes(
@@ -328,23 +297,25 @@ def _adam_decays(optimizer: optax.GradientTransformation) -> dict[str, float]:
     }
 
 
-def _find_slot(
+def _index_of_slot(
     kind: str, source: WeightSource, weight_shape: Shape, spec: LeafSpec, *, dtype: np.dtype
-) -> _Slot | None:
-    """Return the slot of a weight, or None if the run cannot use the stored array.
+) -> tuple[slice | None, ...] | None:
+    """Return the index that gives an array of the state the dimensions of its weight in Praxis.
 
-    Praxis stores an array of one number for a slot that a weight does not have. The scale of a
-    momentum that several weights of this library share does not fit any of them. `weight_shape` is
-    that in Praxis, `[...layers, (parts), ...]`; the stored array may be padded.
+    It adds the dropped dimension with size 1 and leaves out padding. None if the run cannot use the
+    array: Praxis stores an array of one number for a slot that a weight does not have. The scale of
+    a momentum that several weights of this library share does not fit any of them. `weight_shape`
+    is that in Praxis, `[...layers, (parts), ...]`.
     """
     axis, rank = _REDUCED_AXES[kind], source.weight.rank
     is_shared = source.weight.part is not None and kind in ("m", "m_scale")
     if is_shared or spec.dtype != dtype or (axis is not None and not -rank <= axis < rank):
         return None
-    dropped = None if axis is None else len(weight_shape) - rank + axis % rank
-    whole, left = list(weight_shape), list(weight_shape)
-    if dropped is not None:
-        whole[dropped] = 1
+    index: list[slice | None] = [slice(0, size) for size in weight_shape]
+    left = list(weight_shape)
+    if axis is not None:
+        dropped = len(weight_shape) - rank + axis % rank
+        index[dropped] = None
         del left[dropped]
     fits = len(left) == len(spec.shape) and all(map(operator.le, left, spec.shape))
-    return _Slot(source, tuple(whole), dropped) if fits else None
+    return tuple(index) if fits else None
