@@ -286,9 +286,9 @@ class Requests:
 class StopAgreement:
     """The agreement between processes on the step after which they act on requests.
 
-    Each round of it has keys in the store: `request` of a process that starts it, and `at` with the
-    newest step and the requests of every process. `take_requests` returns and clears the requests
-    to this process.
+    In each round, every process stores the newest step that it has started, and the requests to it.
+    The first that does so starts the round for the others. `take_requests` returns and clears the
+    requests to this process.
     """
 
     def __init__(
@@ -301,10 +301,7 @@ class StopAgreement:
         self._take_requests = take_requests
         self._lock = threading.Lock()
         self._round = 0
-        # Newest step that this process has started; None before its loop.
-        self._started: int | None = None
-        # Requests to this process that are in no round yet.
-        self._unsent = Requests()
+        self._started = 0
         # Requests of this round to this process; None before the round starts.
         self._requests: Requests | None = None
         self._is_published = False
@@ -338,13 +335,15 @@ class StopAgreement:
         processes while a request is open.
         """
         with self._lock:
-            if self._started is None:
-                self._started = step
             if self._requests is None:
                 return None
             self._publish()
         if self._decision is None:
-            self._decision = self._wait()
+            progress("agreeing with the other processes on the last step", waits_for_others=True)
+            while len(answers := self._published()) < self._num_processes:
+                time.sleep(_WAIT_SECONDS)
+            started, stops, saves = zip(*answers, strict=True)
+            self._decision = max(started), Requests(stop=max(stops), saves=any(saves))
         last, requests = self._decision
         if step < last:
             return None
@@ -363,13 +362,6 @@ class StopAgreement:
             self._started = _FINISHED
             return True
 
-    def _wait(self) -> tuple[int, Requests]:
-        progress("agreeing with the other processes on the last step", waits_for_others=True)
-        while len(requests := self._list("at")) < self._num_processes:
-            time.sleep(_WAIT_SECONDS)
-        started, stops, saves = zip(*requests, strict=True)
-        return max(started), Requests(stop=max(stops), saves=any(saves))
-
     def _watch(self) -> None:
         while not self._ended.wait(_POLL_SECONDS):
             # The coordinator may answer the next time; if it is lost, the job ends.
@@ -378,28 +370,23 @@ class StopAgreement:
 
     def _poll(self) -> None:
         if self._requests is None:
-            if self._unsent == Requests():
-                self._unsent = self._take_requests()
-            is_own = self._unsent != Requests()
-            if is_own:
-                self._set("request", None)
-            if not is_own and not self._list("request"):
+            requests = self._take_requests()
+            # Not asked with a request at hand, which an error would lose.
+            if requests == Requests() and not self._published():
                 return
             with self._lock:
-                self._requests, self._unsent = self._unsent, Requests()
+                self._requests = requests
         with self._lock:
             self._publish()
 
     def _publish(self) -> None:
-        if self._started is not None and self._requests is not None and not self._is_published:
-            self._set("at", [self._started, *dataclasses.astuple(self._requests)])
+        if self._requests is not None and not self._is_published:
+            answer = json.dumps([self._started, *dataclasses.astuple(self._requests)])
+            # A failed attempt may have stored the value.
+            key = f"{_KEY}/{self._round}/{self._process}"
+            self._store.key_value_set(key, answer, allow_overwrite=True)
             self._is_published = True
 
-    def _set(self, name: str, value: Any) -> None:
-        key = f"{_KEY}/{self._round}/{name}/{self._process}"
-        # A failed attempt may have stored the value.
-        self._store.key_value_set(key, json.dumps(value), allow_overwrite=True)
-
-    def _list(self, name: str) -> list[Any]:
-        entries = self._store.key_value_dir_get(f"{_KEY}/{self._round}/{name}/")
-        return [json.loads(value) for _, value in entries]
+    def _published(self) -> list[Any]:
+        answers = self._store.key_value_dir_get(f"{_KEY}/{self._round}/")
+        return [json.loads(answer) for _, answer in answers]
