@@ -22,7 +22,7 @@ from layerkit_runner.distributed.watchdog import phase
 from layerkit_runner.errors import exits_as_errors, naming_line
 from layerkit_runner.files.text import size_text
 from layerkit_runner.observers import memory_scalars, metrics_path
-from layerkit_runner.observers.metrics_log import encode, read_metrics
+from layerkit_runner.observers.metrics_log import encode
 from layerkit_runner.run.executor import Executor
 from layerkit_runner.run.job import Job
 from layerkit_runner.run.job_folder import command_line, longer
@@ -178,30 +178,12 @@ def _suggest(job: Job, executor: Executor, step: int) -> None:
         return "  " + command_line(job.resolved, job.options, is_recorded=True, **more)
 
     commands = {"print all settings": command(mode="inspect")}
-    # More steps would not continue a stopped run, and would not mend one that failed to learn.
+    # More steps would not continue a stopped run, and would not mend one that skipped many.
     has_many_skipped = 10 * executor.train_programs.skipped.in_all > step
-    rise = _rise_of_loss(job)
-    if rise is not None:
-        job.observers.message(rise)
-    if not (executor.has_stopped_early or has_many_skipped or rise):
+    if not (executor.has_stopped_early or has_many_skipped):
         commands["train twice as many steps"] = command(changes=longer(job.resolved, 2 * step))
     for line in ("next: " + "; ".join(commands), *commands.values()):
         job.observers.message(line)
-
-
-def _rise_of_loss(job: Job) -> str | None:
-    """Return a line about a training loss that rose by more than its first value, if it did."""
-    name = job.task.loss_name
-    series = [
-        one for one in read_metrics(job.directory).train if math.isfinite(one.get(name, math.nan))
-    ]
-    if not series or series[-1][name] <= series[0][name] + abs(series[0][name]):
-        return None
-    first, last = (f"{one[name]:.5g} at step {one['step']}" for one in (series[0], series[-1]))
-    return (
-        f"{name} rose: {first}, {last}. Usual causes: a learning rate that is too high, a warmup"
-        " that is too short"
-    )
 
 
 @dataclasses.dataclass(frozen=True)

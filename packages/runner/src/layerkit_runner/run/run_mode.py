@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from layerkit.errors import UserError, error_text, layer_of
-from layerkit_runner.config.config_tree import NOT_SET, field_value, target_name, walk
+from layerkit_runner.config.config_tree import NOT_SET, field_value, target_name
 from layerkit_runner.config.requests import ROOTS, ResolvedExperiment
 from layerkit_runner.errors import (
     StorageError,
@@ -151,7 +151,11 @@ def job_errors(
         text = out_of_memory_text(error_text(error))
         if text is None:
             raise
-        hint = " ".join([*memory_remedies(mode, resolved), _kept_traceback(error, process)])
+        plan = (
+            "To find settings that fit, without the devices: runner"
+            f" --exp={resolved.name} --mode=plan --search, with the same --fdl flags. "
+        )
+        hint = (plan if mode == "train" else "") + _kept_traceback(error, process)
         raise OutOfMemoryError(f"out of memory: {text}", hint=hint.strip()) from error
     except MemoryError as error:
         # NumPy reports the requested size, Python does not.
@@ -178,34 +182,6 @@ def out_of_memory_text(text: str) -> str | None:
     line = text[match.start() :].partition("\n")[0]
     line = _BYTES.sub(lambda size: f"{size[0]} ({size_text(int(size[1]))})", line)
     return textwrap.shorten(line, 200, placeholder=" …").rstrip(".")
-
-
-def memory_remedies(mode: str, resolved: ResolvedExperiment) -> list[str]:
-    """Return sentences that name the overrides with which a run needs less memory."""
-    paths = {
-        path.rpartition(".")[2]: path
-        for root in ("task", "datasets", "partitioner")
-        for path, value in walk(getattr(resolved, root), root)
-        if value is not None or root == "partitioner"
-        # The policy "full" already saves all that rematerialization can.
-        if not (isinstance(value, str) and value == "full")
-    }
-    changes = {
-        "remat": "{}=full",
-        "percore_batch_size": "a smaller {}",
-        "batch_size": "a smaller {}",
-        "ici_mesh_shape": "a {} with more fsdp",
-    }
-    if mode != "train":
-        del changes["remat"]
-    remedies = [w.format(f"--fdl.{paths[name]}") for name, w in changes.items() if name in paths]
-    sentences = [f"To use less memory, set {', '.join(remedies)}."] if remedies else []
-    if mode == "train":
-        sentences.append(
-            "To find settings that fit, without the devices: runner"
-            f" --exp={resolved.name} --mode=plan --search, with the same --fdl flags."
-        )
-    return sentences
 
 
 def _kept_traceback(error: BaseException, process: JoinedProcess | None) -> str:
