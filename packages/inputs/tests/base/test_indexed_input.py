@@ -166,6 +166,11 @@ def test_a_computed_order_obeys_the_laws(law, monkeypatch):
     law(lambda **more: Numbers(**{"batch_size": 4, "is_training": True, **more}))
 
 
+def test_seed_beyond_64_bits_raises(raises):
+    with raises(ConfigError, field="input_random_seed", value=2**64):
+        Numbers(batch_size=1, num_rows=2, is_training=True, input_random_seed=2**64)
+
+
 def test_row_number_beyond_int32_raises(raises):
     source = Numbers(batch_size=1, num_rows=2**31 + 2)
     source._rows_done = 2**31 - 1

@@ -165,6 +165,7 @@ class IndexedInput(BaseInput):
         if self.shuffle is None:
             self.shuffle = self.is_training
         self._seed = self.input_random_seed or 0
+        require(self._seed < 2**64, self._label, "input_random_seed", self._seed, "at most 64 bits")
         self._rows_done = 0
         self._orders: dict[int, np.ndarray] = {}
         # Set by `_read_rows`: True for each row that could not be read; empty if all could.

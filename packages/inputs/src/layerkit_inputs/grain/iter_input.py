@@ -180,7 +180,7 @@ class GrainIterInput(BaseInput):
         seed = int(np.random.SeedSequence([self._seed, epoch]).generate_state(1)[0] >> 1)
         dataset = self._make_dataset(host_index=host_index, num_hosts=num_hosts, seed=seed)
         is_valid = isinstance(dataset, grain.IterDataset)
-        expected = "a grain.IterDataset; GrainMapInput reads a grain.MapDataset"
+        expected = "a function that returns a grain.IterDataset; GrainMapInput reads a MapDataset"
         require(is_valid, self._label, "dataset", type(dataset).__qualname__, expected)
         return dataset
 

@@ -12,6 +12,7 @@ import pytest
 
 from layerkit.config import build
 from layerkit.decoding.logit_processors import RowsSoFar, process_logits
+from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face import decoder_config, generation_notes
 
 VOCAB = 70
@@ -85,6 +86,11 @@ def test_decoder_equals_the_processors_of_transformers(
 def test_length(content: dict[str, Any], steps: int, max_length: int | None, tmp_path: Path):
     decoder = build(decoder_config(write(tmp_path, content)))
     assert (decoder.max_decode_steps, decoder.max_length) == (steps, max_length)
+
+
+def test_an_error_names_the_key_of_the_file(raises, tmp_path: Path):
+    with raises(ConfigError, field="no_repeat_ngram_size", value=-1):
+        decoder_config(write(tmp_path, {"no_repeat_ngram_size": -1}))
 
 
 def test_notes_have_what_is_used_and_what_is_not_supported(tmp_path: Path):

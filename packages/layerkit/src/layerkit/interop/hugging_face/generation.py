@@ -39,6 +39,12 @@ _SUPPORTED = frozenset({
     "top_p",
 })
 # fmt: on
+# Keys of fields that have other names here.
+_KEYS = {
+    "max_decode_steps": "max_new_tokens or max_length",
+    "min_decode_steps": "min_new_tokens",
+    "size": "no_repeat_ngram_size",
+}
 _IDS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"})
 
 
@@ -57,6 +63,7 @@ def decoder_config(folder: str | os.PathLike[str]) -> Config:
         build(decoder)  # checks the values
     except ConfigError as error:
         error.owner = str(Path(folder) / name)
+        error.field = _KEYS.get(error.field or "", error.field)
         raise
     except (TypeError, ValueError) as error:
         problem = f"invalid default of decoding: {error}"
