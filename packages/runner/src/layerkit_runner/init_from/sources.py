@@ -200,8 +200,8 @@ class StoredHuggingFace:
             if like is not None and not self._chosen.weights.keys() <= set(like):
                 ways = [self._chosen, self._anatomy(repeated=False), *self._anatomy_of(model)]
                 self._chosen = max(ways, key=lambda way: len(way.weights.keys() & set(like)))
-            with folder.SafetensorsFolder(directory) as source:
-                dtypes = importing.stored_dtypes(source, self._family, self._chosen)
+            source = folder.SafetensorsFolder(directory)
+            dtypes = importing.stored_dtypes(source, self._family, self._chosen)
         self.leaves: Mapping[LeafPath, LeafSpec] = {
             path: LeafSpec(tuple(weight.shape), dtypes[path])  # the dtype in the files
             for path, weight in self._chosen.weights.items()
@@ -210,11 +210,8 @@ class StoredHuggingFace:
 
     def read(self, like: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
         """Read some of the weights, slice by slice, each into the sharding of `like`."""
-        with (
-            as_usage_error(OSError, ValueError, owner=self.label),
-            folder.SafetensorsFolder(self._directory) as source,
-        ):
-            tree = unflatten_dict(like)
+        with as_usage_error(OSError, ValueError, owner=self.label):
+            source, tree = folder.SafetensorsFolder(self._directory), unflatten_dict(like)
             read = importing.read_weights(source, self._family, self._chosen, like=tree)
         return flatten_dict(read)
 

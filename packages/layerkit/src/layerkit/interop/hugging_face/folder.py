@@ -1,15 +1,13 @@
 """Reading of Hugging Face folders: config.json and safetensors files.
 
-Tensors are read in slices, so that a host reads only the part of a tensor that it needs.
+Files are mapped into memory, so that a host reads only the part of a tensor that it needs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from layerkit.errors import ConfigError, first_names, hub_hint, pip_install, short_repr
-from layerkit.interop.hugging_face.layouts import Ranges
 from layerkit.interop.hugging_face.other_forms import other_form
 
 CONFIG = "config.json"
@@ -64,7 +61,7 @@ class TensorFileError(ConfigError):
 
 
 class SafetensorsFolder:
-    """The tensors of a folder, open for reading.
+    """The tensors of a folder, mapped into memory.
 
     Args:
       folder: Folder with `model.safetensors`, or with several files and their index. Each tensor is
@@ -78,40 +75,34 @@ class SafetensorsFolder:
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
-        """Open the files of a folder."""
+        """Check and map the files of a folder."""
         safetensors = import_safetensors()
-        self._slices: dict[str, Any] = {}
-        self._paths: dict[str, Path] = {}
-        with contextlib.ExitStack() as files:
-            for path, listed in _weight_files(Path(folder)).items():
-                try:
-                    file = files.enter_context(safetensors.safe_open(path, framework="np"))
+        # Entry of the header of each tensor, and the bytes of the tensors of its file.
+        self._tensors: dict[str, tuple[dict[str, Any], np.ndarray]] = {}
+        for path, listed in _weight_files(Path(folder)).items():
+            try:
+                # Its arrays cannot have 8-bit floats, so it checks the header alone.
+                with safetensors.safe_open(path, framework="np") as file:
                     names = file.keys() if listed is None else listed
                     _check_count(path, len(names))
-                    self._slices |= {name: file.get_slice(name) for name in names}
-                except safetensors.SafetensorError as error:
-                    hint = "Download or copy the folder again."
-                    problem = f"cannot be read: {error}"
-                    raise TensorFileError(problem, owner=str(path), hint=hint) from error
-                self._paths |= dict.fromkeys(names, path)
-            self._files = files.pop_all()
-
-    def __enter__(self) -> SafetensorsFolder:
-        """Return the open folder."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close the files."""
-        self._slices.clear()
-        self._files.close()
+                    for name in names:
+                        file.get_slice(name)  # raises for a name that the file lacks
+            except safetensors.SafetensorError as error:
+                hint = "Download or copy the folder again."
+                problem = f"cannot be read: {error}"
+                raise TensorFileError(problem, owner=str(path), hint=hint) from error
+            content = np.memmap(path, np.uint8, "r")
+            start = 8 + int.from_bytes(content[:8].tobytes(), "little")
+            header = json.loads(content[8:start].tobytes())
+            self._tensors |= {name: (header[name], content[start:]) for name in names}
 
     def names(self) -> list[str]:
         """Return the names of all tensors, sorted."""
-        return sorted(self._slices)
+        return sorted(self._tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor."""
-        return tuple(self._slices[name].get_shape())
+        return tuple(self._tensors[name][0]["shape"])
 
     def dtype(self, name: str) -> np.dtype:
         """Return the dtype of a tensor.
@@ -119,28 +110,17 @@ class SafetensorsFolder:
         Raises:
           TensorFileError: NumPy does not have the dtype.
         """
-        stored = self._slices[name].get_dtype()
+        stored = self._tensors[name][0]["dtype"]
         if stored not in _DTYPES:
             field = f"dtype of tensor {name}"
             raise TensorFileError(field=field, value=stored, choices=_DTYPES)
         return jnp.dtype(_DTYPES[stored])
 
-    def read(self, name: str, ranges: Ranges) -> np.ndarray:
-        """Return the block of a tensor within `ranges`, a (start, stop) per dimension."""
-        index = tuple(slice(*bounds) for bounds in ranges)
-        if self.dtype(name).name.startswith("float8"):
-            # safetensors makes NumPy arrays of no such dtype.
-            return np.array(self._mapped(name)[index])
-        return self._slices[name][index]
-
-    def _mapped(self, name: str) -> np.ndarray:
-        """Return a tensor as an array of the memory-mapped file."""
-        path, dtype = self._paths[name], self.dtype(name)
-        with path.open("rb") as file:
-            (header_bytes,) = struct.unpack("<Q", file.read(8))
-            entry = json.loads(file.read(header_bytes))[name]
-        offset = 8 + header_bytes + entry["data_offsets"][0]
-        return np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=self.shape(name))
+    def tensor(self, name: str) -> np.ndarray:
+        """Return a tensor, whose parts are read from the file when they are used."""
+        entry, content = self._tensors[name]
+        start, stop = entry["data_offsets"]
+        return content[start:stop].view(self.dtype(name)).reshape(self.shape(name))
 
 
 def _weight_files(folder: Path) -> Mapping[Path, list[str] | None]:
@@ -200,8 +180,7 @@ def tensor_count(folder: str | os.PathLike[str]) -> int | None:
         # Its files may be absent, since a plan needs no weights.
         return sum(len(names) for names in _read_index(folder).values())
     try:
-        with SafetensorsFolder(folder) as source:
-            return len(source.names())
+        return len(SafetensorsFolder(folder).names())
     except FileNotFoundError:
         return None
 
@@ -289,16 +268,13 @@ def copy_companions(source: str | os.PathLike[str], target: Path) -> None:
 
 
 def same_tensor(source: SafetensorsFolder, first: str, second: str) -> bool:
-    """Return whether two tensors are bitwise equal, comparing a few rows at a time."""
-    shape = source.shape(first)
-    if shape != source.shape(second) or source.dtype(first) != source.dtype(second):
+    """Return whether two tensors are bitwise equal, comparing some megabytes at a time."""
+    if source.shape(first) != source.shape(second) or source.dtype(first) != source.dtype(second):
         return False
-    rows = max(1, (1 << 24) // max(1, int(np.prod(shape[1:]))))
-    for start in range(0, shape[0], rows):
-        ranges = ((start, min(start + rows, shape[0])), *((0, size) for size in shape[1:]))
-        if source.read(first, ranges).tobytes() != source.read(second, ranges).tobytes():
-            return False
-    return True
+    one, other = (source.tensor(name).reshape(-1).view(np.uint8) for name in (first, second))
+    step = 1 << 26
+    parts = (slice(start, start + step) for start in range(0, one.size, step))
+    return all(np.array_equal(one[part], other[part]) for part in parts)
 
 
 def import_safetensors() -> Any:

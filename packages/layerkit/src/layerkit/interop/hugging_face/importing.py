@@ -31,7 +31,6 @@ from layerkit.interop.hugging_face.folder import (
     tensor_count,
 )
 from layerkit.interop.hugging_face.keys import UnsupportedModelError
-from layerkit.interop.hugging_face.layouts import Ranges
 from layerkit.interop.hugging_face.tensors import (
     Anatomy,
     Index,
@@ -44,6 +43,8 @@ from layerkit.interop.hugging_face.tensors import (
 )
 from layerkit.layers.transformer.stacks import unrolled_stack
 
+# Range (start, stop) of each axis.
+Ranges = tuple[tuple[int, int], ...]
 # Largest number of differences between a folder and a model that an error lists.
 _MOST_PROBLEMS = 50
 
@@ -155,8 +156,8 @@ def load_weights(
     """
     family = family_in(read_json(folder))
     anatomy = dissect(model, family.rows)
-    with SafetensorsFolder(folder) as source:
-        return read_weights(source, family, anatomy, dtype=dtype, like=like, fresh=fresh)
+    source = SafetensorsFolder(folder)
+    return read_weights(source, family, anatomy, dtype=dtype, like=like, fresh=fresh)
 
 
 def read_weights(
@@ -212,14 +213,12 @@ def _make_weight(
     stacked = len(next(iter(pieces)))
 
     def read_piece(piece: Piece, ranges: Ranges) -> np.ndarray:
-        def read_theirs(theirs: Ranges) -> np.ndarray:
-            if piece.joined_axis is not None:
-                axis, moved = piece.joined_axis, list(theirs)
-                moved[axis] = (theirs[axis][0] + piece.offset, theirs[axis][1] + piece.offset)
-                theirs = tuple(moved)
-            return _finite(source.read(piece.name, theirs), piece.name)
-
-        return piece.layout.read(read_theirs, piece.shape, ranges)
+        tensor = source.tensor(piece.name)
+        if piece.joined_axis is not None:
+            stop = piece.offset + piece.their_shape[piece.joined_axis]
+            tensor = tensor[(slice(None),) * piece.joined_axis + (slice(piece.offset, stop),)]
+        ours = piece.layout.to_ours(tensor, piece.shape)
+        return _finite(ours[tuple(slice(*bounds) for bounds in ranges)], piece.name)
 
     @functools.cache  # Replicas of a block are read once.
     def block(ranges: Ranges) -> np.ndarray:

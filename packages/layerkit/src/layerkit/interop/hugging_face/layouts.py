@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable
 
 import numpy as np
 
@@ -23,9 +22,6 @@ LINEAR = "out in -> in out"
 INTO_HEADS = "(heads head_dim) embed -> embed heads head_dim"
 OUT_OF_HEADS = "embed (heads head_dim) -> heads head_dim embed"
 BIAS_OF_HEADS = "(heads head_dim) -> heads head_dim"
-
-# Range (start, stop) of each axis.
-Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,35 +63,9 @@ class Layout:
         ordered = weight.transpose([self.ours.index(name) for name in names])
         return ordered.reshape(self.their_shape(weight.shape))
 
-    def read(
-        self,
-        read_theirs: Callable[[Ranges], np.ndarray],
-        our_shape: tuple[int, ...],
-        ranges: Ranges,
-    ) -> np.ndarray:
-        """Read a block of a weight from a block of the stored tensor that contains it.
-
-        Args:
-          read_theirs: Function that reads the block of the stored tensor within ranges.
-          our_shape: Shape of the whole weight.
-          ranges: Range of the block in each dimension of the weight.
-
-        Returns:
-          The block, with axes `ours`.
-        """
+    def to_ours(self, tensor: np.ndarray, our_shape: tuple[int, ...]) -> np.ndarray:
+        """Return a view of a stored tensor with the axes `ours`, of a weight `our_shape`."""
         sizes = dict(zip(self.ours, our_shape, strict=True))
-        block_ranges = dict(zip(self.ours, ranges, strict=True))
-        theirs: list[tuple[int, int]] = []
-        block_shape: list[int] = []
-        names: list[str] = []
-        for group in self.theirs:
-            first, *inner = group
-            inner_size = math.prod(sizes[name] for name in inner)
-            start, stop = block_ranges.pop(first)
-            theirs.append((start * inner_size, stop * inner_size))
-            block_shape += [stop - start, *(sizes[name] for name in inner)]
-            names += group
-        block = read_theirs(tuple(theirs)).reshape(block_shape)
-        block = block.transpose([names.index(name) for name in self.ours])
-        # The slowest axis of each group is sliced already; the other axes were read whole.
-        return block[tuple(slice(*block_ranges.get(name, (None, None))) for name in self.ours)]
+        names = [name for group in self.theirs for name in group]
+        split = tensor.reshape([sizes[name] for name in names])
+        return split.transpose([names.index(name) for name in self.ours])
