@@ -12,7 +12,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from layerkit_runner.observers.base import TOTAL_WEIGHT, Observer, RunInfo
 
@@ -126,25 +126,15 @@ class _Bar(Observer):
         self._stream = stream
         self._programs = info.train_programs
         self._started = False
+        with warnings.catch_warnings():
+            # In a notebook without ipywidgets, tqdm warns and draws the bar as text.
+            warnings.simplefilter("ignore")
+            import tqdm.auto
         span = {"total": info.num_train_steps, "initial": info.start_step, "mininterval": 0.2}
-        self._bar: tqdm.tqdm[None]
-        if stream.isatty():
-            import tqdm
-
-            self._bar = tqdm.tqdm(
-                **span,
-                file=stream,
-                bar_format=_BAR_FORMAT,
-                dynamic_ncols=True,
-                nrows=24,  # tqdm hides the bar on a terminal of unknown height
-            )
-        else:
-            with warnings.catch_warnings():
-                # Without ipywidgets, tqdm warns and draws the bar as text.
-                warnings.simplefilter("ignore")
-                import tqdm.auto
-
-                self._bar = tqdm.auto.tqdm(**span, desc="train", unit="step")
+        style: dict[str, Any] = {"desc": "train", "unit": "step"}
+        if stream.isatty():  # tqdm hides the bar on a terminal of unknown height
+            style = {"file": stream, "bar_format": _BAR_FORMAT, "dynamic_ncols": True, "nrows": 24}
+        self._bar: tqdm.tqdm[None] = tqdm.auto.tqdm(**span, **style)
 
     def train_metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         del step

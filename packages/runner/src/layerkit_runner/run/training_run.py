@@ -228,7 +228,7 @@ class TrainingRun:
                 first.provenance.write(folder)
             elif first.restored_from is None:
                 (folder / RECORD).unlink(missing_ok=True)
-        memory = compiled_lines([step.run for step in self.steps if not step.is_jitted])
+        memory = compiled_lines([step.run for step in self.steps])
         lines = [*self.notes, *memory]
         report_start(job, self.inputs, self.about_data, first, self.info, lines)
 

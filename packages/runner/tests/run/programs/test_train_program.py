@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,42 +114,6 @@ def test_losses_equal_computed_ones(started: Any):
     losses = [recorder.metrics[step]["loss"] for step in (1, 2)]
     assert losses == pytest.approx([0.5, 0.5 * 0.99**2])
     assert int(state.step) == 2
-
-
-@pytest.fixture
-def profile_guided() -> Iterator[None]:
-    """Enable JAX's automatic profile guidance, with a profile of one run."""
-    jax.config.update("jax_enable_pgle", True)  # noqa: FBT003
-    jax.config.update("jax_pgle_profiling_runs", 1)
-    yield
-    jax.config.update("jax_enable_pgle", False)  # noqa: FBT003
-
-
-# A CPU has no kernels to profile.
-@pytest.mark.filterwarnings("ignore:PGLE collected an empty trace:RuntimeWarning")
-@pytest.mark.usefixtures("profile_guided")
-def test_profile_guidance_compiles_the_step_again_after_its_first_run(raises: Any, started: Any):
-    program, state, recorder = started(summary_interval_steps=1)
-    compiled: list[str] = []
-
-    def listen(event: str, *_: Any, **labels: Any) -> None:
-        if event.endswith("backend_compile_duration"):
-            compiled.append(labels["fun_name"])
-
-    counts = []
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        for step in (1, 2, 3):
-            state = run_step(program, state, step)
-            counts.append(len([name for name in compiled if "train_step" in name]))
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
-    assert counts == [1, 2, 2]
-    program.drain()
-    losses = [recorder.metrics[step]["loss"] for step in (1, 2)]
-    assert losses == pytest.approx([0.5, 0.5 * 0.99**2])
-    with raises(UsageError, field="x", value="float32[1, 1]", expected="float32[1, 2]"):
-        _run_step_with_a_narrow_batch(program, state, 4)
 
 
 def test_weight_summaries_at_their_interval(started: Any):

@@ -60,7 +60,6 @@ class CompiledStep:
       batch: Shapes, dtypes and shardings of the batches.
       summarize_layers: Function `(state, batch) -> (histograms, images)`; None if the layers report
         neither.
-      is_jitted: True if `run` is compiled when it is called, and may be compiled again.
     """
 
     task: SingleTask
@@ -69,25 +68,17 @@ class CompiledStep:
     batch: NestedMap
     summarize_layers: Callable[[TrainState, NestedMap], Any] | None = None
     is_from_cache: bool = False
-    is_jitted: bool = False
 
 
 def trace_step(
     task: SingleTask, partitioner: Partitioner, state: TrainState, batch: NestedMap
 ) -> Callable[[], CompiledStep]:
-    """Trace the training step and return a function that compiles it.
-
-    With `jax_enable_pgle` the step is compiled by its first call, since JAX profiles and recompiles
-    only functions that were not compiled ahead of time.
-    """
-    jitted = partitioner.train_step_fn(task)
-    lowered = jitted.lower(state, batch)
+    """Trace the training step and return a function that compiles it."""
+    lowered = partitioner.train_step_fn(task).lower(state, batch)
     _, (_, scalars) = lowered.out_info
     summarize = partitioner.summary_step_fn(task) if has_arrays(scalars) else None
 
     def compile_step() -> CompiledStep:
-        if getattr(jax.config, "jax_enable_pgle", False):
-            return CompiledStep(task, partitioner, jitted, batch, summarize, is_jitted=True)
         hits: list[str] = []  # the cache-hit events of the compilation on this thread
         thread = threading.get_ident()
 
@@ -173,9 +164,6 @@ class TrainProgram:
           StopRequestedError: A signal was received, so the step was not started.
         """
         batch = self._next_batch(step, is_idle, signals)
-        if self._compiled.is_jitted:
-            # It would be compiled for a batch of another shape, which is an error otherwise.
-            self._check_same_spec(batch, step)
         progress(f"starting step {step}", waits_for_others=True)
         is_summarized = self._is_summarized(step)
         self._last_step = step
