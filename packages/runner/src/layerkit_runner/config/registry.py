@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from layerkit.errors import UserError
 from layerkit_runner.config import flags
 from layerkit_runner.errors import UsageError, line_of, naming_code, to_usage_error
-from layerkit_runner.files.text import aligned, cut
+from layerkit_runner.files.text import aligned, cut, scaled_text
 
 if TYPE_CHECKING:
     from layerkit_runner.config.experiment import BaseExperiment
@@ -131,22 +131,10 @@ def catalogue_json(entries: Sequence[ExperimentEntry]) -> list[dict[str, Any]]:
 def _listed_cells(entry: ExperimentEntry) -> tuple[str, str, str, str, str]:
     line = entry.line
     unknown = "" if line.mesh is None else "—"
-    count = unknown if line.num_params is None else _short_count(line.num_params)
+    count = unknown
+    if line.num_params is not None:
+        count = scaled_text(line.num_params, ["", "K", "M", "B"]).replace(" ", "")
     return entry.name, count, line.mesh or "", line.data or "", line.summary
-
-
-def _short_count(count: int) -> str:
-    """Return a number of weights in its usual form: `126M`, `5.24B`, `998K`.
-
-    >>> [_short_count(n) for n in (959_872, 125_439_744, 5_242_880_000, 175_181_291_520)]
-    ['960K', '125M', '5.24B', '175B']
-    """
-    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if count >= 0.9995 * size:
-            value = count / size
-            digits = 0 if value >= 99.95 else 1 if value >= 9.995 else 2
-            return f"{value:.{digits}f}{letter}"
-    return str(count)
 
 
 def find_experiment(name: str, *, flag: str = "--exp") -> ExperimentEntry:

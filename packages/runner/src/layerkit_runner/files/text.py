@@ -20,35 +20,28 @@ def check_utf8(text: str, *, field: str) -> None:
         raise UsageError(field=field, value=text[error.start], expected=expected) from None
 
 
-def size_text(size: float) -> str:
-    """Return bytes as a text of three digits, such as `0 B`, `12.3 kB` or `1.54 GB`.
+def scaled_text(value: float, units: Sequence[str]) -> str:
+    """Return a number with three digits in the unit that suits it, each 1000 of the one before.
 
-    >>> size_text(1_540_000_000)
-    '1.54 GB'
+    >>> scaled_text(959_872, ["", "K", "M"]), scaled_text(2_000_000_000, ["", "K", "M"])
+    ('960 K', '2000 M')
     """
-    if size < 1000:
-        return f"{size:.0f} B"
-    value = float(size)
-    for unit in ("kB", "MB", "GB", "TB"):
-        value /= 1000
+    for unit in units:
         # A value that would be rounded to 1000 of a unit is 1 of the next.
-        if value < 999.5 or unit == "TB":
+        if value < 999.5 or unit == units[-1]:
             break
+        value /= 1000
     return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+
+
+def size_text(size: float) -> str:
+    """Return bytes as a text of three digits, such as `0 B`, `12.3 kB` or `1.54 GB`."""
+    return scaled_text(size, ["B", "kB", "MB", "GB", "TB"])
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a time such as `1.23 s`, `45.6 ms` or `7.89 µs`.
-
-    >>> seconds_text(0.0456), seconds_text(0.9996), seconds_text(1234.5)
-    ('45.6 ms', '1 s', '1234 s')
-    """
-    value, unit = seconds * 1e6, "µs"
-    for larger in ("ms", "s"):
-        # A value that would be rounded to 1000 of a unit is 1 of the next.
-        if value >= 999.5:
-            value, unit = value / 1000, larger
-    return f"{value:.3g} {unit}" if value < 999.5 else f"{value:.0f} {unit}"
+    """Return a time such as `1.23 s`, `45.6 ms` or `7.89 µs`."""
+    return scaled_text(seconds * 1e6, ["µs", "ms", "s"])
 
 
 def stable_repr(value: object) -> str:
