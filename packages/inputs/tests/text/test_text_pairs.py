@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from layerkit.config import build
 from layerkit.errors import ConfigError
 from layerkit_inputs import NumberWords, ParallelText
 from layerkit_inputs.base.errors import MissingFileError
@@ -98,8 +99,8 @@ def test_missing_files_and_different_numbers_of_lines_raise(raises, files, tmp_p
     target.unlink()
     with raises(MissingFileError, field="target_file", value=str(target)):
         ParallelText(batch_size=1, **files).get_next()
-    with raises(ConfigError, field="source_file", value=None):
-        ParallelText(batch_size=1)
+    with raises(ConfigError, field="source_file, target_file"):
+        build(ParallelText.HParams.config(batch_size=1))
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ class CsvSeries(SeriesInput):
     memory.
     """
 
-    path: str | None = None
-    """The file. Required."""
+    path: str
+    """The file."""
     columns: Sequence[str] | None = None
     """Names of the columns, each a series; None for all with a name but the first, the time."""
     heldout_values: int = 0
@@ -66,7 +66,6 @@ class CsvSeries(SeriesInput):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        require(self.path is not None, self._label, "path", None, "a CSV file with a header")
         self._check_at_least(1, "stride")
         self._check_at_least(0, "heldout_values")
         # An evaluation window ends with `stride` held-out values.
@@ -77,7 +76,7 @@ class CsvSeries(SeriesInput):
     @functools.cached_property
     def _values(self) -> np.ndarray:
         """Values float32 `[series, time]`, NaN where a cell is empty."""
-        with epath.Path(str(self.path)).open() as file:
+        with epath.Path(self.path).open() as file:
             reader = csv.reader(file)
             header = next(reader, [])
             header[:1] = [name.removeprefix("\ufeff") for name in header[:1]]  # Excel writes it

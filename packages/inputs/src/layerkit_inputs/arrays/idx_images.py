@@ -58,18 +58,12 @@ class IdxImages(IndexedInput):
     `eval_sample_weights`, each `[batch]`. The files are read on first use and kept in memory.
     """
 
-    folder: str | None = None
-    """Folder of the files. Required."""
+    folder: str
+    """Folder of the files."""
     split: Literal["train", "test"] = "train"
     """`train` or `test`."""
     image_size: Sequence[int] = (28, 28)
     """Height and width of the images."""
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        super().__post_init__()
-        expected = "a folder with the IDX files of a data set"
-        require(self.folder is not None, self._label, "folder", None, expected)
 
     @classmethod
     def blank_batch(cls, config: Any, rows: int) -> NestedMap:
@@ -89,7 +83,7 @@ class IdxImages(IndexedInput):
         return images, labels
 
     def _file(self, kind: str) -> Path:
-        plain = Path(str(self.folder), f"{_PREFIXES[self.split]}-{kind}")
+        plain = Path(self.folder, f"{_PREFIXES[self.split]}-{kind}")
         for path in (plain, plain.with_name(f"{plain.name}.gz")):
             if path.is_file():
                 return path

@@ -36,10 +36,9 @@ from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.errors import BadRecords, check_same_data, naming_input
 from layerkit_inputs.base.evaluation import (
-    PASSES,
     AllGather,
     Evaluation,
-    choose_evaluation,
+    choose_passes,
     end_together,
     mark_rows,
     pad_rows,
@@ -489,11 +488,9 @@ class BaseInput(Configurable):
 
     def _resolve_passes(self) -> None:
         """Derive `reset_for_eval` and `repeat` from the table of evaluations."""
-        kind = choose_evaluation(
-            reset_for_eval=self.reset_for_eval,
-            repeat=self.repeat,
+        self.reset_for_eval, self.repeat = choose_passes(
+            (self.reset_for_eval, self.repeat),
+            self.eval_loop_num_batches,
             is_training=self.is_training,
-            num_batches=self.eval_loop_num_batches,
             owner=self._label,
         )
-        self.reset_for_eval, self.repeat = PASSES[kind]

@@ -30,43 +30,35 @@ PASSES: Mapping[Evaluation, tuple[bool, bool]] = {"epoch": (True, False), "next"
 """Values of `reset_for_eval` and `repeat`."""
 
 
-def choose_evaluation(
-    *,
-    reset_for_eval: bool | None,
-    repeat: bool | None,
-    is_training: bool,
+def choose_passes(
+    chosen: tuple[bool | None, bool | None],
     num_batches: int | None,
+    *,
+    is_training: bool,
     owner: str,
-) -> Evaluation:
-    """Return the row of the table that the fields of an input select.
-
-    Args:
-      reset_for_eval: Field of the input; None if it is unset.
-      repeat: Field of the input; None if it is unset.
-      is_training: Field of the input.
-      num_batches: The field `eval_loop_num_batches`.
-      owner: Label of the input, for errors.
+) -> tuple[bool, bool]:
+    """Return `reset_for_eval` and `repeat` by the table, from those that an input has `chosen`.
 
     Raises:
       ConfigError: No row has these values, or an endless evaluation has no number of batches.
     """
+    kinds = [PASSES["epoch"], PASSES["next"]]
     if is_training:
-        choices: tuple[Evaluation, ...] = ("next",)
-    else:
-        choices = ("epoch", "next") if num_batches is None else ("next", "epoch")
+        kinds = [PASSES["next"]]
+    elif num_batches is not None:
+        kinds.reverse()
     matching = [
         kind
-        for kind in choices
-        if reset_for_eval in (None, PASSES[kind][0]) and repeat in (None, PASSES[kind][1])
+        for kind in kinds
+        if all(value in (None, of_kind) for value, of_kind in zip(chosen, kind, strict=True))
     ]
     expected = "[True, False] for one epoch, or [False, True] for an endless stream"
-    chosen = [reset_for_eval, repeat]
-    require(matching, owner, "reset_for_eval and repeat", chosen, expected)
-    kind = matching[0]
-    is_bounded = kind == "epoch" or is_training or num_batches is not None
+    require(matching, owner, "reset_for_eval and repeat", [*chosen], expected)
+    resets, repeats = matching[0]
+    is_bounded = resets or is_training or num_batches is not None
     expected = "a positive integer with repeat=True, since an evaluation would never end"
     require(is_bounded, owner, "eval_loop_num_batches", None, expected)
-    return kind
+    return resets, repeats
 
 
 AllGather = Callable[[Any], Sequence[Any]]

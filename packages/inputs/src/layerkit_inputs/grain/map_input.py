@@ -169,11 +169,10 @@ class ArrayRecordRows(GrainMapInput):
 
     paths: Sequence[str] | None = None
     """Files in the order of their rows' numbers; see `array_records.find_array_records`."""
-    parse: Callable[[bytes], Any] | None = None
+    parse: Callable[[bytes], Any]
     """Function that parses a serialized record and returns its row, a dictionary of arrays."""
 
     def _make_dataset(self) -> Any:
-        require(self.parse is not None, self._label, "parse", None, "a function of a record")
         grain = require_extra("grain", needed_by=type(self).__qualname__)
         return grain.MapDataset.source(self._files).map(self.parse)
 

@@ -26,14 +26,11 @@ from typing import Any
 
 import numpy as np
 
-from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import Scope
 from layerkit_inputs.base.errors import check_same_data, require_extra
 from layerkit_inputs.base.evaluation import pad_rows
-from layerkit_inputs.hugging_face.text_base import Example, HuggingFaceText
-from layerkit_inputs.hugging_face.text_input import too_long_error
-from layerkit_inputs.packing.documents import Packing
+from layerkit_inputs.hugging_face.text_base import Example, HuggingFaceRows
 from layerkit_inputs.packing.model_features import Segment, segment_features
 from layerkit_inputs.packing.stream_packer import StreamPacker
 
@@ -56,19 +53,13 @@ class _Position:
     """Number of usable examples of the epoch so far."""
 
 
-class HuggingFaceStream(HuggingFaceText):
+class HuggingFaceStream(HuggingFaceRows):
     """An input of rows of text for language modeling, from a streamed data set.
 
     Batches and `packing` are those of HuggingFaceInput, except that `first_fit` keeps only the last
     few rows open. Resuming reads one window again.
     """
 
-    seq_length: int = 1024
-    """Positions of a row."""
-    packing: Packing = "stream"
-    """`stream` (cut anywhere), `first_fit` (whole examples) or `none` (one example per row)."""
-    trim: bool = False
-    """True to cut examples to their first `seq_length` predictions, with `packing="none"`."""
     shuffle: bool | None = None
     """True to shuffle files and windows in each epoch. None: True in training."""
     shuffle_window: int = 1024
@@ -77,10 +68,7 @@ class HuggingFaceStream(HuggingFaceText):
     def __post_init__(self) -> None:
         """Check the fields and start before the first example."""
         super().__post_init__()
-        self._check_at_least(1, "seq_length", "shuffle_window")
-        is_used = not self.trim or self.packing == "none"
-        expected = "False, since only packing='none' cuts examples"
-        require(is_used, self._label, "trim", self.trim, expected)
+        self._check_at_least(1, "shuffle_window")
         self._seed = self.input_random_seed or 0
         if self.shuffle is None:
             self.shuffle = self.is_training
@@ -173,9 +161,8 @@ class HuggingFaceStream(HuggingFaceText):
         """Yield rows of one example."""
         for example in self._all_examples():
             segment = Segment.of(*self._framed(example), first_id=None)
-            size = len(segment.tokens)
-            if size > self.seq_length and not self.trim:
-                raise too_long_error(self._label, self.seq_length, self._position.used - 1, size)
+            if len(segment.tokens) > self.seq_length and not self.trim:
+                raise self._too_long(self._position.used - 1, len(segment.tokens))
             yield [segment._replace(tokens=segment.tokens[: self.seq_length])]
 
     def _packed_rows(self) -> Iterator[list[Segment]]:

@@ -13,12 +13,14 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from layerkit.config.checks import require
+from layerkit.errors import ConfigError
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS
-from layerkit_inputs.base.errors import CONVERSATIONS, require_extra
+from layerkit_inputs.base.errors import require_extra
 from layerkit_inputs.base.tokenizer_interface import Tokenizer, first_ids, last_ids
 from layerkit_inputs.hugging_face.dataset_base import HuggingFaceData
+from layerkit_inputs.packing.documents import Packing
 from layerkit_inputs.packing.model_features import as_tokens
-from layerkit_inputs.text.text_files import is_list_of_structs
+from layerkit_inputs.text.text_files import chat_hint
 from layerkit_inputs.text.tokenizers import ByteTokenizer
 
 
@@ -55,9 +57,7 @@ class HuggingFaceText(HuggingFaceData):
         arrow = require_extra("pyarrow", needed_by=type(self).__qualname__)
         name = getattr(self, field)
         if name not in table.schema.names:
-            is_chat = any(is_list_of_structs(arrow, kind) for kind in table.schema.types)
-            hint = CONVERSATIONS if is_chat else None
-            names = table.schema.names
+            names, hint = table.schema.names, chat_hint(arrow, table.schema.types)
             raise self._config_error(field=field, value=name, choices=names, hint=hint)
         column = table.column(name)
         kind = column.type
@@ -72,7 +72,7 @@ class HuggingFaceText(HuggingFaceData):
                 field=f"type of column {name!r}",
                 value=str(kind),
                 expected="strings, or lists of integers (token ids)",
-                hint=CONVERSATIONS if is_list_of_structs(arrow, kind) else None,
+                hint=chat_hint(arrow, [kind]),
             )
         expected = f"the tokenizer that made the ids of column {name!r}"
         require(self.tokenizer is not None, self._label, "tokenizer", None, expected)
@@ -143,3 +143,33 @@ class HuggingFaceText(HuggingFaceData):
 
     def _first_texts(self) -> list[bytes]:
         return self._texts_to_check
+
+
+class HuggingFaceRows(HuggingFaceText):
+    """Base of inputs of rows of text for language modeling."""
+
+    seq_length: int = 1024
+    """Positions of a row."""
+    packing: Packing = "stream"
+    """`stream` (cut anywhere), `first_fit` (whole examples) or `none` (one example per row)."""
+    trim: bool = False
+    """True to cut examples to their first `seq_length` predictions, with `packing="none"`. Other
+    packings lose no token."""
+
+    def __post_init__(self) -> None:
+        """Check the fields of rows."""
+        super().__post_init__()
+        self._check_at_least(1, "seq_length")
+        is_used = not self.trim or self.packing == "none"
+        expected = "False, since only packing='none' cuts examples"
+        require(is_used, self._label, "trim", self.trim, expected)
+
+    def _too_long(self, number: int, size: int) -> ConfigError:
+        """Return the error about example `number`, whose `size` predictions do not fit a row."""
+        return self._config_error(
+            f"example {number} is too long",
+            field="seq_length",
+            value=self.seq_length,
+            expected=f"at least {size}",
+            hint="Use longer rows, set trim=True to cut examples, or use another packing.",
+        )

@@ -18,18 +18,16 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit.errors import ConfigError
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS
-from layerkit_inputs.hugging_face.text_base import HuggingFaceText
+from layerkit_inputs.hugging_face.text_base import HuggingFaceRows, HuggingFaceText
 from layerkit_inputs.packing.documents import (
     DocumentInput,
     DocumentPrompts,
     Documents,
-    Packing,
     PiecewiseStream,
     RowPlan,
+    sizes_of,
 )
 from layerkit_inputs.packing.model_features import Segment
 
@@ -113,7 +111,7 @@ class TokenisedText(HuggingFaceText, DocumentInput):
         documents = self._documents
         checked = np.unique(np.linspace(0, len(documents) - 1, _CHECKED_DOCUMENTS, dtype=np.int64))
         checksum = zlib.crc32(documents.ends.astype("<i8").tobytes())
-        sizes = documents.num_predictions_of(checked)
+        sizes = sizes_of(documents.ends, checked)
         tokens = documents.read(documents.begins[checked] + 1, sizes)
         return zlib.crc32(tokens.astype("<i4").tobytes(), checksum)
 
@@ -127,7 +125,7 @@ class TokenisedText(HuggingFaceText, DocumentInput):
         vars(self).pop("_documents", None)
 
 
-class HuggingFaceInput(TokenisedText):
+class HuggingFaceInput(HuggingFaceRows, TokenisedText):
     """An input of rows of text for language modeling, from a data set on disk.
 
     Batches hold these fields, each `[batch, length]`: `ids` and `labels` (int32; `labels` is the
@@ -144,22 +142,6 @@ class HuggingFaceInput(TokenisedText):
     - `none`: A row holds one example. A longer one raises ConfigError, or is cut if `trim` is set.
     """
 
-    seq_length: int = 1024
-    """Positions of a row."""
-    packing: Packing = "stream"
-    """`stream`, `first_fit` or `none`."""
-    trim: bool = False
-    """True to cut examples to their first `seq_length` predictions, with `packing="none"`. Other
-    packings lose no token."""
-
-    def __post_init__(self) -> None:
-        """Check the fields of rows."""
-        super().__post_init__()
-        self._check_at_least(1, "seq_length")
-        is_used = not self.trim or self.packing == "none"
-        expected = "False, since only packing='none' cuts examples"
-        require(is_used, self._label, "trim", self.trim, expected)
-
     @functools.cached_property
     def _plan(self) -> RowPlan:
         return RowPlan(self._documents.ends, self.seq_length, self.packing)
@@ -170,10 +152,9 @@ class HuggingFaceInput(TokenisedText):
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
         documents = self._documents
         if self.packing == "none" and not self.trim:
-            sizes = documents.num_predictions_of(rows)
+            sizes = sizes_of(documents.ends, rows)
             for place in np.flatnonzero(sizes > self.seq_length)[:1].tolist():
-                number, size = int(rows[place]), int(sizes[place])
-                raise too_long_error(self._label, self.seq_length, number, size)
+                raise self._too_long(int(rows[place]), int(sizes[place]))
         return documents.rows_of(self._plan, rows, pad_id=self._tokenizer.pad_id)
 
     def _fingerprint(self) -> dict[str, Any]:
@@ -186,15 +167,3 @@ class HuggingFacePrompts(DocumentPrompts, TokenisedText):
 
     def _most_examples(self) -> int | None:
         return self.num_prompts
-
-
-def too_long_error(label: str, seq_length: int, number: int, size: int) -> ConfigError:
-    """Return the error about example `number`, whose `size` predictions do not fit a row."""
-    return ConfigError(
-        f"example {number} is too long",
-        owner=label,
-        field="seq_length",
-        value=seq_length,
-        expected=f"at least {size}",
-        hint="Use longer rows, set trim=True to cut examples, or use another packing.",
-    )

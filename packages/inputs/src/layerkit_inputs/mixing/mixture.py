@@ -16,13 +16,13 @@ from typing import Any, cast
 import numpy as np
 
 from layerkit.config import Config, sub_config_field
-from layerkit.config.checks import require
+from layerkit.config.checks import check_positive, require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.mixing.components import build_components, check_same_rows, merge_rows
 from layerkit_inputs.mixing.composite_input import CompositeInput
-from layerkit_inputs.mixing.schedule import make_schedule
+from layerkit_inputs.mixing.schedule import MixingSchedule
 
 
 class Mixture(IndexedInput, CompositeInput):
@@ -64,7 +64,12 @@ class Mixture(IndexedInput, CompositeInput):
             field="components",
             batch_sizes=dict.fromkeys(names, self.local_batch_size),
         )
-        self._schedule = make_schedule(names, self.weights, self._label)
+        weights = dict.fromkeys(names, 1) if self.weights is None else self.weights
+        expected = f"a weight of each of {list(names)}"
+        is_complete = weights.keys() == names.keys()
+        require(is_complete, self._label, "weights", dict(weights), expected)
+        check_positive(self._label, **{f"weights[{name!r}]": weights[name] for name in names})
+        self._schedule = MixingSchedule({name: weights[name] for name in names})
         self._readers = [self._checked(name, reader) for name, reader in self._components.items()]
         self._are_alike = False
 

@@ -13,13 +13,13 @@ from __future__ import annotations
 import collections
 import heapq
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from layerkit.config.checks import check_positive, require
+from layerkit.config.checks import require
 
 LONGEST_PERIOD = 1 << 20
 """Largest period of a schedule in turns; weights are rounded to shares of that many turns."""
@@ -82,27 +82,6 @@ class MixingSchedule:
     def shares(self) -> dict[str, float]:
         """Return the share of each component after rounding."""
         return {name: count / self.period for name, count in self.identity()}
-
-
-def make_schedule(
-    names: Iterable[str], weights: Mapping[str, float] | None, owner: str | None = None
-) -> MixingSchedule:
-    """Return the schedule of some components.
-
-    Args:
-      names: Names of the components.
-      weights: Weight of each component. None: equal weights.
-      owner: Owner of the weights, for errors.
-
-    Raises:
-      ConfigError: The names of the weights are not `names`, or a weight is invalid.
-    """
-    names = list(names)
-    weights = dict.fromkeys(names, 1) if weights is None else weights
-    is_complete = sorted(weights) == sorted(names)
-    require(is_complete, owner, "weights", dict(weights), f"a weight of each of {names}")
-    check_positive(owner, **{f"weights[{name!r}]": weights[name] for name in names})
-    return MixingSchedule({name: weights[name] for name in names})
 
 
 def _turns_per_period(weights: Mapping[str, float]) -> list[int]:

@@ -15,7 +15,7 @@ import bisect
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -128,14 +128,6 @@ def ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     return numbers
 
 
-class TokenStream(Protocol):
-    """Token ids, stretches of which are read."""
-
-    def __getitem__(self, at: slice, /) -> np.ndarray:
-        """Return the ids in a slice, of any integer dtype."""
-        ...
-
-
 class PiecewiseStream:
     """A stream of several arrays, which are not copied."""
 
@@ -160,7 +152,7 @@ class PiecewiseStream:
 class Documents:
     """Documents in a stream of ids."""
 
-    ids: TokenStream
+    ids: np.ndarray | PiecewiseStream
     """Ids of all documents, concatenated."""
     begins: np.ndarray
     """Position of each document in `ids`, int64 `[documents]`."""
@@ -171,7 +163,11 @@ class Documents:
 
     @classmethod
     def of(
-        cls, ids: TokenStream, sizes: np.ndarray, *, num_inputs: np.ndarray | None = None
+        cls,
+        ids: np.ndarray | PiecewiseStream,
+        sizes: np.ndarray,
+        *,
+        num_inputs: np.ndarray | None = None,
     ) -> Documents:
         """Return the documents of a stream.
 
@@ -187,10 +183,6 @@ class Documents:
     def __len__(self) -> int:
         """Return the number of documents."""
         return len(self.ends)
-
-    def num_predictions_of(self, documents: np.ndarray) -> np.ndarray:
-        """Return the number of predictions of some documents by number, int64 `[documents]`."""
-        return sizes_of(self.ends, documents)
 
     @property
     def num_predictions(self) -> np.ndarray:
@@ -255,7 +247,7 @@ class Documents:
           `ids` int32 and `paddings` float32 `[rows, length]`, `prompt_lengths` int32 `[rows]`.
         """
         if self.num_inputs is None:
-            sizes = self.num_predictions_of(rows) + (tokenizer.eos_id is None)
+            sizes = sizes_of(self.ends, rows) + (tokenizer.eos_id is None)
         else:
             sizes = self.num_inputs[rows] + 1
         begins = self.begins[rows]

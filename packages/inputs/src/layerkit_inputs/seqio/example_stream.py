@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,19 +35,6 @@ class NumberedExample(NamedTuple):
     task: Any
     """The `seqio.Task`."""
     example: Example
-
-
-class ExampleSource(Protocol):
-    """A stream of examples whose position is JSON."""
-
-    def position(self) -> dict[str, Any]:
-        """Return the position as JSON values."""
-
-    def set_position(self, position: dict[str, Any]) -> None:
-        """Restore a position."""
-
-    def read(self) -> NumberedExample:
-        """Return the next example; raise StopIteration at the end."""
 
 
 class _Opened(NamedTuple):
@@ -290,3 +277,7 @@ class MixedTasks:
         example = self._tasks[chosen].read()
         self._counts[chosen] += 1
         return NumberedExample(number, self._tasks[chosen].task, example)
+
+
+ExampleSource = SequentialTasks | MixedTasks
+"""A stream of examples whose position is JSON."""

@@ -3,8 +3,8 @@
 Learnable text follows a random cycle through the vocabulary, which depends on the seed: each token
 has one successor. With the probability `noise`, the next token is random. A model that has learned
 the cycle reaches the entropy of this chain, which `baselines` returns. Each row uses its own
-stretch of a random stream with random access. So any row can be generated independently,
-consecutive rows are drawn at once, and rows of training and evaluation never coincide.
+stretch of a random stream with random access. So any row can be generated independently, and rows
+of training and evaluation never coincide.
 """
 
 from __future__ import annotations
@@ -80,17 +80,12 @@ class SyntheticInput(GeneratedRows):
 
     def _words(self, rows: np.ndarray) -> np.ndarray:
         """Return the random words of rows, uint64 `[rows, length + 1]`."""
-        width = self.seq_length + 1
-        begins = np.append(0, np.flatnonzero(np.diff(rows) != 1) + 1)
-        ends = np.append(begins[1:], len(rows))
-        parts = []
-        for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-            # Consecutive rows are drawn at once.
+        words = np.empty((len(rows), self.seq_length + 1), np.uint64)
+        for place, row in enumerate(rows.tolist()):
             self._bits_of_rows.state = self._first_state
-            self._bits_of_rows.advance(int(rows[begin]) * width)
-            parts.append(self._bits_of_rows.random_raw((end - begin) * width))
-        words = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        return words.reshape(len(rows), width)
+            self._bits_of_rows.advance(row * words.shape[1])
+            words[place] = self._bits_of_rows.random_raw(words.shape[1])
+        return words
 
     def _drawn(self, words: np.ndarray) -> np.ndarray:
         """Return tokens, uint64: the upper halves of words as fractions of the vocabulary."""

@@ -127,13 +127,12 @@ def _parquet_rows(path: Path, field: str, max_document_bytes: int) -> Iterator[R
             schema = opened.metadata.schema.to_arrow_schema()
             texts = [column.name for column in schema if _is_text(arrow, column.type)]
             if field not in texts:
-                is_chat = any(is_list_of_structs(arrow, kind) for kind in schema.types)
                 raise BadRecordError(
                     owner=str(path),
                     field="column",
                     value=field,
                     choices=texts or schema.names,
-                    hint=CONVERSATIONS if is_chat else None,
+                    hint=chat_hint(arrow, schema.types),
                 )
             share = path.stat().st_size / max(opened.metadata.num_rows, 1)
             row = 0
@@ -151,10 +150,11 @@ def _is_text(arrow: Any, kind: Any) -> bool:
     return bool(arrow.types.is_string(kind) or arrow.types.is_large_string(kind))
 
 
-def is_list_of_structs(arrow: Any, kind: Any) -> bool:
-    """Return True if an Arrow type is a list of structs, as of messages with roles."""
-    is_list = arrow.types.is_list(kind) or arrow.types.is_large_list(kind)
-    return is_list and arrow.types.is_struct(kind.value_type)
+def chat_hint(arrow: Any, kinds: Iterable[Any]) -> str | None:
+    """Return a hint if an Arrow type is a list of structs, as of messages with roles."""
+    is_list, is_large_list = arrow.types.is_list, arrow.types.is_large_list
+    values = (kind.value_type for kind in kinds if is_list(kind) or is_large_list(kind))
+    return CONVERSATIONS if any(map(arrow.types.is_struct, values)) else None
 
 
 def is_packed(file: TextFile) -> bool:

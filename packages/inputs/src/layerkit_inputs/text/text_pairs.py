@@ -203,17 +203,10 @@ class ParallelText(TextPairs):
     Pairs in which a side is empty or only whitespace are skipped.
     """
 
-    source_file: str | None = None
-    """File of the encoder's texts, one a line. Required."""
-    target_file: str | None = None
-    """File of the target texts, one a line. Required."""
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        super().__post_init__()
-        for field in ("source_file", "target_file"):
-            file = getattr(self, field)
-            require(file is not None, self._label, field, file, "a file with one text in each line")
+    source_file: str
+    """File of the encoder's texts, one a line."""
+    target_file: str
+    """File of the target texts, one a line."""
 
     def _texts(self) -> Iterator[tuple[str, str]]:
         sources, targets = self._lines("source_file"), self._lines("target_file")
@@ -230,7 +223,7 @@ class ParallelText(TextPairs):
         Raises:
           BadRecordError: A line is not UTF-8.
         """
-        file = str(getattr(self, field))
+        file = getattr(self, field)
         if not Path(file).is_file():
             raise MissingFileError("file not found", owner=self._label, field=field, value=file)
         content = Path(file).read_bytes()

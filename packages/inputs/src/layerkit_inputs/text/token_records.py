@@ -49,8 +49,8 @@ class TokenRecords(IndexedInput):
     weights of 0 and a `provenance` of -1.
     """
 
-    path: str | None = None
-    """Folder of token records. Required."""
+    path: str
+    """Folder of token records."""
     split: str = "train"
     """Name of a split of the folder."""
     seq_length: int = 1024
@@ -67,12 +67,11 @@ class TokenRecords(IndexedInput):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        require(self.path is not None, self._label, "path", None, "a folder of token records")
         self._check_at_least(1, "seq_length", "vocab_size")
 
     @functools.cached_property
     def _store(self) -> TokenStore:
-        store = TokenStore(str(self.path), self.split)
+        store = TokenStore(self.path, self.split)
         stored = store.about.tokenizer
         if self.tokenizer is not None:
             fingerprint = self.tokenizer.fingerprint()

@@ -45,20 +45,6 @@ EOS_ID = 2
 FIRST_BYTE_ID = 3
 VOCAB_SIZE = FIRST_BYTE_ID + 256
 SPECIAL_TOKENS = {PAD_ID: "PAD", BOS_ID: "BOS", EOS_ID: "EOS"}
-
-
-def encode_bytes(data: bytes) -> np.ndarray:
-    """Return the ids of bytes, int16 `[length]`, without special ids."""
-    return np.frombuffer(data, np.uint8).astype(np.int16) + FIRST_BYTE_ID
-
-
-def decode_bytes(ids: np.ndarray) -> str:
-    """Decode ids `[length]` as UTF-8. Invalid sequences are replaced, other ids are dropped."""
-    ids = np.asarray(ids)
-    is_byte = (ids >= FIRST_BYTE_ID) & (ids < VOCAB_SIZE)
-    return (ids[is_byte] - FIRST_BYTE_ID).astype(np.uint8).tobytes().decode("utf-8", "replace")
-
-
 _MAX_NAMES = 4
 _TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Token of one byte, for characters that a vocabulary lacks.
@@ -93,11 +79,13 @@ class ByteTokenizer(Configurable):
     def encode(self, text: str | bytes) -> np.ndarray:
         """Return the ids of bytes, or of the UTF-8 bytes of a string, int32 `[length]`."""
         data = text if isinstance(text, bytes) else text.encode("utf-8")
-        return encode_bytes(data).astype(np.int32)
+        return np.frombuffer(data, np.uint8).astype(np.int32) + FIRST_BYTE_ID
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
-        """Decode ids `[length]`. Invalid UTF-8 is replaced."""
-        return decode_bytes(np.asarray(ids))
+        """Decode ids `[length]`. Invalid UTF-8 is replaced, other ids are dropped."""
+        ids = np.asarray(ids)
+        is_byte = (ids >= FIRST_BYTE_ID) & (ids < VOCAB_SIZE)
+        return (ids[is_byte] - FIRST_BYTE_ID).astype(np.uint8).tobytes().decode("utf-8", "replace")
 
     def fingerprint(self) -> str:
         """Return "bytes"."""
@@ -190,11 +178,9 @@ class SentencePieceTokenizer(_FileTokenizer):
     def _roles(self) -> dict[str, int | None]:
         """Return the ids of the special tokens by role."""
         model, declared = self._model, self._declared.tokens
-        stored = {"bos_token": model.bos_id, "eos_token": model.eos_id, "pad_token": model.pad_id}
-        return {
-            role: self._declared_id(role) if role in declared else _id_or_none(stored_id())
-            for role, stored_id in stored.items()
-        }
+        ids = {"bos_token": model.bos_id, "eos_token": model.eos_id, "pad_token": model.pad_id}
+        stored = {role: None if get() < 0 else get() for role, get in ids.items()}
+        return stored | {role: self._declared_id(role) for role in declared}
 
     def _declared_id(self, role: str) -> int | None:
         token = self._declared.tokens[role]
@@ -430,10 +416,6 @@ def tokenizer_config(name: str, *, special_tokens_in_text: SpecialTokensInText =
     return HuggingFaceTokenizer.HParams.config(
         path=name, special_tokens_in_text=special_tokens_in_text
     )
-
-
-def _id_or_none(token_id: int) -> int | None:
-    return None if token_id < 0 else token_id
 
 
 def _known_ids(ids: np.ndarray | Sequence[int], vocab_size: int) -> list[int]:

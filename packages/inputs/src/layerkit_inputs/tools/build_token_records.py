@@ -284,7 +284,7 @@ class _Progress:
         self.num_documents = self._num_ids = self._num_empty = 0
         self._done = 0.0
         self._total = total_bytes
-        self._say = say
+        self._say = say or (lambda line: None)
         self._began = self._said = time.monotonic()
 
     def add(self, num_ids: int, position: float) -> None:
@@ -293,7 +293,7 @@ class _Progress:
         self._num_empty += num_ids < 2
         self._num_ids += num_ids
         self._done = position
-        if self._say and time.monotonic() - self._said >= _PROGRESS_SECONDS:
+        if time.monotonic() - self._said >= _PROGRESS_SECONDS:
             self._said = time.monotonic()
             self._say(self._line())
 
@@ -311,8 +311,7 @@ class _Progress:
             lines.append(f"skipped: {bad.num_skipped:,} documents that cannot be read, such as")
             lines += [f"  {problem}" for problem in bad.first]
         for line in lines:
-            if self._say:
-                self._say(line)
+            self._say(line)
 
     def _line(self) -> str:
         return (
