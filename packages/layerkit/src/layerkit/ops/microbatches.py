@@ -99,7 +99,9 @@ class Arguments:
             is_shared = leaf.ndim == 0 or (leaf.shape[0] == 1 and batch != 1)
             fits = is_shared or leaf.shape[0] == batch
             expected = f"a first axis of size {batch} (the batch) or 1 (shared by all rows)"
-            require(fits, owner, f"shape of {_name(path)}", list(leaf.shape), expected)
+            # Without the number that tells positional arguments from those by keyword.
+            name = jax.tree_util.keystr(path[1:], simple=True, separator=".")
+            require(fits, owner, f"shape of {name}", list(leaf.shape), expected)
             (self._shared if is_shared else self._by_row).append(index)
         self.by_row = [self._leaves[index] for index in self._by_row]
         self.shared = [self._leaves[index] for index in self._shared]
@@ -111,11 +113,3 @@ class Arguments:
             leaves[index] = leaf
         args, kwargs = jax.tree.unflatten(self._structure, leaves)
         return args, kwargs
-
-
-def _name(path: Any) -> str:
-    """Return the path of an argument, such as `mask.key_positions`, without args or kwargs."""
-    names = [
-        str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path
-    ]
-    return ".".join(names[1:])

@@ -123,22 +123,18 @@ def check_remat_policy(policy: str, *, owner: str) -> None:
     Raises:
       ConfigError: The policy or a name in it is unknown.
     """
-    if ":" in policy:
-        _named_policy(policy, owner=owner)
-    else:
-        check_choice(owner, REMAT_POLICIES, remat=policy)
+    _policy(policy, owner=owner)
 
 
-def _policy(policy: str) -> Any:
-    return _named_policy(policy, owner="remat") if ":" in policy else _POLICIES[policy]
-
-
-def _named_policy(policy: str, *, owner: str) -> Any:
-    """Return the policy of `save:NAME,…;offload:NAME,…`.
+def _policy(policy: str, *, owner: str = "remat") -> Any:
+    """Return the policy of a name, or of `save:NAME,…;offload:NAME,…`.
 
     Raises:
-      ConfigError: A part is neither of the two, or a name is unknown or given twice.
+      ConfigError: A policy, part or name is unknown, or a name is given twice.
     """
+    if ":" not in policy:
+        check_choice(owner, REMAT_POLICIES, remat=policy)
+        return _POLICIES[policy]
     names: dict[str, list[str]] = {treatment: [] for treatment in _TREATMENTS}
     for part in policy.split(";"):
         treatment, _, listed = part.partition(":")

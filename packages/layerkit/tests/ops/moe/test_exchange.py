@@ -35,9 +35,7 @@ def on_devices(fn):
 
 
 def plan(counts, *, most, block):
-    return plan_exchange(
-        counts, num_rows=ROWS, max_received=most, block=block, axes=("expert",), is_emulated=True
-    )
+    return plan_exchange(counts, num_rows=ROWS, max_received=most, block=block, axes=("expert",))
 
 
 def expected_rows(counts, rows, *, most, block):

@@ -21,7 +21,7 @@ from flax.core import meta
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from layerkit.base.base_layer import NON_TRAINABLE, PARAMS, BaseLayer
-from layerkit.base.weights import WeightBox, is_box
+from layerkit.base.weights import WeightBox, is_box, unbox
 from layerkit.config import Config as Config
 from layerkit.config import assigned_fields, build, is_config, sub_config_field, target_of
 from layerkit.config.checks import check_regexes, require
@@ -107,8 +107,8 @@ class FlaxModule(BaseLayer):
         Raises:
           ConfigError: The collection of non-trainable variables is not mutable in training.
         """
-        variables = {PARAMS: _unbox(self._weights)}
-        variables |= {name: _unbox(held.value) for name, held in self._others.items()}
+        variables = {PARAMS: unbox(self._weights)}
+        variables |= {name: unbox(held.value) for name, held in self._others.items()}
         rngs = {}
         if self.random_streams and not self.is_initializing() and self.is_training:
             rngs = {name: self.next_prng_key() for name in self.random_streams}
@@ -138,7 +138,7 @@ class FlaxModule(BaseLayer):
         for name, value in updates.items():
             if not self.is_initializing():
                 held = self._others[name]
-                held.value = jax.tree.map(lambda _, new: new, _unbox(held.value), value)
+                held.value = jax.tree.map(lambda _, new: new, unbox(held.value), value)
         return outputs
 
     def _declare_decay(self, starts_random: Any) -> Callable[[Any], Any]:
@@ -201,11 +201,3 @@ def _are_drawn(jaxpr: Any) -> list[bool]:
     """Return whether each result of a computation depends on its only argument."""
     results = range(len(jaxpr.outvars))
     return [dce_jaxpr(jaxpr, [other == one for other in results])[1] == [True] for one in results]
-
-
-def _unbox(tree: Any) -> Any:
-    return jax.tree.map(
-        lambda leaf: leaf.value if isinstance(leaf, WeightBox) else leaf,
-        tree,
-        is_leaf=lambda leaf: isinstance(leaf, WeightBox),
-    )

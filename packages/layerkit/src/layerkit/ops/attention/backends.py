@@ -3,7 +3,7 @@
 `xla` is array code that supports every call on every platform and holds the logits `[batch, heads,
 queries, keys]` in memory. The fused kernels never hold them (Dao et al., 2022, arXiv:2205.14135)
 and support some calls only: `cudnn` is NVIDIA's kernel; `pallas` is one kernel for GPUs and one for
-TPUs. The tables below list the requirements of each. A backend that is selected by name raises if
+TPUs. The dicts below list the requirements of each. A backend that is selected by name raises if
 one is not met; `auto` selects the first kernel of the platform whose requirements are all met, and
 `xla` if there is none. docs/attention_backends.md shows the table that the tests prove.
 """
@@ -11,7 +11,6 @@ one is not met; `auto` selects the first kernel of the platform whose requiremen
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
@@ -163,12 +162,11 @@ def unmet_requirements(name: str, call: AttentionCall) -> list[str]:
 
     Each entry is a noun phrase. The list is empty if the backend supports the call.
     """
-    return _unmet(_requirements(name, call), call)
+    return _unmet(_requirements(name, call))
 
 
-def _unmet(requirements: tuple[_Requirement, ...], call: AttentionCall) -> list[str]:
-    dtype = jnp.dtype(call.dtype).name
-    return [text.format(call=call, dtype=dtype) for fails, text in requirements if fails(call)]
+def _unmet(requirements: dict[str, bool]) -> list[str]:
+    return [requirement for requirement, is_unmet in requirements.items() if is_unmet]
 
 
 def _check_supported(
@@ -193,9 +191,9 @@ def _select_for_platform(call: AttentionCall) -> Backend:
     reasons: list[str] = []
     for name in kernels:
         unmet = unmet_requirements(name, call)
-        if name == "pallas" and call.platform in GPU_PLATFORMS:
+        if name == "pallas" and _is_gpu(call):
             # It computes products of float32 without tensor cores, and takes minutes to compile.
-            unmet += _unmet((_HALF_PRECISION,), call)
+            unmet += _unmet(_half_precision(call))
         if not unmet:
             reason = "; ".join(reasons) or f"{name} supports this call on {call.platform}"
             return Backend(name, f"auto: {reason}")
@@ -203,147 +201,139 @@ def _select_for_platform(call: AttentionCall) -> Backend:
     return Backend("xla", f"auto: {'; '.join(reasons)}")
 
 
-# (whether a call fails the requirement, a noun phrase that names the requirement)
-_Requirement = tuple[Callable[[AttentionCall], bool], str]
-
-_FLOATS = (jnp.bfloat16, jnp.float16, jnp.float32)
-
-_NO_BIAS: _Requirement = (lambda call: call.bias_dtype is not None, "no bias")
-_BIAS_BY_DISTANCE: tuple[_Requirement, ...] = (
-    (
-        lambda call: call.bias_dtype is not None and not call.has_distance_bias,
-        "no bias, or one by distance (DistanceBias)",
-    ),
-    (
-        lambda call: call.has_distance_bias and call.num_length_shards > 1,
-        "rows that are not split over devices with a bias, or context_parallel='ulysses'",
-    ),
-)
-_NO_DROPOUT: _Requirement = (lambda call: call.has_dropout, "no dropout")
-_ZEROED_EMPTY_ROWS: _Requirement = (
-    lambda call: call.may_have_empty_rows and not call.zeroes_empty_rows and not call.has_sinks,
-    "zero_fully_masked_rows=True, since a query that sees no key reads 0",
-)
-
-_RING_REQUIREMENTS: tuple[_Requirement, ...] = (
-    _NO_BIAS,
-    _NO_DROPOUT,
-    (
-        lambda call: call.num_queries == 1 or call.num_keys == 1,
-        "rows that can be split instead of {call.num_queries} queries and {call.num_keys} keys",
-    ),
-    _ZEROED_EMPTY_ROWS,
-)
-
-# Fused kernels could drop probabilities by random bits of their own only. The results of a run
-# would then depend on the backend.
-_FUSED_REQUIREMENTS: tuple[_Requirement, ...] = (
-    (lambda call: call.has_prefix, "no prefix"),
-    _NO_DROPOUT,
-    (lambda call: call.split_problem != "", "an even split over devices ({call.split_problem})"),
-)
-
-_HALF_PRECISION: _Requirement = (
-    lambda call: jnp.dtype(call.dtype) not in (jnp.bfloat16, jnp.float16),
-    "bfloat16 or float16 instead of {dtype}",
-)
-
-_CUDNN_REQUIREMENTS: tuple[_Requirement, ...] = (
-    (lambda call: call.platform not in GPU_PLATFORMS, "a GPU instead of {call.platform}"),
-    (
-        lambda call: call.platform in GPU_PLATFORMS and not call.has_cudnn,
-        "an installed cuDNN",
-    ),
-    _HALF_PRECISION,
-    (
-        # Hopper supports 256, but a plan for other machines does not name the chip.
-        lambda call: call.head_dim % 8 != 0 or call.head_dim > 128,
-        "heads of a multiple of 8 and at most 128 instead of {call.head_dim}",
-    ),
-    (
-        lambda call: call.is_causal and call.num_queries != call.num_keys,
-        "as many queries as keys when causal instead of {call.num_queries} and {call.num_keys}",
-    ),
-    (
-        lambda call: call.is_causal and not call.is_in_row_order,
-        "positions that are known to be in row order when causal",
-    ),
-    (
-        lambda call: call.head_dim != call.value_dim,
-        "heads of values as large as those of keys instead of {call.value_dim} and {call.head_dim}",
-    ),
-    (
-        lambda call: call.window is not None and not call.is_causal,
-        "no window unless causal",
-    ),
-    (
-        lambda call: (
-            call.bias_dtype is not None and jnp.dtype(call.bias_dtype) != jnp.dtype(call.dtype)
-        ),
-        "a bias of {dtype} instead of {call.bias_dtype}, which would be rounded",
-    ),
-    (
-        lambda call: call.bias_dtype is not None and (call.num_queries % 2 + call.num_keys % 2 > 0),
-        "even lengths with a bias instead of {call.num_queries} and {call.num_keys}",
-    ),
-    (lambda call: call.has_sinks, "no sinks"),
-    (lambda call: call.has_segments, "no segments or padding"),
-    (lambda call: call.has_logit_cap, "no logit cap"),
-    (
-        lambda call: call.num_length_shards > 1,
-        "rows that are not split over devices, or context_parallel='ulysses'",
-    ),
-    *_FUSED_REQUIREMENTS,
-)
-
-_PALLAS_PLATFORM: _Requirement = (
-    lambda call: call.platform not in (*GPU_PLATFORMS, "tpu"),
-    "a GPU or a TPU instead of {call.platform}",
-)
-
-_PALLAS_GPU_REQUIREMENTS: tuple[_Requirement, ...] = (
-    _PALLAS_PLATFORM,
-    (lambda call: jnp.dtype(call.dtype) not in _FLOATS, "a float dtype instead of {dtype}"),
-    (
-        lambda call: max(call.head_dim, call.value_dim) > 256,
-        "heads of at most 256 instead of {call.head_dim} and {call.value_dim}",
-    ),
-    (
-        lambda call: call.queries_per_part % 16 != 0 or call.keys_per_part % 16 != 0,
-        "lengths of a multiple of 16 instead of {call.queries_per_part} and {call.keys_per_part}",
-    ),
-    *_BIAS_BY_DISTANCE,
-    _ZEROED_EMPTY_ROWS,
-    *_FUSED_REQUIREMENTS,
-)
-
-_PALLAS_TPU_REQUIREMENTS: tuple[_Requirement, ...] = (
-    _PALLAS_PLATFORM,
-    (
-        lambda call: jnp.dtype(call.dtype) not in (jnp.bfloat16, jnp.float32),
-        "bfloat16 or float32 instead of {dtype}",
-    ),
-    (lambda call: call.uses_ring and call.window is not None, "no window in a ring"),
-    (
-        lambda call: call.queries_per_part % 128 != 0 or call.keys_per_part % 128 != 0,
-        "lengths of a multiple of 128 instead of {call.queries_per_part} and {call.keys_per_part}",
-    ),
-    (
-        lambda call: (call.is_causal or call.window is not None) and not call.is_in_row_order,
-        "positions that are known to be in row order with a causal mask or a window",
-    ),
-    (
-        lambda call: call.may_have_empty_rows,
-        "as many keys as queries, the same tokens in row order, where keys are masked",
-    ),
-    *_BIAS_BY_DISTANCE,
-    *_FUSED_REQUIREMENTS,
-)
-
-
-def _requirements(name: str, call: AttentionCall) -> tuple[_Requirement, ...]:
+def _requirements(name: str, call: AttentionCall) -> dict[str, bool]:
+    """Return the requirements of a backend, noun phrases, and whether a call fails each."""
     if name == "cudnn":
-        return _CUDNN_REQUIREMENTS
-    if name == "pallas":
-        return _PALLAS_TPU_REQUIREMENTS if call.platform == "tpu" else _PALLAS_GPU_REQUIREMENTS
-    return _RING_REQUIREMENTS if call.uses_ring else ()
+        return _cudnn_requirements(call) | _fused_requirements(call)
+    if name == "xla":
+        return _ring_requirements(call) if call.uses_ring else {}
+    is_tpu = call.platform == "tpu"
+    of_platform = _pallas_tpu_requirements if is_tpu else _pallas_gpu_requirements
+    return {
+        f"a GPU or a TPU instead of {call.platform}": not is_tpu and not _is_gpu(call),
+        **of_platform(call),
+        **_fused_requirements(call),
+    }
+
+
+def _is_gpu(call: AttentionCall) -> bool:
+    return call.platform in GPU_PLATFORMS
+
+
+def _half_precision(call: AttentionCall) -> dict[str, bool]:
+    dtype = jnp.dtype(call.dtype)
+    is_unmet = dtype not in (jnp.bfloat16, jnp.float16)
+    return {f"bfloat16 or float16 instead of {dtype.name}": is_unmet}
+
+
+def _bias_by_distance(call: AttentionCall) -> dict[str, bool]:
+    is_split = call.num_length_shards > 1
+    return {
+        "no bias, or one by distance (DistanceBias)": (
+            call.bias_dtype is not None and not call.has_distance_bias
+        ),
+        "rows that are not split over devices with a bias, or context_parallel='ulysses'": (
+            call.has_distance_bias and is_split
+        ),
+    }
+
+
+def _zeroed_empty_rows(call: AttentionCall) -> dict[str, bool]:
+    reads_zero = call.zeroes_empty_rows or call.has_sinks
+    requirement = "zero_fully_masked_rows=True, since a query that sees no key reads 0"
+    return {requirement: call.may_have_empty_rows and not reads_zero}
+
+
+def _fused_requirements(call: AttentionCall) -> dict[str, bool]:
+    return {
+        "no prefix": call.has_prefix,
+        # Fused kernels could drop probabilities by random bits of their own only. The results of a
+        # run would then depend on the backend.
+        "no dropout": call.has_dropout,
+        f"an even split over devices ({call.split_problem})": call.split_problem != "",
+    }
+
+
+def _ring_requirements(call: AttentionCall) -> dict[str, bool]:
+    queries, keys = call.num_queries, call.num_keys
+    return {
+        "no bias": call.bias_dtype is not None,
+        "no dropout": call.has_dropout,
+        f"rows that can be split instead of {queries} queries and {keys} keys": (
+            queries == 1 or keys == 1
+        ),
+        **_zeroed_empty_rows(call),
+    }
+
+
+def _cudnn_requirements(call: AttentionCall) -> dict[str, bool]:
+    dtype, bias_dtype = jnp.dtype(call.dtype), call.bias_dtype
+    has_bias = bias_dtype is not None
+    queries, keys, head_dim = call.num_queries, call.num_keys, call.head_dim
+    return {
+        f"a GPU instead of {call.platform}": not _is_gpu(call),
+        "an installed cuDNN": _is_gpu(call) and not call.has_cudnn,
+        **_half_precision(call),
+        # Hopper supports 256, but a plan for other machines does not name the chip.
+        f"heads of a multiple of 8 and at most 128 instead of {head_dim}": (
+            head_dim % 8 != 0 or head_dim > 128
+        ),
+        f"as many queries as keys when causal instead of {queries} and {keys}": (
+            call.is_causal and queries != keys
+        ),
+        "positions that are known to be in row order when causal": (
+            call.is_causal and not call.is_in_row_order
+        ),
+        f"heads of values as large as those of keys instead of {call.value_dim} and {head_dim}": (
+            head_dim != call.value_dim
+        ),
+        "no window unless causal": call.window is not None and not call.is_causal,
+        f"a bias of {dtype.name} instead of {bias_dtype}, which would be rounded": (
+            has_bias and jnp.dtype(bias_dtype) != dtype
+        ),
+        f"even lengths with a bias instead of {queries} and {keys}": (
+            has_bias and queries % 2 + keys % 2 > 0
+        ),
+        "no sinks": call.has_sinks,
+        "no segments or padding": call.has_segments,
+        "no logit cap": call.has_logit_cap,
+        "rows that are not split over devices, or context_parallel='ulysses'": (
+            call.num_length_shards > 1
+        ),
+    }
+
+
+def _pallas_gpu_requirements(call: AttentionCall) -> dict[str, bool]:
+    dtype, sizes = jnp.dtype(call.dtype), (call.head_dim, call.value_dim)
+    queries, keys = call.queries_per_part, call.keys_per_part
+    return {
+        f"a float dtype instead of {dtype.name}": (
+            dtype not in (jnp.bfloat16, jnp.float16, jnp.float32)
+        ),
+        f"heads of at most 256 instead of {sizes[0]} and {sizes[1]}": max(sizes) > 256,
+        f"lengths of a multiple of 16 instead of {queries} and {keys}": (
+            queries % 16 != 0 or keys % 16 != 0
+        ),
+        **_bias_by_distance(call),
+        **_zeroed_empty_rows(call),
+    }
+
+
+def _pallas_tpu_requirements(call: AttentionCall) -> dict[str, bool]:
+    dtype = jnp.dtype(call.dtype)
+    queries, keys = call.queries_per_part, call.keys_per_part
+    is_masked = call.is_causal or call.window is not None
+    return {
+        f"bfloat16 or float32 instead of {dtype.name}": dtype not in (jnp.bfloat16, jnp.float32),
+        "no window in a ring": call.uses_ring and call.window is not None,
+        f"lengths of a multiple of 128 instead of {queries} and {keys}": (
+            queries % 128 != 0 or keys % 128 != 0
+        ),
+        "positions that are known to be in row order with a causal mask or a window": (
+            is_masked and not call.is_in_row_order
+        ),
+        "as many keys as queries, the same tokens in row order, where keys are masked": (
+            call.may_have_empty_rows
+        ),
+        **_bias_by_distance(call),
+    }

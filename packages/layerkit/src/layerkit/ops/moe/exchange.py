@@ -67,51 +67,39 @@ def select_exchange(
 
 
 @struct.dataclass
-class RowSlices:
-    """The rows that one device sends and receives, a slice for each pair of device and expert.
-
-    Slice d·n+j of those that are sent is for expert j of the n experts of device d. Slice s·n+j of
-    those that are received is from device s for the receiver's expert j. All arrays are int32
-    `[slices]`.
+class Slices:
+    """Slices of the rows of one device, one for each pair of a device and an expert.
 
     Attributes:
-      send_starts: First row of each slice that is sent, in the sender's rows.
-      send_sizes: Number of rows of each slice that is sent.
-      written_starts: First row of each slice that is sent, in the rows of its receiver.
-      received_starts: First row of each slice that is received, in the receiver's rows.
-      received_sizes: Number of rows of each slice that is received.
-      origin_starts: First row of each slice that is received, in the rows of its sender.
-      num_sent: Number of rows of the sender's array; static.
-      num_received: Number of rows of the receiver's array; static.
-      axes: Mesh axes of the devices; static.
-      is_emulated: True to gather the rows of all devices instead of `ragged_all_to_all`; static.
+      starts: First row of each slice, int32 `[slices]`.
+      sizes: Number of rows of each slice, int32 `[slices]`.
+      places: First row of each slice in the rows of the other device, int32 `[slices]`.
+      num_rows: Number of rows of the array; static.
     """
 
-    send_starts: jax.Array
-    send_sizes: jax.Array
-    written_starts: jax.Array
-    received_starts: jax.Array
-    received_sizes: jax.Array
-    origin_starts: jax.Array
-    num_sent: int = struct.field(pytree_node=False)
-    num_received: int = struct.field(pytree_node=False)
+    starts: jax.Array
+    sizes: jax.Array
+    places: jax.Array
+    num_rows: int = struct.field(pytree_node=False)
+
+
+@struct.dataclass
+class RowSlices:
+    """The rows that one device sends and receives.
+
+    Attributes:
+      sent: Slices that are sent. Number d·n+j is for expert j of the n experts of device d.
+      received: Slices that are received. Number s·n+j is from device s for the receiver's expert j.
+      axes: Mesh axes of the devices; static.
+    """
+
+    sent: Slices
+    received: Slices
     axes: tuple[str, ...] = struct.field(pytree_node=False)
-    is_emulated: bool = struct.field(pytree_node=False)
 
     def reversed(self) -> RowSlices:
         """Return the slices that bring all received rows back to where they came from."""
-        return RowSlices(
-            send_starts=self.received_starts,
-            send_sizes=self.received_sizes,
-            written_starts=self.origin_starts,
-            received_starts=self.send_starts,
-            received_sizes=self.send_sizes,
-            origin_starts=self.written_starts,
-            num_sent=self.num_received,
-            num_received=self.num_sent,
-            axes=self.axes,
-            is_emulated=self.is_emulated,
-        )
+        return RowSlices(self.received, self.sent, self.axes)
 
 
 def plan_exchange(
@@ -121,7 +109,6 @@ def plan_exchange(
     max_received: int,
     block: int,
     axes: tuple[str, ...],
-    is_emulated: bool,
 ) -> tuple[RowSlices, RowGroups]:
     """Return the slices of this device and the groups of the rows that it receives.
 
@@ -135,7 +122,6 @@ def plan_exchange(
       max_received: Largest number of rows that a device receives.
       block: Divisor of the first row of each group of received rows.
       axes: Mesh axes over which the experts are split; called inside of `jax.shard_map`.
-      is_emulated: True for a backend without `ragged_all_to_all`.
 
     Returns:
       (slices, groups of received rows by expert of this device).
@@ -155,18 +141,9 @@ def plan_exchange(
     sizes = (totals + block - 1) // block * block
     group_starts = (jnp.cumsum(sizes, axis=1) - sizes).reshape(-1)
     places = group_starts + jnp.cumsum(sent, axis=0) - sent
-    slices = RowSlices(
-        send_starts=origins[here],
-        send_sizes=sent[here],
-        written_starts=places[here],
-        received_starts=take_local(places),
-        received_sizes=take_local(sent),
-        origin_starts=take_local(origins),
-        num_sent=num_rows,
-        num_received=-(-(max_received + num_here * (block - 1)) // block) * block,
-        axes=axes,
-        is_emulated=is_emulated,
-    )
+    most = -(-(max_received + num_here * (block - 1)) // block) * block
+    received = Slices(take_local(places), take_local(sent), take_local(origins), most)
+    slices = RowSlices(Slices(origins[here], sent[here], places[here], num_rows), received, axes)
     return slices, RowGroups(sizes[here], block, num_rows)
 
 
@@ -175,23 +152,23 @@ def exchange_rows(rows: jax.Array, slices: RowSlices) -> jax.Array:
     """Send slices of rows to other devices and return the received rows; other rows are 0.
 
     Args:
-      rows: `[num_sent, dims]`.
+      rows: `[sent rows, dims]`.
       slices: Slices of this device.
 
     Returns:
-      `[num_received, dims]`.
+      `[received rows, dims]`.
     """
-    if slices.is_emulated:
-        return _gather_and_take(rows, slices)
-    return jax.lax.ragged_all_to_all(
-        rows,
-        jnp.zeros((slices.num_received, rows.shape[1]), rows.dtype),
-        slices.send_starts,
-        slices.send_sizes,
-        slices.written_starts,
-        slices.received_sizes,
-        axis_name=slices.axes,
+    exchanged: jax.Array = jax.lax.platform_dependent(
+        rows, slices, cpu=_gather_and_take, default=_exchange
     )
+    return exchanged
+
+
+def _exchange(rows: jax.Array, slices: RowSlices) -> jax.Array:
+    sent, received = slices.sent, slices.received
+    empty = jnp.zeros((received.num_rows, rows.shape[1]), rows.dtype)
+    sizes = sent.starts, sent.sizes, sent.places, received.sizes
+    return jax.lax.ragged_all_to_all(rows, empty, *sizes, axis_name=slices.axes)
 
 
 def _exchange_rows_bwd(slices: RowSlices, gradient: jax.Array) -> tuple[jax.Array, RowSlices]:
@@ -203,13 +180,12 @@ exchange_rows.defvjp(lambda rows, slices: (exchange_rows(rows, slices), slices),
 
 def _gather_and_take(rows: jax.Array, slices: RowSlices) -> jax.Array:
     """Exchange rows by `all_gather`, for backends without `ragged_all_to_all`."""
-    of_all = jax.lax.all_gather(rows, slices.axes, tiled=True)
+    of_all, received = jax.lax.all_gather(rows, slices.axes, tiled=True), slices.received
     num_devices = of_all.shape[0] // rows.shape[0]
-    senders = jnp.repeat(jnp.arange(num_devices), slices.received_starts.size // num_devices)
-    offsets = senders * rows.shape[0] + slices.origin_starts - slices.received_starts
-    position = jnp.arange(slices.num_received)[:, None]
-    ends = slices.received_starts + slices.received_sizes
-    is_in_slice = (position >= slices.received_starts) & (position < ends)
+    senders = jnp.repeat(jnp.arange(num_devices), received.starts.size // num_devices)
+    offsets = senders * rows.shape[0] + received.places - received.starts
+    position = jnp.arange(received.num_rows)[:, None]
+    is_in_slice = (position >= received.starts) & (position < received.starts + received.sizes)
     source = jnp.sum(jnp.where(is_in_slice, position + offsets, 0), axis=1)
     source = jnp.where(jnp.any(is_in_slice, axis=1), source, of_all.shape[0])
     return of_all.at[source].get(mode="fill", fill_value=0)

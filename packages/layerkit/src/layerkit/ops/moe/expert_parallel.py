@@ -93,7 +93,6 @@ class Dropless:
         *,
         axes: Axes,
         buffer_factor: float | None,
-        is_emulated: bool,
     ) -> tuple[jax.Array, jax.Array]:
         """Compute Σ weight · expert(x) with experts of other devices; inside of `jax.shard_map`.
 
@@ -118,13 +117,12 @@ class Dropless:
             max_received=most,
             block=self.matmul.block_size(experts.size, num_local),
             axes=axes,
-            is_emulated=is_emulated,
         )
         received = exchange_rows(to_slots(tokens, slots), slices)
         outputs = self._outputs(received, received_groups, arrays)
         returned = exchange_rows(outputs, slices.reversed())
         output = weighted_sum(from_slots(returned, slots), weights).reshape(x.shape)
-        return output, jnp.sum(groups.sizes) - jnp.sum(slices.send_sizes)
+        return output, jnp.sum(groups.sizes) - jnp.sum(slices.sent.sizes)
 
     def _outputs(
         self, rows: jax.Array, groups: RowGroups, arrays: dict[str, jax.Array]
@@ -189,12 +187,11 @@ def run_on_mesh(
     over_mlp = tuple(a for a in _mesh_axes(sharding, "mlp") if a not in all_token_axes)
     split_axes = tuple(a for a in (*all_token_axes, *over_mlp) if a not in over_experts)
     compute = dataclasses.replace(compute, split_axes=split_axes)
-    platform = mesh.devices.flat[0].platform
     exchanges = False
     if over_experts:
         chosen, reason = select_exchange(
             exchange,
-            platform=platform,
+            platform=mesh.devices.flat[0].platform,
             num_devices=math.prod(mesh.shape[axis] for axis in over_experts),
             num_choices=experts.shape[-1],
             splits_tokens=set(over_experts) <= set(all_token_axes),
@@ -222,7 +219,6 @@ def run_on_mesh(
                 arrays,
                 axes=over_experts,
                 buffer_factor=buffer_factor,
-                is_emulated=platform == "cpu",
             )
             output = jax.lax.psum(output, over_mlp) if over_mlp else output
             return output, jax.lax.psum(num_dropped, all_token_axes)
