@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from layerkit_inputs.base.host_batches import ArraySpec as ArraySpec
     from layerkit_inputs.base.host_batches import Feed as Feed
     from layerkit_inputs.base.host_batches import FeedPlan as FeedPlan
-    from layerkit_inputs.base.host_batches import batch_specs as batch_specs
     from layerkit_inputs.base.host_batches import check_batch as check_batch
     from layerkit_inputs.base.host_batches import plan_feeds as plan_feeds
     from layerkit_inputs.base.indexed_input import IndexedInput as IndexedInput

@@ -10,7 +10,6 @@ from layerkit_inputs.base.errors import BadRecordError, BadRecords
 from layerkit_inputs.grain.array_records import (
     WRITER_OPTIONS,
     ArrayRecordFiles,
-    find_array_records,
     open_array_record,
 )
 
@@ -104,9 +103,3 @@ def test_missing_and_foreign_files_raise(raises, files, tmp_path):
         ArrayRecordFiles([files[0]], num_records=[4])[0]
     with raises(ConfigError, field="paths", value=[]):
         ArrayRecordFiles([])
-
-
-def test_find_array_records_lists_the_files_of_a_folder(raises, files, tmp_path):
-    assert find_array_records(tmp_path) == [str(path) for path in files]
-    with raises(FileNotFoundError):
-        find_array_records(tmp_path / "nowhere")

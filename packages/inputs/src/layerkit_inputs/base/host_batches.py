@@ -22,7 +22,6 @@ import numpy as np
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
-from layerkit_inputs.base.evaluation import pad_rows
 
 RowRange = tuple[int, int]
 """Start and end of a half-open range of rows, `[start, stop)`."""
@@ -114,11 +113,6 @@ class ArraySpec(NamedTuple):
 def spec_of(batch: NestedMap) -> NestedMap:
     """Return a batch with an ArraySpec in place of each array."""
     return batch.transform(lambda array: ArraySpec(np.shape(array), np.asarray(array).dtype))
-
-
-def batch_specs(source: BaseInput) -> NestedMap:
-    """Return the specs of the batches of `source.get_next_padded()` without consuming a batch."""
-    return spec_of(pad_rows(source.peek(), source.batch_padding_size))
 
 
 def check_batch(source: BaseInput, batch: NestedMap, *, is_padded: bool = False) -> NestedMap:

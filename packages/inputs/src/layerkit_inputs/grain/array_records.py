@@ -16,7 +16,6 @@ import collections
 import os
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -185,15 +184,3 @@ class ArrayRecordFiles:
             while len(self._readers) > _MOST_OPEN:
                 self._readers.popitem(last=False)
             return self._readers[file]
-
-
-def find_array_records(folder: str | os.PathLike[str]) -> list[str]:
-    """Return the `*.array_record*` files of a folder, sorted by name.
-
-    Raises:
-      FileNotFoundError: The folder has no such files.
-    """
-    files = [str(path) for path in Path(folder).glob("*.array_record*") if path.name[0] != "."]
-    if not files:
-        raise FileNotFoundError(f"{folder}: no *.array_record files there.")
-    return sorted(files)

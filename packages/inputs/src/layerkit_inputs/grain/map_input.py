@@ -9,7 +9,7 @@ hosts, epochs, padding and states. Each of the two kinds of Grain data set has i
   files, whose rows have no numbers. Each host has its own pipeline and state.
 
     def rows():
-        files = ArrayRecordFiles(find_array_records("images/"))
+        files = ArrayRecordFiles(sorted(glob.glob("images/*.array_record")))
         return grain.MapDataset.source(files).map(parse).random_map(augment, seed=1)
 
     GrainMapInput.HParams.config(dataset=rows, batch_size=32, is_training=True)
@@ -168,7 +168,7 @@ class ArrayRecordRows(GrainMapInput):
     """
 
     paths: Sequence[str] | None = None
-    """Files in the order of their rows' numbers; see `array_records.find_array_records`."""
+    """Files in the order of their rows' numbers."""
     parse: Callable[[bytes], Any]
     """Function that parses a serialized record and returns its row, a dictionary of arrays."""
 

@@ -217,9 +217,11 @@ class HuggingFaceStream(HuggingFaceRows):
     def _identity(self) -> dict[str, Any]:
         """Values that determine the rows; a state fits only equal ones."""
         self._stream()
-        names = [f"{Path(file).name} {_size_of(file)}" for file in self._files]
-        # Data that are made anew may have the same sizes.
-        checksum = zlib.crc32(_first_bytes(self._files[0])) if self._files else 0
+        files, checksum = [Path(file) for file in self._files], 0
+        names = [f"{file.name} {file.stat().st_size if file.is_file() else None}" for file in files]
+        if files and files[0].is_file():  # data that are made anew may have the same sizes
+            with files[0].open("rb") as opened:
+                checksum = zlib.crc32(opened.read(_IDENTIFYING_BYTES))
         order = {"seed": self._seed} if self.shuffle else {}
         return {
             **self._text_identity(),
@@ -250,14 +252,3 @@ class HuggingFaceStream(HuggingFaceRows):
 
     def _close(self) -> None:
         self._rows = self._opened = self._error = None
-
-
-def _size_of(file: str) -> int | None:
-    return Path(file).stat().st_size if Path(file).is_file() else None
-
-
-def _first_bytes(file: str) -> bytes:
-    if not Path(file).is_file():
-        return b""
-    with Path(file).open("rb") as opened:
-        return opened.read(_IDENTIFYING_BYTES)

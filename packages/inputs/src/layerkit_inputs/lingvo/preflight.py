@@ -55,12 +55,6 @@ def prepare() -> Any:
     return tensorflow
 
 
-def native_ops_problem() -> str | None:
-    """Return why Lingvo's native ops do not load on this machine, or None if they do."""
-    prepare()
-    return getattr(sys.modules[_OPS], "problem", None)
-
-
 class _MissingOps(types.ModuleType):
     """A substitute of `lingvo.core.ops` in which each op raises an error when it is called."""
 

@@ -273,37 +273,31 @@ def stretch_pair_features(
     targets: np.ndarray,
     *,
     rows: np.ndarray,
-    input_sizes: np.ndarray,
-    target_sizes: np.ndarray,
+    sizes: np.ndarray,
     num_rows: int,
-    inputs_length: int,
-    targets_length: int,
+    lengths: tuple[int, int],
     is_packed: bool,
     bos_id: int = 0,
     pad_id: int = 0,
 ) -> NestedMap:
     """Return rows for an encoder-decoder model from concatenated examples, row after row.
 
-    `rows`, `input_sizes` and `target_sizes` are those of `stretch_features` for each side. The
-    other arguments and the arrays are those of `encoder_decoder_features`.
+    `sizes` int `[examples, 2]` and `lengths` are those of `stretch_features` for the two sides. The
+    arrays are those of `encoder_decoder_features`.
     """
-    source = stretch_features(
-        inputs,
-        inputs,
-        rows=rows,
-        sizes=input_sizes,
-        num_rows=num_rows,
-        length=inputs_length,
-        pad_id=pad_id,
-    )
-    target = stretch_features(
-        _predicted_from(targets, target_sizes, np.full(len(rows), bos_id)),
-        targets,
-        rows=rows,
-        sizes=target_sizes,
-        num_rows=num_rows,
-        length=targets_length,
-        pad_id=pad_id,
+    first_ids = np.full(len(rows), bos_id)
+    sides = ((inputs, inputs), (_predicted_from(targets, sizes[:, 1], first_ids), targets))
+    source, target = (
+        stretch_features(
+            ids,
+            labels,
+            rows=rows,
+            sizes=sizes[:, side],
+            num_rows=num_rows,
+            length=lengths[side],
+            pad_id=pad_id,
+        )
+        for side, (ids, labels) in enumerate(sides)
     )
     return _two_sides(source, target, is_packed=is_packed)
 

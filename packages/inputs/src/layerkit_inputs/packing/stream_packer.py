@@ -129,11 +129,6 @@ class StreamPacker:
         self._num_open = 0
         self._fit = OpenRows([self._length], self._max_open)
 
-    @property
-    def num_ready(self) -> int:
-        """Number of rows that can be taken."""
-        return len(self._ready)
-
     def state(self) -> dict[str, Any]:
         """Return the tokens that were added and not yet taken, as JSON values."""
         return {

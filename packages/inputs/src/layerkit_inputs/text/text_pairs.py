@@ -95,11 +95,9 @@ class PairRows(IndexedInput):
         return stretch_pair_features(
             *self._read_pairs(pairs),
             rows=places,
-            input_sizes=self._sizes[pairs, 0],
-            target_sizes=self._sizes[pairs, 1],
+            sizes=self._sizes[pairs],
             num_rows=len(rows),
-            inputs_length=self.inputs_length,
-            targets_length=self.targets_length,
+            lengths=(self.inputs_length, self.targets_length),
             is_packed=is_packed,
             bos_id=target_start_id(self._tokenizer),
             pad_id=self._tokenizer.pad_id,
