@@ -243,9 +243,9 @@ def test_list_shows_facts_of_the_catalogue(place: Path):
     finally:
         file.write_text(before)
     assert listed == (
-        "lm.Large      1.30B  fsdp 64     C4              The same, but larger.\n"
-        "lm.Small      —      one device  made-up tokens  A model for tests.\n"
-        "vision.Small                                     Another of that name.\n"
+        "lm.Large      1.3B  fsdp 64     C4              The same, but larger.\n"
+        "lm.Small      —     one device  made-up tokens  A model for tests.\n"
+        "vision.Small                                    Another of that name.\n"
     )
     assert as_json == [
         {"name": name, "class": f"acme.{name}"} | line for name, line in lines.items()

@@ -155,16 +155,13 @@ def find_experiment(name: str, *, flag: str = "--exp") -> ExperimentEntry:
         raise UsageError("ambiguous name", field=flag, value=name, expected=expected)
     if matches:
         return matches.popitem()[1]
-    first = spelling.partition(".")[0]
-    tops = [first, *(f"{package}.{first}" for package in packages)]
     raise UsageError(
         "unknown experiment",
         field=flag,
         value=name,
         choices=_choices(spelling, index),
-        hint="`runner --list` prints all."
-        if "." not in spelling or any(map(_spec, tops))
-        else f"No such module is in {Path.cwd()}, in PYTHONPATH or among installed packages.",
+        hint="`runner --list` prints all. Your own modules are found in the current folder and in"
+        " PYTHONPATH.",
     )
 
 
@@ -179,9 +176,6 @@ def _choices(name: str, index: Mapping[str, ExperimentEntry]) -> list[str]:
     if inside := [inner for inner in names if inner.startswith(f"{name}.")]:
         return inside
     names += [f"{path.stem}.{class_name}" for path in Path.cwd().glob("*.py")]
-    if (spec := _spec(module.partition(".")[0])) is not None:
-        inner = pkgutil.iter_modules(spec.submodule_search_locations or [])
-        names += [f"{spec.name}.{info.name}.{class_name}" for info in inner]
     return names
 
 
