@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -192,6 +193,24 @@ def test_use_ema_of_a_source_without_averages_is_an_error(raises):
 def test_hugging_face_folder_provides_only_weights(raises, fields: dict[str, Any], named: str):
     with raises(UsageError, owner="begin", field=named, value=fields[named]):
         matched(SAME, at=None, **fields)
+
+
+def test_rule_is_suggested_if_only_one_side_stacks_its_layers():
+    unrolled = {("params", "lm", "stack", f"layers_{i}", "w"): spec(3) for i in (0, 1)}
+    stacked = {("params", "lm", "stack", "repeat", "sub", "w"): spec(2, 3)}
+
+    def advised(here: Any, there: Any) -> tuple[str, str]:
+        """Return the suggested rule after matching with it."""
+        state = state_of({"/".join(path[1:]): leaf for path, leaf in here.items()})
+        with pytest.raises(UsageError) as caught:
+            matched(there, state=state)
+        (line,) = [one for one in str(caught.value).splitlines() if "Put this rule" in one]
+        rule = ast.literal_eval(line.rpartition(": ")[2])
+        assert len(matched(there, state=state, rules=[rule]).values) == len(here)
+        return rule
+
+    assert advised(unrolled, stacked) == (r"(.*)/layers_(\d+)/(.*)", r"\1/repeat/sub/\3[\2]")
+    assert advised(stacked, unrolled) == (r"(.*)/repeat/sub/(.*)", r"\1/layers_{layer}/\2")
 
 
 @pytest.mark.parametrize(("field", "value"), [("sources", []), ("missing", "drwa")])

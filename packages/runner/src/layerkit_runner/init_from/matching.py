@@ -41,6 +41,9 @@ _AVERAGES_OF = {PARAMS: EMA, "non_trainable": "ema_statistics"}
 MODEL_FIELDS = (PARAMS, "non_trainable", "overwrite_with_gradient")
 
 _MAX_SHOWN = 20
+# (part of the names of this run, part of those of the source, the rule that relates them)
+_UNSTACK = ("/layers_0/", "/repeat/sub/", r'(r"(.*)/layers_(\d+)/(.*)", r"\1/repeat/sub/\3[\2]")')
+_STACK = ("/repeat/sub/", "/layers_0/", r'(r"(.*)/repeat/sub/(.*)", r"\1/layers_{layer}/\2")')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +102,7 @@ class _Matching:
         self._drawn: list[LeafPath] = []
         self._copied: dict[LeafPath, LeafPath] = {}
         self._faults: list[str] = []
+        self._missing: list[str] = []
         # Weights that both sides have by one name, although with another shape, or drawn.
         self._accounted: set[LeafPath] = set()
 
@@ -146,13 +150,10 @@ class _Matching:
         for pattern in self._settings.draw:
             if not re.fullmatch(pattern, name):
                 continue
-            if not is_frozen:
+            if is_frozen:
+                self._report_frozen_draw(name, pattern, original)
+            else:
                 self._draw(path)
-                return
-            advice = "Take it from a source."
-            if original is not None:
-                advice = f"Leave it out: it starts as a copy of {join(original)}."
-            self._faults.append(f"{name} is frozen, and draw={pattern!r} matches it. {advice}")
             return
         for source in self._opened:
             rules = source.settings.weight_rules
@@ -174,6 +175,17 @@ class _Matching:
         sources = " or ".join(one.stored.label for one in self._opened)
         there = (one for source in self._opened for one in _names_in(source, path[0]))
         self._faults.append(f"{name} {spec_of(leaf)}: not in {sources}{self._near(name, there)}")
+        self._missing.append(name)
+
+    def _report_frozen_draw(self, name: str, pattern: str, original: LeafPath | None) -> None:
+        """Add the fault of a pattern that draws frozen weights, once for each pattern."""
+        start = f"draw={pattern!r} matches frozen weights"
+        if any(fault.startswith(start) for fault in self._faults):
+            return
+        advice = "Take them from a source."
+        if original is not None:
+            advice = f"Leave them out of the pattern: {name} starts as a copy of {join(original)}."
+        self._faults.append(f"{start}, such as {name}. Expected weights that are trained. {advice}")
 
     def _draw(self, path: LeafPath) -> None:
         self._drawn.append(path)
@@ -287,9 +299,18 @@ class _Matching:
         return (
             f"the source does not fit the model ({differences}):\n  "
             + "\n  ".join(lines)
+            + self._stacking_advice()
             + "\nDraw weights with --init_draw=PATTERN or InitFrom.draw, rename them with"
             " Source.rules, or leave them out with Source.ignore. See docs/init_from.md."
         )
+
+    def _stacking_advice(self) -> str:
+        """Return the rule that is needed if only one of model and source stacks its layers."""
+        there = [name for source in self._opened for name in _names_in(source, PARAMS)]
+        for kind, other, rule in (_UNSTACK, _STACK):
+            if any(kind in name for name in self._missing) and any(other in name for name in there):
+                return f"\nOnly one of the two stacks its layers. Put this rule first: {rule}"
+        return ""
 
 
 def _find_in_source(source: Opened, field: str, name: str) -> LeafPath | None:

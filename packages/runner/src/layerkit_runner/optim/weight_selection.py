@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
+import fiddle as fdl
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -223,6 +224,8 @@ Declarations = Mapping[Path, WeightBox]
 
 _DECLARED: ContextVar[Declarations] = ContextVar("declared")
 
+_DECAY_ARGUMENTS = ("weight_decay", "l1_regularizer_weight", "l2_regularizer_weight")
+
 # Names in a line of the report, before the others are counted.
 _MAX_NAMES = 6
 
@@ -296,15 +299,38 @@ class DecayedWeights(NamedTuple):
     decayed: tuple[Path, ...]
     spared: tuple[Path, ...]
 
-    def lines(self, params: Mapping[Path, Any]) -> Iterator[str]:
-        """Yield the lines of the start report; `params` has the shapes of the weights by path."""
+    def lines(self, params: Mapping[Path, Any], *, strength: tuple[str, float]) -> Iterator[str]:
+        """Yield the lines of the start report.
+
+        Args:
+          params: Shapes of the weights by path.
+          strength: Argument of the optimizer that asks for decay, and its value; see
+            `weight_decay_of`.
+        """
         prefix = f"{self.optimizer}: " if self.optimizer else ""
-        if not self.decayed:
-            yield f"decayed      {prefix}no weight"
+        if self.decayed:
+            yield f"decayed      {prefix}{_count_text(self.decayed, params)}"
+            if self.spared:
+                yield f"not decayed  {prefix}{_count_text(self.spared, params)}"
             return
-        yield f"decayed      {prefix}{_count_text(self.decayed, params)}"
-        if self.spared:
-            yield f"not decayed  {prefix}{_count_text(self.spared, params)}"
+        name, number = strength
+        reason = f": {name}={number:g} has no effect, because its mask spares all weights"
+        yield f"decayed      {prefix}no weight{reason if number else ''}"
+
+
+def weight_decay_of(optimizer: Any) -> tuple[str, float]:
+    """Return (name, value) of the argument of an optimizer's config that asks for decay.
+
+    The optimizers inside it are searched too. The value is 0 if there is none.
+    """
+    arguments = optimizer.__arguments__ if isinstance(optimizer, fdl.Buildable) else {}
+    candidates = [
+        (name, float(arguments[name]))
+        for name in _DECAY_ARGUMENTS
+        if isinstance(arguments.get(name), (int, float))
+    ]
+    candidates += map(weight_decay_of, arguments.values())
+    return max(candidates, key=lambda candidate: candidate[1], default=("weight_decay", 0.0))
 
 
 def _count_text(paths: Iterable[Path], params: Mapping[Path, Any]) -> str:

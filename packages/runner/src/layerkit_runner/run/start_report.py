@@ -26,10 +26,11 @@ from layerkit_runner.errors import as_usage_error
 from layerkit_runner.files.text import size_text
 from layerkit_runner.observers import RunInfo, StepWork, peak_flops
 from layerkit_runner.optim.learner import Learner
-from layerkit_runner.optim.weight_selection import integer_paths
+from layerkit_runner.optim.weight_selection import integer_paths, weight_decay_of
 from layerkit_runner.partitioning import PmapPartitioner
 from layerkit_runner.run.job import Job, versions
 from layerkit_runner.step.step_cost import temporary_bytes
+from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_state import FirstState, TrainState
 
 
@@ -105,8 +106,7 @@ def start_lines(
     yield f"parameters   {count:,} ({', '.join(dtypes)} weights)" + (
         f", {trained:,} trained" if trained != count else ""
     )
-    for weights in job.task.decayed_weights(params):
-        yield from weights.lines(flatten_dict(params))
+    yield from weight_decay_lines(job.task, job.resolved.task.train.learner, params)
     yield from rounding_lines(job.task.train.learner, params)
     yield f"partitioner  {job.partitioner.describe()}"
     if padded := job.partitioner.padding_text(job.task):
@@ -131,6 +131,19 @@ def start_lines(
     if not job.options.enable_checkpoint_saving:
         saves = "no checkpoints (--noenable_checkpoint_saving)"
     yield f"writing to   {job.given_directory}; {saves}"
+
+
+def weight_decay_lines(task: SingleTask, learner: Any, params: Any) -> Iterator[str]:
+    """Yield lines about the decayed weights of each optimizer.
+
+    Args:
+      task: Task with the learner.
+      learner: Config of the learner.
+      params: Weights, or their shapes.
+    """
+    optimizers = [learner.optimizer, *(one.optimizer for one in learner.auxiliary_optimizers)]
+    for weights, optimizer in zip(task.decayed_weights(params), optimizers, strict=True):
+        yield from weights.lines(flatten_dict(params), strength=weight_decay_of(optimizer))
 
 
 def rounding_lines(learner: Learner, params: Any) -> Iterator[str]:
