@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from layerkit.base.sharding import model_device
 from layerkit.errors import ConfigError
 from layerkit.ops.moe.grouped_matmul import RowGroups
 from layerkit.ops.moe.slots import no_gradient
@@ -91,15 +92,17 @@ class RowSlices:
       sent: Slices that are sent. Number d·n+j is for expert j of the n experts of device d.
       received: Slices that are received. Number s·n+j is from device s for the receiver's expert j.
       axes: Mesh axes of the devices; static.
+      is_emulated: True to gather the rows of all devices instead of `ragged_all_to_all`; static.
     """
 
     sent: Slices
     received: Slices
     axes: tuple[str, ...] = struct.field(pytree_node=False)
+    is_emulated: bool = struct.field(pytree_node=False)
 
     def reversed(self) -> RowSlices:
         """Return the slices that bring all received rows back to where they came from."""
-        return RowSlices(self.received, self.sent, self.axes)
+        return RowSlices(self.received, self.sent, self.axes, self.is_emulated)
 
 
 def plan_exchange(
@@ -143,7 +146,10 @@ def plan_exchange(
     places = group_starts + jnp.cumsum(sent, axis=0) - sent
     most = -(-(max_received + num_here * (block - 1)) // block) * block
     received = Slices(take_local(places), take_local(sent), take_local(origins), most)
-    slices = RowSlices(Slices(origins[here], sent[here], places[here], num_rows), received, axes)
+    sent_slices = Slices(origins[here], sent[here], places[here], num_rows)
+    # The program could choose by itself, but then has conditionals around collectives.
+    is_emulated = model_device(None).platform == "cpu"
+    slices = RowSlices(sent_slices, received, axes, is_emulated)
     return slices, RowGroups(sizes[here], block, num_rows)
 
 
@@ -158,13 +164,8 @@ def exchange_rows(rows: jax.Array, slices: RowSlices) -> jax.Array:
     Returns:
       `[received rows, dims]`.
     """
-    exchanged: jax.Array = jax.lax.platform_dependent(
-        rows, slices, cpu=_gather_and_take, default=_exchange
-    )
-    return exchanged
-
-
-def _exchange(rows: jax.Array, slices: RowSlices) -> jax.Array:
+    if slices.is_emulated:
+        return _gather_and_take(rows, slices)
     sent, received = slices.sent, slices.received
     empty = jnp.zeros((received.num_rows, rows.shape[1]), rows.dtype)
     sizes = sent.starts, sent.sizes, sent.places, received.sizes
