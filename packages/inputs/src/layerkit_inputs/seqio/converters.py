@@ -12,6 +12,7 @@ Restoring it reads the window again. SeqIO keeps one row open at a time and so p
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -184,29 +185,19 @@ def _number_rows(rows: Sequence[Sequence[Example]]) -> list[list[int]]:
     return [list(range(end - len(row), end)) for row, end in zip(rows, ends, strict=True)]
 
 
+@dataclasses.dataclass
 class Rows:
     """A stream of rows. A row has one example, or several if examples are packed."""
 
-    def __init__(
-        self,
-        source: ExampleSource,
-        row_format: RowFormat,
-        *,
-        window_rows: int,
-        bad_records: BadRecords,
-    ):
-        """Set the stream of examples and the format.
+    source: ExampleSource
+    row_format: RowFormat
+    window_rows: int
+    """Number of rows that are packed together."""
+    bad_records: BadRecords
+    """Policy for examples longer than a row."""
 
-        Args:
-          source: Stream of examples.
-          row_format: Format of the rows.
-          window_rows: Number of rows that are packed together.
-          bad_records: Policy for examples longer than a row.
-        """
-        self._source = source
-        self._format = row_format
-        self._window_rows = window_rows
-        self._bad_records = bad_records
+    def __post_init__(self) -> None:
+        """Start before the first window."""
         self._window: list[list[NumberedExample]] = []
         self._window_begin: dict[str, Any] | None = None
         self._rows_done = 0
@@ -214,12 +205,12 @@ class Rows:
     def position(self) -> dict[str, Any]:
         """Return the position: the start of the open window, and how many of its rows were read."""
         if self._window_begin is None or self._rows_done == len(self._window):
-            return {"examples": self._source.position(), "rows_done": 0}
+            return {"examples": self.source.position(), "rows_done": 0}
         return {"examples": self._window_begin, "rows_done": self._rows_done}
 
     def set_position(self, position: dict[str, Any]) -> None:
         """Restore a position."""
-        self._source.set_position(position["examples"])
+        self.source.set_position(position["examples"])
         self._window, self._window_begin, self._rows_done = [], None, 0
         if position["rows_done"]:
             self._read_window()
@@ -227,7 +218,7 @@ class Rows:
 
     def read(self) -> list[NumberedExample]:
         """Return the examples of the next row; raise StopIteration at the end."""
-        if not self._format.packed:
+        if not self.row_format.packed:
             return [self._read_fitting()]
         if self._rows_done == len(self._window):
             self._read_window()
@@ -235,17 +226,17 @@ class Rows:
         return self._window[self._rows_done - 1]
 
     def _read_window(self) -> None:
-        self._window_begin, self._rows_done = self._source.position(), 0
-        limits = np.array(self._format.limits)
+        self._window_begin, self._rows_done = self.source.position(), 0
+        limits = np.array(self.row_format.limits)
         sizes: list[tuple[int, ...]] = []
         window: list[NumberedExample] = []
         total = np.zeros(len(limits), np.int64)
-        while (total < limits * self._window_rows).all():
+        while (total < limits * self.window_rows).all():
             try:
                 numbered = self._read_fitting()
             except StopIteration:
                 break
-            size = self._format.sizes(numbered.example)
+            size = self.row_format.sizes(numbered.example)
             if any(size):  # an example without tokens is dropped
                 window.append(numbered)
                 sizes.append(size)
@@ -257,11 +248,11 @@ class Rows:
 
     def _read_fitting(self) -> NumberedExample:
         while True:
-            numbered = self._source.read()
-            sizes, limits = self._format.sizes(numbered.example), self._format.limits
+            numbered = self.source.read()
+            sizes, limits = self.row_format.sizes(numbered.example), self.row_format.limits
             if all(size <= limit for size, limit in zip(sizes, limits, strict=True)):
                 return numbered
-            self._bad_records.report(
+            self.bad_records.report(
                 file=f"task {numbered.task.name}",
                 record=numbered.number,
                 problem=f"the example has {sizes} positions, but a row has {limits}. Set "

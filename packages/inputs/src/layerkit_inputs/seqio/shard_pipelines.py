@@ -11,6 +11,7 @@ single examples (`in_chunks=False`), which identifies the bad record.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -63,22 +64,20 @@ class _Datasets(NamedTuple):
     features: Sequence[str]
 
 
+@dataclasses.dataclass
 class ShardPipelines:
     """Pipelines of the shards of one task."""
 
-    def __init__(self, task: Any, options: ReadOptions, *, num_shards: int, buffer_size: int):
-        """Store the options; no file is opened.
+    task: Any
+    """The `seqio.Task`."""
+    options: ReadOptions
+    num_shards: int
+    """Number of parts of its files."""
+    buffer_size: int
+    """Number of examples in the shuffle buffer, if examples are shuffled."""
 
-        Args:
-          task: The `seqio.Task`.
-          options: Options for reading it.
-          num_shards: Number of parts of its files.
-          buffer_size: Number of examples in the shuffle buffer, if examples are shuffled.
-        """
-        self._task = task
-        self._options = options
-        self._num_shards = num_shards
-        self._buffer_size = buffer_size
+    def __post_init__(self) -> None:
+        """Start without pipelines; no file is opened."""
         self._kept: dict[int, _Datasets] = {}
 
     def open(self, shard: int, *, epoch: int, start: int, in_chunks: bool) -> Iterator[Example]:
@@ -91,7 +90,7 @@ class ShardPipelines:
           in_chunks: True to transfer examples in chunks if possible. An error then may come up to
             a chunk early.
         """
-        options = self._options
+        options = self.options
         key = np.random.SeedSequence([options.seed, epoch, shard])
         seed = int(key.generate_state(1)[0] >> 1)
         made = self._datasets_of(shard, seed)
@@ -110,23 +109,23 @@ class ShardPipelines:
         return _run(dataset.skip(start))
 
     def _shuffle(self, dataset: Any, seed: int) -> Any:
-        if not self._options.shuffle:
+        if not self.options.shuffle:
             return dataset
-        return dataset.shuffle(self._buffer_size, seed=seed)
+        return dataset.shuffle(self.buffer_size, seed=seed)
 
     def _datasets_of(self, shard: int, seed: int) -> _Datasets:
         """Return the unshuffled data sets of a shard."""
         if shard in self._kept:
             return self._kept[shard]
-        seqio, options = import_seqio(), self._options
-        one_of_several = self._num_shards > 1
+        seqio, options = import_seqio(), self.options
+        one_of_several = self.num_shards > 1
         with _PIPELINE_LOCK:
             examples = self._checked_task(shard).get_dataset(
                 options.feature_lengths,
                 split=options.split,
                 shuffle=False,  # examples are shuffled later
                 seed=seed,
-                shard_info=seqio.ShardInfo(shard, self._num_shards) if one_of_several else None,
+                shard_info=seqio.ShardInfo(shard, self.num_shards) if one_of_several else None,
                 num_epochs=1,
                 trim_output_features=options.trim_output_features,
                 try_in_mem_cache=False,
@@ -142,14 +141,12 @@ class ShardPipelines:
 
         Otherwise a file that was cut between two records would look like a shorter file.
         """
-        source, task = self._task.source, copy.copy(self._task)
+        source, task = self.task.source, copy.copy(self.task)
         if not isinstance(source, import_seqio().TfdsDataSource):
             return task
-        files = source.tfds_dataset.files(self._options.split)
+        files = source.tfds_dataset.files(self.options.split)
         takes = [file.take for file in files]
-        expected = sum(
-            takes[shard :: self._num_shards] if self._num_shards <= len(files) else takes
-        )
+        expected = sum(takes[shard :: self.num_shards] if self.num_shards <= len(files) else takes)
         check = import_tensorflow().data.experimental.assert_cardinality(expected)
         counted = copy.copy(source)
         counted.get_dataset = lambda **arguments: source.get_dataset(**arguments).apply(check)
@@ -159,9 +156,9 @@ class ShardPipelines:
     def _features_in_chunks(self, specs: Any) -> Sequence[str]:
         """Return the features to read in chunks, or none if examples cannot be read in chunks."""
         tensor_spec = import_tensorflow().TensorSpec
-        if self._options.whole_examples or not isinstance(specs, Mapping):
+        if self.options.whole_examples or not isinstance(specs, Mapping):
             return ()
-        features = [name for name in self._options.feature_lengths if name in specs]
+        features = [name for name in self.options.feature_lengths if name in specs]
         for spec in (specs[name] for name in features):
             if not isinstance(spec, tensor_spec) or spec.shape.rank != 1:
                 return ()
