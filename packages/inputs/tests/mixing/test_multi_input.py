@@ -62,7 +62,7 @@ def test_batches_of_4_and_6_have_an_outer_batch_of_2():
     assert batch.web.ids[..., 0].tolist() == [[0, 1], [2, 3]]
     assert batch.books.ids[..., 0].tolist() == [[100, 101, 102], [103, 104, 105]]
     assert batch.web.ids.shape == (2, 2, 2) and batch.books.ids.shape == (2, 3, 2)
-    assert source.component("web").batch_size == 4
+    assert source._components["web"].batch_size == 4
 
 
 @pytest.mark.parametrize("mode", ["training", "epoch", "rolling"])

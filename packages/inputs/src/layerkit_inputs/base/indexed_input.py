@@ -56,17 +56,8 @@ def window_shuffled_rows(
     """Return the rows at some places of an epoch's order in which each window is contiguous.
 
     The first row of the first window differs between epochs, so their windows differ. The remaining
-    rows, fewer than a window, are last.
-
-    Args:
-      places: int `[places]`, each in `[0, num_rows)`.
-      num_rows: Rows of the epoch, at most 2**62.
-      window: Number of consecutive rows of a window. The last row is followed by the first.
-      seed: Integer in `[0, 2**64)`.
-      epoch: Integer in `[0, 2**64)`.
-
-    Returns:
-      int64 `[places]`. All places together give each row exactly once.
+    rows, fewer than a window, are last. `window` is the number of consecutive rows of a window, in
+    which the last row is followed by the first. The rest is as in `shuffled_rows`.
     """
     places = np.asarray(places, np.int64)
     keys = _random_keys(seed, epoch)

@@ -5,17 +5,9 @@ This module imports Grain at once.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import grain
-
-
-class _Rows(Protocol):
-    """Rows by number."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, row: int, /) -> Any: ...
 
 
 class RowGroupDataset(grain.IterDataset):
@@ -24,8 +16,8 @@ class RowGroupDataset(grain.IterDataset):
     It replaces `to_iter_dataset` of a `grain.MapDataset`.
     """
 
-    def __init__(self, rows: _Rows):
-        """Set the rows to read, with None for rows to skip."""
+    def __init__(self, rows: Any):
+        """Set the rows to read by number, with None for rows to skip."""
         super().__init__()
         self._rows = rows
 
@@ -37,7 +29,7 @@ class RowGroupDataset(grain.IterDataset):
 class RowGroupIterator(grain.DatasetIterator):
     """A Grain iterator of rows whose state is the number of the next row."""
 
-    def __init__(self, rows: _Rows):
+    def __init__(self, rows: Any):
         """Set the rows and start at the first."""
         super().__init__()
         self._rows = rows

@@ -39,10 +39,6 @@ class CompositeInput(BaseInput):
         """Records that components skipped because they could not read them."""
         return sum(component.num_skipped for component in self._components.values())
 
-    def component(self, name: str) -> BaseInput:
-        """Return a built component by name; reading from it advances the stream of this input."""
-        return self._components[name]
-
     def describe_data(self) -> list[str]:
         """Return the lines of every component, after its name."""
         return [

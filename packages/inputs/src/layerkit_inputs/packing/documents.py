@@ -169,13 +169,7 @@ class Documents:
         *,
         num_inputs: np.ndarray | None = None,
     ) -> Documents:
-        """Return the documents of a stream.
-
-        Args:
-          ids: Ids of all documents, concatenated.
-          sizes: Number of ids of each document, int64 `[documents]`, at least 1.
-          num_inputs: Number of predictions of inputs of each document, int64 `[documents]`.
-        """
+        """Return the documents of a stream, of `sizes` ids each, int64 `[documents]`."""
         sizes = np.asarray(sizes, np.int64)
         stops = np.cumsum(sizes)
         return cls(ids, stops - sizes, np.cumsum(sizes - 1), num_inputs)

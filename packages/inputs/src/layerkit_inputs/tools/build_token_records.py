@@ -299,19 +299,16 @@ class _Progress:
 
     def end(self, about: About, bad: BadRecords) -> None:
         """Report the splits and the skipped documents."""
-        lines = [self._line()]
+        self._say(self._line())
         for name, split in about.splits.items():
-            lines.append(
-                f"{name}: {split.num_documents:,} documents, {split.num_predictions:,} "
-                f"predictions, {len(split.shards)} shards"
-            )
+            counts = f"{split.num_documents:,} documents, {split.num_predictions:,} predictions"
+            self._say(f"{name}: {counts}, {len(split.shards)} shards")
         if self._num_empty:
-            lines.append(f"skipped: {self._num_empty:,} documents with nothing to predict")
+            self._say(f"skipped: {self._num_empty:,} documents with nothing to predict")
         if bad.num_skipped:
-            lines.append(f"skipped: {bad.num_skipped:,} documents that cannot be read, such as")
-            lines += [f"  {problem}" for problem in bad.first]
-        for line in lines:
-            self._say(line)
+            self._say(f"skipped: {bad.num_skipped:,} documents that cannot be read, such as")
+            for problem in bad.first:
+                self._say(f"  {problem}")
 
     def _line(self) -> str:
         return (
