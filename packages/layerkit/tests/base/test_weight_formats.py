@@ -27,7 +27,7 @@ def stored(w, text, contracted=(0,)):
         jnp.asarray(w),
         kind=form.kind,
         scale_shape=form.scale_shape(w.shape, contracted),
-        packed_axis=form.packed_axis(w.shape, contracted),
+        packed_axis=None if form.kind == "int8" else contracted[-1],
     )
 
 

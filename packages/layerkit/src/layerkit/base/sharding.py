@@ -155,7 +155,7 @@ class BoundSharding:
             for axis in self.rules.mesh_axes(name):
                 owner = f"sharding rule {name}"
                 check_choice(owner, (*mesh_axes, *STANDARD_MESH_AXES), **{"mesh axis": axis})
-        length, residual = self._split_axes("length"), self._split_axes("residual_length")
+        length, residual = self.split_axes("length"), self.split_axes("residual_length")
         if "residual_length" in dict(self.rules.table):
             expected = f"axes that begin with those of length, {length}"
             starts_with = residual[: len(length)] == length
@@ -218,7 +218,7 @@ class BoundSharding:
     def num_shards(self, name: str) -> int:
         """Return the number of parts of a logical axis; 1 for a name without a rule."""
         sizes = {} if self.mesh is None else dict(self.mesh.shape)
-        return math.prod(sizes[axis] for axis in self._split_axes(name))
+        return math.prod(sizes[axis] for axis in self.split_axes(name))
 
     def is_split(self, name: str) -> bool:
         """Return whether arrays are split along a logical axis; False for a name without a rule."""
@@ -232,7 +232,7 @@ class BoundSharding:
             raise ConfigError(owner="BoundSharding", field="mesh", value=None, expected="a mesh")
         return NamedSharding(self.mesh, self.spec(axes, shape=shape, owner=owner))
 
-    def _split_axes(self, name: str) -> tuple[str, ...]:
+    def split_axes(self, name: str) -> tuple[str, ...]:
         """Return the mesh axes, larger than 1, of a logical axis; none for one without a rule."""
         if self.mesh is None or name not in dict(self.rules.table):
             return ()

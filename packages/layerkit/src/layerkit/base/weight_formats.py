@@ -79,25 +79,6 @@ class WeightFormat:
         group = match["group"]
         return cls(match["kind"], None if group is None else int(group))
 
-    def packed_axis(
-        self, shape: tuple[int, ...], contracted: tuple[int, ...], *, owner: str | None = None
-    ) -> int | None:
-        """Return the dimension whose pairs share a byte; None for 8-bit integers.
-
-        Args:
-          shape: Shape of the weight.
-          contracted: Dimensions that are contracted with the inputs.
-          owner: Owner of the weight, for messages.
-
-        Raises:
-          ConfigError: The size of the dimension is odd.
-        """
-        if self.kind == "int8":
-            return None
-        size = shape[contracted[-1]]
-        require(size % 2 == 0, owner, "number of inputs", size, f"an even number for {self.kind}")
-        return contracted[-1]
-
     def scale_shape(
         self, shape: tuple[int, ...], contracted: tuple[int, ...], *, owner: str | None = None
     ) -> tuple[int, ...]:
@@ -228,7 +209,7 @@ def create_stored(
       draw: Function of a key that draws the weight in floats.
 
     Raises:
-      ConfigError: The format is unknown, or the inputs cannot be divided into groups.
+      ConfigError: The format is unknown, or the inputs cannot be divided into groups or pairs.
     """
     owner = f"{layer.path_name}.{name}"
     form = WeightFormat.parse(text, owner=owner)
@@ -237,7 +218,9 @@ def create_stored(
     # The number of groups need not be divisible by a mesh axis.
     axes = tuple(axis if count == size else None for axis, size, count in sizes)
 
-    packed = form.packed_axis(weight.shape, weight.contracted_dims, owner=owner)
+    packed = None if form.kind == "int8" else weight.contracted_dims[-1]
+    size, expected = weight.shape[packed or 0], f"an even number for {form.kind}"
+    require(packed is None or size % 2 == 0, owner, "number of inputs", size, expected)
 
     def rounded(box: WeightBox) -> StoredWeight:
         return quantize(box.value, kind=form.kind, scale_shape=shape, packed_axis=packed)

@@ -222,10 +222,42 @@ def find_sources(ours: Collection[str], praxis: Collection[str]) -> dict[str, We
       ours: Names of the weights of a LanguageModel of this library, without `params/`.
       praxis: Names of the weights of the model in Praxis, without `params/`.
     """
-    layers = _praxis_layers(praxis)
-    pattern_length = 1 + max((_block_of(name) for name in ours), default=0)
-    names = frozenset(ours)
-    sources = {name: _source(name, names, praxis, layers, pattern_length) for name in ours}
+    # The full names of each weight of a layer, by the index of the layer in a repetition. A weight
+    # need not exist in all layers.
+    layers: dict[str, dict[int, str]] = {}
+    matches = [match for name in praxis if (match := _PRAXIS_LAYER.fullmatch(name))]
+    for match in sorted(matches, key=lambda match: int(match["index"])):
+        layers.setdefault(match["name"], {})[int(match["index"])] = match[0]
+    # Number of layers of a repetition, or of all layers if nothing repeats.
+    period = 1 + max((int(match["index"]) for match in matches), default=0)
+    parts = ("pipeline/body/", "repeat/sub/")
+    repeats = any(part in match[0] for match in matches for part in parts)
+    our_layers = {name: match for name in ours if (match := _OUR_LAYER.fullmatch(name))}
+    pattern_length = 1 + max(map(_block_of, our_layers.values()), default=0)
+
+    def source_of_layer(match: re.Match[str], weight: PraxisWeight) -> WeightSource | None:
+        names = layers[weight.name]
+        if match["stacked"] is None:
+            layer = int(match["index"])
+            repetition, index = divmod(layer, period) if repeats else (0, layer)
+            held = slice(repetition, repetition + 1)
+            return WeightSource((names[index],), weight, layers=held) if index in names else None
+        block, held = _block_of(match), slice(None)
+        if repeats and period % pattern_length:  # All layers are alike.
+            full_names, held = tuple(names.values()), slice(block, None, pattern_length)
+        else:
+            full_names = tuple(n for i, n in names.items() if i % pattern_length == block)
+        source = WeightSource(full_names, weight, is_stacked=True, layers=held)
+        return source if full_names else None
+
+    sources: dict[str, WeightSource | None] = {}
+    for name in ours:
+        known = layers if name in our_layers else praxis
+        weight = next((w for w in _choices(name, ours) if w.name in known), None)
+        if weight is not None and name in our_layers:
+            sources[name] = source_of_layer(our_layers[name], weight)
+        elif weight is not None:
+            sources[name] = WeightSource((weight.name,), weight)
     return {name: source for name, source in sources.items() if source is not None}
 
 
@@ -248,39 +280,9 @@ def axis_order(params: Mapping[str, Any]) -> dict[str, Any]:
     return unflatten_dict(orders, sep="/")
 
 
-class _PraxisLayers(NamedTuple):
-    """The weights of the layers of Praxis.
-
-    Attributes:
-      names: For each weight of a layer its full names, by the index of the layer in a repetition.
-        A weight need not exist in all layers.
-      period: Number of layers of a repetition; of all layers if nothing repeats.
-      repeats: True if each name holds the weights of several layers.
-    """
-
-    names: dict[str, dict[int, str]]
-    period: int
-    repeats: bool
-
-
-def _praxis_layers(praxis: Collection[str]) -> _PraxisLayers:
-    names: dict[str, dict[int, str]] = {}
-    matches = [match for name in praxis if (match := _PRAXIS_LAYER.fullmatch(name))]
-    for match in sorted(matches, key=lambda match: int(match["index"])):
-        names.setdefault(match["name"], {})[int(match["index"])] = match[0]
-    period = 1 + max((int(match["index"]) for match in matches), default=0)
-    parts = ("pipeline/body/", "repeat/sub/")
-    return _PraxisLayers(
-        names, period, any(part in match[0] for match in matches for part in parts)
-    )
-
-
-def _block_of(name: str) -> int:
-    """Return the index in the repeated pattern of a stacked weight."""
-    match = _OUR_LAYER.fullmatch(name)
-    if match is None or match["stacked"] is None or match["index"] is None:
-        return 0
-    return int(match["index"])
+def _block_of(match: re.Match[str]) -> int:
+    """Return the index in the repeated pattern of a weight of a layer; 0 if it is not stacked."""
+    return int(match["index"] or 0) if match["stacked"] is not None else 0
 
 
 def _choices(name: str, ours: Collection[str]) -> tuple[PraxisWeight, ...]:
@@ -294,39 +296,3 @@ def _choices(name: str, ours: Collection[str]) -> tuple[PraxisWeight, ...]:
     # A layer with a norm before and one after a branch is of `primer_hybrid`.
     has_both = "_post_norm/" in name and name.replace("_post_norm/", "_norm/") in ours
     return choices[:1] if has_both else choices
-
-
-def _source(
-    name: str,
-    ours: Collection[str],
-    praxis: Collection[str],
-    layers: _PraxisLayers,
-    pattern_length: int,
-) -> WeightSource | None:
-    match = _OUR_LAYER.fullmatch(name)
-    for weight in _choices(name, ours):
-        if match is None:
-            if weight.name in praxis:
-                return WeightSource((weight.name,), weight)
-        elif weight.name in layers.names:
-            names = layers.names[weight.name]
-            if match["stacked"] is None:
-                layer = int(match["index"])
-                repetition, index = divmod(layer, layers.period) if layers.repeats else (0, layer)
-                if index not in names:
-                    return None
-                held = slice(repetition, repetition + 1)
-                return WeightSource((names[index],), weight, layers=held)
-            block, held = _block_of(name), slice(None)
-            if layers.repeats and layers.period % pattern_length:  # All layers are alike.
-                full_names, held = tuple(names.values()), slice(block, None, pattern_length)
-            else:
-                full_names = tuple(
-                    n for index, n in names.items() if index % pattern_length == block
-                )
-            return (
-                WeightSource(full_names, weight, is_stacked=True, layers=held)
-                if full_names
-                else None
-            )
-    return None

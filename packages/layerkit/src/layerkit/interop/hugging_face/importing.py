@@ -6,6 +6,7 @@ one block of a tensor at a time. A block belongs to a single layer, even if the 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import pathlib
@@ -289,7 +290,7 @@ def _stored_pieces(source: SafetensorsFolder, family: Family, anatomy: Anatomy) 
         others = [copy for copy, original in copies.items() if original == name]
         return plain if plain in present else [*others, family.stand_ins.get(name, plain)][0]
 
-    pieces = [piece.renamed(stored(piece.name)) for piece in pieces]
+    pieces = [dataclasses.replace(piece, name=stored(piece.name)) for piece in pieces]
     originals = {name: stored(of) for name, of in copies.items() if stored(of) != name}
     problems = _differences(source, family, anatomy, pieces, copies=originals)
     if problems:

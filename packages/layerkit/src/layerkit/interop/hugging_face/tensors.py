@@ -80,10 +80,6 @@ class Piece:
         """Shape of the part within the tensor."""
         return self.layout.their_shape(self.shape)
 
-    def renamed(self, name: str) -> Piece:
-        """Return the piece with another name of its tensor."""
-        return dataclasses.replace(self, name=name)
-
 
 @dataclasses.dataclass(frozen=True)
 class Anatomy:

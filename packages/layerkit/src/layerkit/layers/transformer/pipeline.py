@@ -365,10 +365,7 @@ class Pipeline(BaseLayer):
     def _stage_mesh_axes(self) -> tuple[str, ...] | None:
         """Return the mesh axes that shard the stages, for the constraints of inner layers."""
         sharding = self.inherited("sharding")
-        if sharding is None or not sharding.is_split("stage"):
-            return None
-        axes = sharding.rules.mesh_axes("stage")
-        return tuple(axis for axis in axes if sharding.mesh.shape.get(axis, 1) > 1)
+        return None if sharding is None else sharding.split_axes("stage") or None
 
     # Checks.
 

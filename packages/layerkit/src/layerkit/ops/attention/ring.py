@@ -93,8 +93,7 @@ class _Ring:
     @property
     def axes(self) -> tuple[str, ...]:
         """Mesh axes of the ring, the slowest first in the order of shards."""
-        axes = self.sharding.spec(("length",))[0]
-        return (axes,) if isinstance(axes, str) else axes
+        return self.sharding.split_axes("length")
 
     @property
     def queries(self) -> PartitionSpec:

@@ -182,9 +182,9 @@ def run_on_mesh(
             weight_specs[name] = sharding.spec(axes, shape=w.shape, owner=f"{owner}.{name}")
     token_axes = _axes_of(token_spec, 0), _axes_of(token_spec, 1)
     all_token_axes = sum(token_axes, ())
-    over_experts = _mesh_axes(sharding, "expert")
+    over_experts = sharding.split_axes("expert")
     # Mesh axes along which devices hold different shards of the hidden dimension, but equal tokens.
-    over_mlp = tuple(a for a in _mesh_axes(sharding, "mlp") if a not in all_token_axes)
+    over_mlp = tuple(a for a in sharding.split_axes("mlp") if a not in all_token_axes)
     split_axes = tuple(a for a in (*all_token_axes, *over_mlp) if a not in over_experts)
     compute = dataclasses.replace(compute, split_axes=split_axes)
     exchanges = False
@@ -281,11 +281,6 @@ def _scatter_sums(output: jax.Array, shared: tuple[Axes, ...]) -> jax.Array:
 def _merge_tokens(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Reshape each array `[..., features]` to `[tokens, features]`."""
     return tuple(array.reshape(-1, array.shape[-1]) for array in arrays)
-
-
-def _mesh_axes(sharding: BoundSharding, name: str) -> Axes:
-    """Return the mesh axes over which a logical axis is split."""
-    return _axes_of(sharding.spec((name,)), 0)
 
 
 def _axes_of(spec: PartitionSpec, dim: int) -> Axes:
