@@ -12,7 +12,6 @@ only when all start it. The exchange uses JAX's coordinator and no device.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import signal
@@ -20,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from layerkit_runner.distributed.cluster import gather_values
 from layerkit_runner.distributed.watchdog import forced_exit, print_error, progress
@@ -129,7 +128,7 @@ class StopSignals:
 
     def agreed_now(self) -> bool:
         """Return whether all processes stop now; all must call this at the same place."""
-        requests = gather_values(dataclasses.astuple(self._take_requests()))
+        requests = gather_values(self._take_requests())
         return self._meet(Requests(*map(max, zip(*requests, strict=True))))
 
     def _meet(self, requests: Requests | None) -> bool:
@@ -275,8 +274,7 @@ class Interrupts(StopSignals):
             print("interrupted: " + self._leaving, file=sys.stderr, flush=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class Requests:
+class Requests(NamedTuple):
     """Requests of signals to the processes: the number of the one to stop, or 0; and to save."""
 
     stop: int = 0
@@ -381,7 +379,7 @@ class StopAgreement:
 
     def _publish(self) -> None:
         if self._requests is not None and not self._is_published:
-            answer = json.dumps([self._started, *dataclasses.astuple(self._requests)])
+            answer = json.dumps([self._started, *self._requests])
             # A failed attempt may have stored the value.
             key = f"{_KEY}/{self._round}/{self._process}"
             self._store.key_value_set(key, answer, allow_overwrite=True)

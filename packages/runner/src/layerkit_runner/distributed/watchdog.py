@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn
 
 _SECONDS_TO_WRITE = 2.0
 _SECONDS_TO_LEAVE = 10.0
@@ -38,18 +38,8 @@ class Identity:
         return f"process {self.process} of {self.num_processes} (host {self.host}, pid {self.pid})"
 
 
-class PeersLike(Protocol):
-    """The other processes of the job, as the exit of this process needs them."""
-
-    def confirm_all_alive(self) -> None:
-        """Return if no other process is lost; otherwise end this process and name the lost one."""
-
-    def leave(self, reason: str) -> None:
-        """Report the reason of this process's end to the others, unless it is empty."""
-
-
 _callbacks: list[Callable[[], None]] = []
-_peers: PeersLike | None = None
+_peers: Any = None  # `Peers` of a job of several processes
 
 
 def finished_within(seconds: float, act: Callable[[], object]) -> bool:
@@ -78,8 +68,8 @@ def run_before_forced_exit(callback: Callable[[], None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reporting_to(peers: PeersLike) -> Iterator[None]:
-    """Report the reason to the other processes if this one ends inside the block."""
+def reporting_to(peers: Any) -> Iterator[None]:
+    """Report the reason to the others of `Peers` if this process ends inside the block."""
     global _peers
     _peers = peers
     try:
