@@ -31,6 +31,10 @@ from layerkit.errors import ConfigError
 # Names of the Flax collections that layers report to.
 SUMMARIES = "summaries"
 SUMMARY_ARRAYS = "summary_arrays"
+AUX_LOSS = "aux_loss"
+AUX_MEANS = "aux_loss_means"
+STEP_TOTALS = "step_totals"
+REPORTS = (AUX_LOSS, AUX_MEANS, STEP_TOTALS, SUMMARIES, SUMMARY_ARRAYS)
 
 Kind = Literal["scalar", "histogram", "image"]
 KINDS: tuple[Kind, ...] = ("scalar", "histogram", "image")
@@ -162,12 +166,6 @@ def _images(value: jax.Array, *, owner: str) -> jax.Array:
     return jnp.round(jnp.clip(images.astype(jnp.float32), 0.0, 1.0) * 255).astype(jnp.uint8)
 
 
-# Names of the Flax collections that layers report to.
-AUX_LOSS = "aux_loss"
-AUX_MEANS = "aux_loss_means"
-STEP_TOTALS = "step_totals"
-REPORTS = (AUX_LOSS, AUX_MEANS, STEP_TOTALS, SUMMARIES, SUMMARY_ARRAYS)
-
 Rule = Callable[[jax.Array, jax.Array], jax.Array]
 """Function `(value, total) -> value` of a variable; both may have leading axes of layers."""
 
@@ -227,8 +225,8 @@ class StepTotal(struct.PyTreeNode):
 
 
 def is_report(leaf: Any) -> bool:
-    """Return whether a leaf of a collection is an `AuxLoss` or a `StepTotal`."""
-    return isinstance(leaf, AuxLoss | StepTotal)
+    """Return whether a leaf of a collection is an `AuxLoss`, a `StepTotal` or a `Summary`."""
+    return isinstance(leaf, AuxLoss | StepTotal | Summary)
 
 
 def sow_aux_loss(layer: Any, name: str, factors: Sequence[Any], *, weight: Any) -> None:
@@ -291,14 +289,11 @@ def combine_reports(
             combined = parts.merged(axis=1)
         return combined if is_circular else jax.tree.map(lambda leaf: leaf[0], combined)
 
-    def is_merged(leaf: Any) -> bool:
-        return isinstance(leaf, AuxLoss | StepTotal | Summary)
-
     return {
         name: jax.tree.map(
             functools.partial(combine, is_mean=name in (AUX_LOSS, SUMMARIES)),
             tree,
-            is_leaf=is_merged,
+            is_leaf=is_report,
         )
         for name, tree in reports.items()
     }
@@ -323,11 +318,8 @@ def warn_of_unset_train(layer: Any, *, collection: str) -> None:
         return
     if not layer.is_mutable_collection(collection) or layer.is_initializing():
         return
-    root = layer
-    while hasattr(root.parent, "path_name"):
-        root = root.parent
     warnings.warn(
-        f"{root.path_name}: train=None while {collection!r} is mutable, as it is in training."
+        f"{layer._root().path_name}: train=None while {collection!r} is mutable, as in training."
         " Dropout and noise are off, as in evaluation. Apply model.clone(train=True) to train, or"
         " model.clone(train=False) to evaluate.",
         stacklevel=3,

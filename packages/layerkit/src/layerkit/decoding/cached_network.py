@@ -54,13 +54,11 @@ class CachedPrompts(NamedTuple):
           ConfigError: The decoder draws but has no random key, or the network has fewer positions
             than tokens.
         """
-        decoder, extend, cache, prompts, axes, parts = self
-        return extend_prompts(decoder, extend, cache, prompts, cache_axes=axes, row_parts=parts)
+        return extend_prompts(**self._asdict())
 
     def start(self) -> SampledRows:
         """Return the rows before their first token, which `advance_rows` continues."""
-        decoder, extend, cache, prompts, _, parts = self
-        return start_prompts(decoder, extend, cache, prompts, row_parts=parts)
+        return start_prompts(*self[:4], row_parts=self.row_parts)
 
 
 def cache_prompts(
