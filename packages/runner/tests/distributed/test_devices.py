@@ -8,9 +8,11 @@ import os
 import platform
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from jaxlib.xla_client import generate_pjrt_gpu_plugin_options
 
@@ -110,6 +112,13 @@ def test_profile_sets_its_scheduler_and_requires_a_file_and_a_gpu(raises, tmp_pa
     check_devices(options, H100)
     with raises(UsageError, field="--pgle_profile", value=str(path)):
         check_devices(RunOptions(pgle_profile=str(path)), V5P)
+
+
+def test_profiling_by_jax_itself_is_an_error(raises, monkeypatch: pytest.MonkeyPatch):
+    config = types.SimpleNamespace(jax_enable_pgle=True)
+    monkeypatch.setattr(jax, "config", config)
+    with raises(UsageError, field="JAX_ENABLE_PGLE", value="true"):
+        check_devices(RunOptions(), H100)
 
 
 @pytest.mark.parametrize("preset", ["gpu_pipelined_collectives", "gpu_nvidia_pax"])

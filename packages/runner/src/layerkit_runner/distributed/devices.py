@@ -190,7 +190,7 @@ def set_compiler_flags(
     options: RunOptions, environment: MutableMapping[str, str] = os.environ
 ) -> None:
     """Put the selected flags into the environment, before any device is used."""
-    for variable, flags in _chosen(options):
+    for variable, flags in _chosen(options).items():
         environment[variable] = " ".join([*flags, environment.get(variable, "")]).strip()
 
 
@@ -227,7 +227,12 @@ def _computes_on_cpu() -> bool:
 
 
 def check_devices(options: RunOptions, device_kind: str) -> None:
-    """Raise `UsageError` if the preset or the profile does not apply to devices of this kind."""
+    """Raise `UsageError` for a preset or profile of other devices, or for JAX's own profiling."""
+    import jax
+
+    if getattr(jax.config, "jax_enable_pgle", False):
+        expected = "false, since a step is compiled once; see --pgle_profile in docs/profiling.md"
+        raise UsageError(field="JAX_ENABLE_PGLE", value="true", expected=expected)
     preset = options.xla_flags_preset
     if preset is not None:
         fitting = [
@@ -249,11 +254,11 @@ def check_devices(options: RunOptions, device_kind: str) -> None:
 
 def flag_lines(options: RunOptions) -> Iterator[str]:
     """Yield lines of the start report: each environment variable with its flags."""
-    for variable, flags in _chosen(options):
+    for variable, flags in _chosen(options).items():
         yield f"{variable} {' '.join(flags)}"
 
 
-def _chosen(options: RunOptions) -> Iterator[tuple[str, list[str]]]:
+def _chosen(options: RunOptions) -> dict[str, list[str]]:
     chosen: dict[str, list[str]] = {}
     if options.xla_flags_preset is not None:
         preset = PRESETS[options.xla_flags_preset]
@@ -270,7 +275,7 @@ def _chosen(options: RunOptions) -> Iterator[tuple[str, list[str]]]:
         ]
         flags = chosen.setdefault(_GPU, [])
         flags += [flag for flag in guided if flag not in flags]
-    yield from chosen.items()
+    return chosen
 
 
 def enable_compilation_cache(flag: str | None) -> None:
