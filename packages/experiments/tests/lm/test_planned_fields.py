@@ -129,13 +129,6 @@ def test_plan_follows_fprop_dtype():
 
 
 @pytest.mark.experiments
-def test_fprop_dtype_if_the_compiler_computes_in_float32():
-    bfloat16, float32 = planned(), planned(FPROP_DTYPE="float32")
-    assert any("bfloat16" in note for note in bfloat16["notes"])
-    assert not any("bfloat16" in note for note in float32["notes"])
-
-
-@pytest.mark.experiments
 def test_full_checkpoint_policy_keeps_only_the_inputs_of_layers():
     rows, length, dims = 8, 2048, 768
     fields = {
