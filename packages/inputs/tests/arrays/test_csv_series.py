@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from layerkit_inputs import CsvSeries
-from layerkit_inputs.base.errors import BadRecordError
+from layerkit_inputs.base.errors import BadRecordError, MissingFileError
 from layerkit_inputs.base.host_batches import spec_of
 from layerkit_inputs.testing import laws
 
@@ -64,6 +64,12 @@ def test_file_without_a_window_is_an_error(raises, tmp_path, text):
     file.write_text(text)
     with raises(ValueError, field="window_length", value=2):
         list(CsvSeries(path=str(file), window_length=2, batch_size=1).eval_batches())
+
+
+def test_missing_file_is_named_with_its_field(raises, tmp_path):
+    source = CsvSeries.HParams.config(path=str(tmp_path), batch_size=2).Instantiate()
+    with raises(MissingFileError, field="path", value=str(tmp_path)):
+        source.get_next()
 
 
 def test_windows_are_consecutive_values_of_one_column(path):

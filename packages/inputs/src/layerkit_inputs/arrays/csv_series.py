@@ -21,7 +21,7 @@ from etils import epath
 
 from layerkit.config.checks import check_choice, require
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.errors import BadRecordError
+from layerkit_inputs.base.errors import BadRecordError, MissingFileError
 from layerkit_inputs.base.indexed_input import IndexedInput
 
 
@@ -76,7 +76,11 @@ class CsvSeries(SeriesInput):
     @functools.cached_property
     def _values(self) -> np.ndarray:
         """Values float32 `[series, time]`, NaN where a cell is empty."""
-        with epath.Path(self.path).open() as file:
+        path = epath.Path(self.path)
+        if not path.is_file():
+            problem = "file not found"
+            raise MissingFileError(problem, owner=self._label, field="path", value=self.path)
+        with path.open() as file:
             reader = csv.reader(file)
             header = next(reader, [])
             header[:1] = [name.removeprefix("\ufeff") for name in header[:1]]  # Excel writes it
