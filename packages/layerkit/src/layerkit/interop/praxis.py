@@ -172,8 +172,12 @@ class WeightSource:
     is_stacked: bool = False
     layers: slice | None = None
 
-    def view(self, open_array: Callable[[str], ts.TensorStore], like: Shape) -> ts.TensorStore:
+    def view(
+        self, open_array: Callable[[str], ts.TensorStore], like: Shape
+    ) -> ts.TensorStore | None:
         """Return the weight as a view of the stored arrays; a read of a block reads no more.
+
+        The value is None if Praxis has no such layer.
 
         Args:
           open_array: Function that opens a weight of Praxis, `[...layers, (parts), ...]`.
@@ -205,6 +209,8 @@ class WeightSource:
         if self.layers is None:
             return stacked[0]
         numbers = np.arange(math.prod(stacked.shape[:first]))[self.layers]
+        if not numbers.size:
+            return None
         over_layers: Shape = like[: len(like) - len(order)] if self.is_stacked else ()
         if self.is_stacked and math.prod(over_layers) != numbers.size:
             over_layers = numbers.shape

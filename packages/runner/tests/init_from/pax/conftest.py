@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import json
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,7 @@ def run_of(
     mesh: tuple[int, int, int] = (1, 1, 1),
     edit: Mapping[str, Any] | None = None,
     optimizer: Config | None = None,
+    draw: Sequence[str] = (),
     **source: Any,
 ) -> tuple[Partitioner, SingleTask]:
     """A started partitioner, and a task with Pax's learner that starts from a source.
@@ -103,7 +104,7 @@ def run_of(
     task = SingleTask.HParams.config(
         model=config, train=TrainHParams.HParams.config(learner=learner)
     ).Instantiate()
-    task.initial_weights = InitFrom(sources=[Source(**source)])
+    task.initial_weights = InitFrom(sources=[Source(**source)], draw=draw)
     partitioner = SpmdPartitioner(ici_mesh_shape=list(mesh))
     partitioner.start(jax.devices()[: int(np.prod(mesh))])
     partitioner.bind(task)

@@ -72,6 +72,16 @@ def test_differences_name_weights_and_shapes_of_both_sides(pax: Any):
         assert line in text
 
 
+def test_layers_that_the_checkpoint_lacks_are_drawn_or_named(pax: Any):
+    with pytest.raises(UsageError, match=r"stack/layers_2/attention/query/w .*: not in "):
+        pax.plan("stacked_zarr", "unstacked", num_layers=3)
+    state = pax.plan("stacked_zarr", "unstacked", num_layers=3, draw=[r".*/layers_2/.*"])().state
+    stacked = pax.plan("stacked_zarr")().state
+    stored, read = (x.params["lm"]["stack"] for x in (stacked, state))
+    up = stored["repeat"]["sub"]["feed_forward"]["up"]["w"][1]
+    np.testing.assert_array_equal(read["layers_1"]["feed_forward"]["up"]["w"], up)
+
+
 @pytest.mark.parametrize("kept", [0, 100, 5_000, 20_000])
 def test_truncated_msgpack_file_is_an_error(pax: Any, tmp_path: Path, kept: int):
     folder = copied(pax, "unstacked_flax", tmp_path)

@@ -175,11 +175,12 @@ class StoredPax:
         name, like = source.names[0], self._like.get(path) or self._like[PARAMS, *path[1:]]
         try:
             view = source.view(open_array or self._open, tuple(like.shape))
-        except ValueError as error:
+        except (ValueError, IndexError) as error:
             raise DamagedCheckpointError(
                 str(error), owner=self.label, field=name, value=list(self._shapes[name])
             ) from error
-        self._values[path] = _View(view, name, correction)
+        if view is not None:
+            self._values[path] = _View(view, name, correction)
 
     def _stored(self, source: WeightSource, names: Mapping[str, str]) -> WeightSource:
         """Return a source with the names of the stored arrays."""
