@@ -198,10 +198,11 @@ def test_ambiguous_name_raises(raises):
         ("tasks.lm.params.small.Smal", "'lm.small.Small'"),
         ("Wied", "'Wide'"),
         ("lm.small", "'lm.small.Small'"),
+        ("reg_own.smal.Small", "'reg_own.small.Small'"),  # in a package outside the catalogue
     ],
 )
-@pytest.mark.usefixtures("folder")
-def test_unknown_name_suggests_the_nearest(name: str, near: str):
+def test_unknown_name_suggests_the_nearest(folder: Path, name: str, near: str):
+    write(folder, {"reg_own/__init__.py": "", "reg_own/small.py": ""})
     with pytest.raises(UsageError) as caught:
         find_experiment(name)
     assert (caught.value.field, caught.value.value) == ("--exp", name)

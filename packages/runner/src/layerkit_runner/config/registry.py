@@ -176,6 +176,9 @@ def _choices(name: str, index: Mapping[str, ExperimentEntry]) -> list[str]:
     if inside := [inner for inner in names if inner.startswith(f"{name}.")]:
         return inside
     names += [f"{path.stem}.{class_name}" for path in Path.cwd().glob("*.py")]
+    if (spec := _spec(module.partition(".")[0])) is not None:
+        inner = pkgutil.iter_modules(spec.submodule_search_locations or [])
+        names += [f"{spec.name}.{info.name}.{class_name}" for info in inner]
     return names
 
 
