@@ -113,20 +113,7 @@ def name_product(x: jax.Array, *, is_batched: bool) -> jax.Array:
     return named
 
 
-def check_remat_policy(policy: str, *, owner: str) -> None:
-    """Check a policy in `setup`.
-
-    Args:
-      policy: Value of the field `remat`.
-      owner: Name of the layer that has the field.
-
-    Raises:
-      ConfigError: The policy or a name in it is unknown.
-    """
-    _policy(policy, owner=owner)
-
-
-def _policy(policy: str, *, owner: str = "remat") -> Any:
+def check_remat_policy(policy: str, *, owner: str = "remat") -> Any:
     """Return the policy of a name, or of `save:NAME,…;offload:NAME,…`.
 
     Raises:
@@ -162,7 +149,7 @@ def remat(body: Callable[..., Any], policy: str, *, in_scan: bool) -> Callable[.
     if not in_scan:
         body = _order_gradients(body)
     body = _rematerialized(body)
-    return nn.remat(body, policy=_policy(policy), prevent_cse=not in_scan)
+    return nn.remat(body, policy=check_remat_policy(policy), prevent_cse=not in_scan)
 
 
 def is_in_remat() -> bool:
@@ -255,7 +242,9 @@ def remat_in_scan(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
     """
     if policy == "none":
         return body
-    return jax.checkpoint(_rematerialized(body), policy=_policy(policy), prevent_cse=False)
+    return jax.checkpoint(
+        _rematerialized(body), policy=check_remat_policy(policy), prevent_cse=False
+    )
 
 
 ElementWise = Callable[..., jax.Array]
