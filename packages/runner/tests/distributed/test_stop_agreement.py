@@ -44,9 +44,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 class Process:
     """One process: its requests and its agreement."""
 
-    def __init__(self, store: Store, index: int, count: int) -> None:
+    def __init__(self, store: Store, index: int, count: int, *, run: int = 0) -> None:
         self.pending = Requests()
-        self.agreement = StopAgreement(store, index, count, self._take)
+        self.agreement = StopAgreement(store, index, count, self._take, run=run)
 
     def _take(self) -> Requests:
         taken, self.pending = self.pending, Requests()
@@ -158,3 +158,14 @@ def test_request_is_met_after_the_store_failed_for_a_while(store: Store, process
     request(processes, 0, stop=15)
     assert store.failures == 0
     assert all_reach(processes, 2) == [Requests(stop=15)] * 3
+
+
+def test_a_second_run_does_not_meet_the_requests_of_the_first(store: Store):
+    first = Process(store, 0, 1)
+    request([first], 0, stop=15)
+    assert first.agreement.reached(0) == Requests(stop=15)
+    first.agreement.close()
+    second = Process(store, 0, 1, run=1)
+    time.sleep(1.5)  # It looks for requests once a second.
+    assert not second.agreement.is_open
+    second.agreement.close()

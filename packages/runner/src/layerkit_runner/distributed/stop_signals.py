@@ -12,6 +12,7 @@ only when all start it. The exchange uses JAX's coordinator and no device.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -33,6 +34,7 @@ _POLL_SECONDS = 1.0
 _WAIT_SECONDS = 0.05
 _SECONDS_TO_CLOSE = 5.0
 _KEY = "layerkit_runner/stop"
+_runs = itertools.count()
 # Step of a process that has left the loop of steps, after which all ignore a signal.
 _FINISHED = 2**62
 
@@ -118,7 +120,8 @@ class StopSignals:
 
     def agree_by(self, store: Any, process: int, num_processes: int) -> None:
         """Agree with the other processes of a training job on the step for each signal."""
-        self._agreement = StopAgreement(store, process, num_processes, self._take_requests)
+        take = self._take_requests
+        self._agreement = StopAgreement(store, process, num_processes, take, run=next(_runs))
 
     def agreed(self, step: int) -> bool:
         """Return whether all processes stop after `step` steps; must be called after each step."""
@@ -286,11 +289,17 @@ class StopAgreement:
 
     In each round, every process stores the newest step that it has started, and the requests to it.
     The first that does so starts the round for the others. `take_requests` returns and clears the
-    requests to this process.
+    requests to this process. `run` numbers its runs, whose answers stay in the store.
     """
 
     def __init__(
-        self, store: Any, process: int, num_processes: int, take_requests: Callable[[], Requests]
+        self,
+        store: Any,
+        process: int,
+        num_processes: int,
+        take_requests: Callable[[], Requests],
+        *,
+        run: int = 0,
     ) -> None:
         """Start the thread that watches for requests; see the class for the arguments."""
         self._store = store
@@ -298,7 +307,7 @@ class StopAgreement:
         self._num_processes = num_processes
         self._take_requests = take_requests
         self._lock = threading.Lock()
-        self._round = 0
+        self._run, self._round = run, 0
         self._started = 0
         # Requests of this round to this process; None before the round starts.
         self._requests: Requests | None = None
@@ -381,10 +390,10 @@ class StopAgreement:
         if self._requests is not None and not self._is_published:
             answer = json.dumps([self._started, *self._requests])
             # A failed attempt may have stored the value.
-            key = f"{_KEY}/{self._round}/{self._process}"
+            key = f"{_KEY}/{self._run}/{self._round}/{self._process}"
             self._store.key_value_set(key, answer, allow_overwrite=True)
             self._is_published = True
 
     def _published(self) -> list[Any]:
-        answers = self._store.key_value_dir_get(f"{_KEY}/{self._round}/")
+        answers = self._store.key_value_dir_get(f"{_KEY}/{self._run}/{self._round}/")
         return [json.loads(answer) for _, answer in answers]
