@@ -1,4 +1,4 @@
-"""Folders in forms beside the usual one: in 8 bits, or of other libraries."""
+"""Folders in forms beside the usual one: without an index, in 8 bits, or of other libraries."""
 
 from __future__ import annotations
 
@@ -13,10 +13,45 @@ import pytest
 from layerkit.config import build
 from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face import (
+    TensorFileError,
     UnsupportedModelError,
     import_model,
     model_config,
 )
+
+SHARD = "model-{}-of-00002.safetensors"
+
+
+@pytest.fixture
+def split(make_folder, read_tensors):
+    """Return a function that writes a Llama in two files without an index."""
+    numpy = pytest.importorskip("safetensors.numpy")
+
+    def make(*, repeated=()):
+        folder = make_folder("llama")
+        tensors = read_tensors(folder)
+        (folder / "model.safetensors").unlink()
+        first = sorted(tensors)[:10]
+        numpy.save_file({name: tensors[name] for name in first}, folder / SHARD.format("00001"))
+        rest = {name: t for name, t in tensors.items() if name not in first or name in repeated}
+        numpy.save_file(rest, folder / SHARD.format("00002"))
+        return folder
+
+    return make
+
+
+def test_shards_without_an_index_are_read(make_folder, split):
+    whole = import_model(make_folder("llama"))[1]
+    jax.tree.map(np.testing.assert_array_equal, import_model(split())[1], whole)
+
+
+def test_shards_without_an_index_must_be_complete_and_distinct(raises, split):
+    with raises(TensorFileError, value=["lm_head.weight"]):
+        import_model(split(repeated=["lm_head.weight"]))
+    folder = split()
+    (folder / SHARD.format("00001")).unlink()
+    with raises(FileNotFoundError):
+        import_model(folder)
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2])

@@ -65,7 +65,8 @@ class SafetensorsFolder:
 
     Args:
       folder: Folder with `model.safetensors`, or with several files and their index. Each tensor is
-        read from the file that the index names.
+        read from the file that the index names. Files `model-00001-of-00002.safetensors` and so on
+        need no index.
 
     Raises:
       FileNotFoundError: The folder has no such files.
@@ -91,6 +92,8 @@ class SafetensorsFolder:
                 hint = "Download or copy the folder again."
                 problem = f"cannot be read: {error}"
                 raise TensorFileError(problem, owner=str(path), hint=hint) from error
+            if repeated := sorted(self._tensors.keys() & names):
+                raise TensorFileError("in several files", owner=str(path), value=repeated)
             content = np.memmap(path, np.uint8, "r")
             start = 8 + int.from_bytes(content[:8].tobytes(), "little")
             header = json.loads(content[8:start].tobytes())
@@ -127,9 +130,15 @@ def _weight_files(folder: Path) -> Mapping[Path, list[str] | None]:
     """Return the tensors to read from each file of a folder; None stands for all tensors."""
     if (folder / WEIGHTS).is_file():
         return {folder / WEIGHTS: None}
-    if not (folder / INDEX).is_file():
+    files: dict[Path, list[str] | None] = {}
+    if (folder / INDEX).is_file():
+        files.update((folder / file, names) for file, names in _read_index(folder).items())
+    elif shards := sorted(folder.glob("model-?????-of-?????.safetensors")):
+        count = shards[0].name.rpartition("-")[2]
+        numbers = range(1, int(count.partition(".")[0]) + 1)
+        files = {folder / f"model-{number:05d}-of-{count}": None for number in numbers}
+    else:
         raise FileNotFoundError(f"{folder}: expected {WEIGHTS} or {INDEX}.{other_form(folder)}")
-    files = {folder / file: names for file, names in _read_index(folder).items()}
     if missing := [path.name for path in files if not path.is_file()]:
         raise FileNotFoundError(f"{folder}: missing {first_names(missing)}. Download it again.")
     return files
