@@ -26,6 +26,7 @@ from layerkit_runner.checkpointing import CheckpointManager
 from layerkit_runner.checkpointing.handlers import stored_leaves
 from layerkit_runner.checkpointing.stored_state import join, named_leaves
 from layerkit_runner.init_from import InitFrom, Source, plan_first_state
+from layerkit_runner.optim.optimizer_updates import declare_per_layer
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.partitioning.padding import UnevenArray
@@ -50,6 +51,7 @@ def uneven_model(**fields: Any) -> Any:
 EPSILON = 1e-1
 
 
+@declare_per_layer(lambda **_: True)
 def factored_adam(learning_rate: Any) -> optax.GradientTransformation:
     """Moments shaped like the weights (Adam's), and means over their rows and columns."""
     return optax.chain(
@@ -263,14 +265,17 @@ def repeated(**sizes: Any) -> Any:
     return uneven_model(num_layers=2, stack_tpl=stack, **sizes)
 
 
+@declare_per_layer(lambda **_: False)
 def adamw(learning_rate: Any) -> optax.GradientTransformation:
     return optax.adamw(learning_rate, eps=EPSILON, weight_decay=0.1)
 
 
+@declare_per_layer(lambda **_: True)
 def adafactor(learning_rate: Any) -> optax.GradientTransformation:
     return optax.adafactor(learning_rate, min_dim_size_to_factor=4)
 
 
+@declare_per_layer(lambda **_: True)
 def factors_of_same_rank(learning_rate: Any) -> optax.GradientTransformation:
     # In integers, a rounding error that differs between meshes may grow to a whole unit.
     return sharded_adafactor(learning_rate, quantized_dtype="float32", epsilon1_grad_sq_reg=EPSILON)
