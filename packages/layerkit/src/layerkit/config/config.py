@@ -432,7 +432,8 @@ def equal_configs(left: Any, right: Any) -> bool:
             if id(one) in rights or id(other) in lefts:
                 return rights.get(id(one)) == id(other) and lefts.get(id(other)) == id(one)
             rights[id(one)], lefts[id(other)] = id(other), id(one)
-            return _same_target(one, other) and all(
+            has_same_target = type(one) is type(other) and one.__fn_or_cls__ == other.__fn_or_cls__
+            return has_same_target and all(
                 same(_field(one, key), _field(other, key))
                 for key in one.__arguments__.keys() | other.__arguments__.keys()
             )
@@ -443,10 +444,6 @@ def equal_configs(left: Any, right: Any) -> bool:
         return one is other or bool(one == other)
 
     return left is right or same(left, right)
-
-
-def _same_target(one: fdl.Buildable, other: Any) -> bool:
-    return type(one) is type(other) and one.__fn_or_cls__ == other.__fn_or_cls__
 
 
 def _field(config: fdl.Buildable, key: int | str) -> Any:

@@ -56,7 +56,8 @@ def help_text(topic: str | None = None) -> str:
     ]
     modes = {**MODES, **{name: mode.help for name, mode in tools.items()}}
     if topic is None:
-        flags = [(_usage(_ROWS[name]), _first_clause(_ROWS[name].help)) for name in _MOST_USED]
+        rows = (_ROWS[name] for name in _MOST_USED)
+        flags = [(_usage(row), row.help.replace(". ", "; ").partition("; ")[0]) for row in rows]
         overview = _OVERVIEW.format(
             commands=", ".join(words),
             flags="\n".join(table(flags, width=80)),
@@ -143,7 +144,3 @@ def _explained(row: Flag, *, names_modes: bool = True) -> str:
     if row.default is not None and not row.is_switch:
         notes.append(f"default {row.default}")
     return f"{row.help} ({'; '.join(notes)})" if notes else row.help
-
-
-def _first_clause(text: str) -> str:
-    return text.replace(". ", "; ").partition("; ")[0]

@@ -130,9 +130,9 @@ def _weight_files(folder: Path) -> Mapping[Path, list[str] | None]:
     """Return the tensors to read from each file of a folder; None stands for all tensors."""
     if (folder / WEIGHTS).is_file():
         return {folder / WEIGHTS: None}
-    files: dict[Path, list[str] | None] = {}
+    files: Mapping[Path, list[str] | None]
     if (folder / INDEX).is_file():
-        files.update((folder / file, names) for file, names in _read_index(folder).items())
+        files = {folder / file: names for file, names in _read_index(folder).items()}
     elif shards := sorted(folder.glob("model-?????-of-?????.safetensors")):
         count = shards[0].name.rpartition("-")[2]
         numbers = range(1, int(count.partition(".")[0]) + 1)
