@@ -90,7 +90,8 @@ def expected():
     known = {}
 
     def results(fields):
-        key = ("capacity_factor" in fields, "router_tpl" in fields, "use_bias" in fields)
+        names = ("capacity_factor", "router_tpl", "use_bias", "kind")
+        key = tuple(name in fields for name in names)
         if key not in known:
             layer, weights = make(**fields)
             known[key] = jax.jit(everything(layer))(weights, *inputs())

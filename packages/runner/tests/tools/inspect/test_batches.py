@@ -99,14 +99,14 @@ def test_command_shows_every_input_and_writes_nothing(tmp_path, capsys):
         (["--list"], 0, ""),
         pytest.param(
             ["--exp=lm.quickstart.LocalText", "--mode=inspect", "--inspect=batches"],
-            0,
-            "",
+            1,
+            "runner: standard output was closed by its reader; stopped.\n",
             marks=pytest.mark.slow,
         ),
         pytest.param(
             ["--exp=lm.quickstart.LocalText", "--reduced", "--job_log_dir=job"],
             1,
-            "runner: standard output was closed by its reader, so the run has stopped.\n",
+            "runner: standard output was closed by its reader; stopped.\n",
             marks=pytest.mark.slow,
         ),
     ],
