@@ -1,19 +1,26 @@
-"""LanguageModel: a TransformerLm with a loss and a decoder."""
+"""LanguageModel: a TransformerLm with a loss and a decoder, and the prompts of its batches."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+import jax
+import jax.numpy as jnp
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.base_model import NATS_PER_TOKEN, BaseModel, Metrics
 from layerkit.config import Config, instance_field, sub_config_field
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.decoder import Decoder
 from layerkit.decoding.loop import SampleDecoder, SampledRows
 from layerkit.layers.transformer.transformer import drop_none
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.models.weighted_metrics import token_metrics, token_weights
+
+if TYPE_CHECKING:
+    from layerkit.decoding.cached_network import CachedPrompts
 
 
 class LanguageModel(BaseModel):
@@ -87,8 +94,6 @@ class LanguageModel(BaseModel):
           ConfigError: The decoder draws but has no random key, rows are packed, there is padding
             without `prompt_lengths`, or the model has fewer positions than tokens.
         """
-        from layerkit.models.prompt_decoding import prompts_of_batch
-
         return prompts_of_batch(self, self.lm, batch, is_prefix_lm=self.is_prefix_lm).decode()
 
     def start_decoding(self, batch: NestedMap) -> SampledRows:
@@ -96,6 +101,45 @@ class LanguageModel(BaseModel):
 
         `layerkit.decoding.advance_rows` continues them.
         """
-        from layerkit.models.prompt_decoding import prompts_of_batch
-
         return prompts_of_batch(self, self.lm, batch, is_prefix_lm=self.is_prefix_lm).start()
+
+
+def prompts_of_batch(
+    model: Any, lm: TransformerLm, batch: NestedMap, *, is_prefix_lm: bool = False
+) -> CachedPrompts:
+    """Return the prompts of a batch, with an empty cache.
+
+    Args:
+      model: Model with a field `decoder`.
+      lm: Network that continues the prompts, a child of the model.
+      batch: `ids` `[batch, prompt]`, `prompt_lengths` `[batch]` if prompts do not fill their rows,
+        and optionally `max_steps`, `temperature`, `top_k`, `top_p` and
+        `row_ids` `[batch]`; see `Prompts` and `RowOptions`.
+      is_prefix_lm: True if each position of a prompt attends to the whole prompt.
+
+    Raises:
+      ConfigError: Rows are packed, or there is padding without `prompt_lengths`.
+    """
+    from layerkit.decoding.cached_network import cache_prompts  # late: only decoding needs it
+
+    for name in ("segment_ids", "segment_pos"):
+        require(name not in batch, model, name, "packed rows", "a batch with a prompt per row")
+    lengths = batch.get("prompt_lengths")
+    if lengths is None:
+        expected = "the length of each prompt, since the batch has paddings"
+        require("paddings" not in batch, model, "prompt_lengths", None, expected)
+        rows, width = batch.ids.shape
+        lengths = jnp.full((rows,), width, jnp.int32)
+
+    def init_cache(lm: TransformerLm, ids: jax.Array, max_length: int) -> None:
+        lm.init_cache(ids.shape[0], max_length)
+
+    return cache_prompts(
+        model,
+        lm,
+        batch,
+        init_cache=init_cache,
+        inputs=batch.ids,
+        prompts=(batch.ids, lengths),
+        prefix_lengths=lengths if is_prefix_lm else None,
+    )

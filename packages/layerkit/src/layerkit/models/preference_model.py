@@ -26,7 +26,7 @@ from layerkit.config.checks import check_positive, require
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.decoder import Decoder
 from layerkit.decoding.loop import SampleDecoder, SampledRows
-from layerkit.models.prompt_decoding import prompts_of_batch
+from layerkit.models.language_model import prompts_of_batch
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.models.weighted_metrics import example_weights, row_scores
 from layerkit.ops.losses import weighted_mean
