@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import socket
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from layerkit_runner.files.atomic_write import naming_path
 from layerkit_runner.observers.base import DECODE_PREFIX, Histogram, Observer, RunInfo
 
 if TYPE_CHECKING:
-    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.record_writer import RecordWriter
 
 _SECONDS_BETWEEN_FLUSHES = 30
 
@@ -40,7 +41,7 @@ class TensorBoard(Observer):
         """Create the observer without open files."""
         self._summaries: epath.Path | None = None
         self._purge_step: int | None = None
-        self._files: dict[str, EventsWriter] = {}
+        self._files: dict[str, RecordWriter] = {}
         self._next_flush = 0.0
 
     def start(self, info: RunInfo) -> None:
@@ -131,16 +132,17 @@ class TensorBoard(Observer):
             self.flush()
 
     def _new_file(self, folder: str, path: str) -> None:
-        # An `EventsWriter` raises errors, such as those of a full disk, in this thread. In a
+        # A `RecordWriter` raises errors, such as those of a full disk, in this thread. In a
         # `SummaryWriter` they would end its own thread, and adding an event would wait forever.
         # This import takes a second if tensorboardX imports PyTorch.
-        from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import SessionLog
-        from tensorboardX.record_writer import directory_check
+        from tensorboardX.record_writer import RecordWriter, directory_check
 
         directory_check(path)
-        self._files[folder] = EventsWriter(os.path.join(path, "events"), f".{os.getpid()}")
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._files[folder] = RecordWriter(os.path.join(path, name))
         self._next_flush = 0.0  # flush the first event, so that TensorBoard shows the run
+        self._write(folder, file_version="brain.Event:2")
         if self._purge_step is not None:
             restart = SessionLog(status=SessionLog.START)
             self._write(folder, step=self._purge_step, session_log=restart)
@@ -149,7 +151,7 @@ class TensorBoard(Observer):
         from tensorboardX.proto.event_pb2 import Event
 
         with naming_path(self._summaries or ""):
-            self._files[folder].write_event(Event(wall_time=time.time(), **fields))
+            self._files[folder].write(Event(wall_time=time.time(), **fields).SerializeToString())
 
 
 def _tag(name: str) -> str:

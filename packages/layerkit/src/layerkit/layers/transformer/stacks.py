@@ -137,7 +137,7 @@ class StackedTransformer(BaseLayer):
         return self._run_layers("__call__", self.cast(x), droppath_rates, shared)
 
     def init_cache(self, batch_size: int, max_length: int, memory: jax.Array | None = None) -> None:
-        """Create the empty caches of all layers; see `Transformer.init_cache`."""
+        """Create empty caches; `memory` `[batch, memory_length, memory_dims]` as in the layers."""
         if self.relative_bias_tpl is not None:
             # `extend_step` needs the number of slots of the layers' caches to compute the bias.
             self.put_variable(CACHE, "slots", row_positions(batch_size, max_length))
