@@ -57,8 +57,10 @@ class Peers:
         self._coordinator = self._name(0, _EXCHANGE_MS)
         if identity.process != 0:
             self._name_coordinator_at_abort()
-        for watch in (self._watch_failures, self._watch_heartbeats):
-            threading.Thread(target=watch, name="peers", daemon=True).start()
+        watches = (self._watch_failures, self._watch_heartbeats)
+        self._threads = [threading.Thread(target=one, name="peers", daemon=True) for one in watches]
+        for thread in self._threads:
+            thread.start()
 
     def leave(self, reason: str) -> None:
         """Report the reason of this process's end, unless it is empty, before it exits."""
@@ -86,7 +88,11 @@ class Peers:
         self._is_over.set()
         if self._identity.process == 0:
             finished_within(_SECONDS_TO_LEAVE, self._wait_for_last)
-        jax.distributed.shutdown()
+        jax.distributed.shutdown()  # ends the calls of the threads
+        # A call that returned while the interpreter ends would abort the process.
+        for thread in self._threads:
+            thread.join(_SECONDS_TO_LEAVE)
+        ctypes.CDLL(None).signal(signal.SIGABRT, int(signal.SIG_DFL))
 
     def _wait_for_last(self) -> None:
         while len(self._client.get_live_nodes(self._everyone)) > 1:
