@@ -14,7 +14,6 @@ JAX 0.12 deprecates the Triton backend of Pallas in favor of Mosaic GPU; a later
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -33,27 +32,14 @@ from layerkit.ops.attention.pallas.flash_gpu_kernels import (
     key_gradients,
     query_gradient,
 )
-from layerkit.ops.attention.pallas.kernel_blocks import Passes, gpu_tiles
+from layerkit.ops.attention.pallas.kernel_blocks import FusedAttention, Passes, gpu_tiles
 
 
-@dataclasses.dataclass(frozen=True)
-class FlashAttention:
+class FlashAttention(FusedAttention):
     """Attention by the GPU kernels; a `layerkit.ops.attention.ring.PartAttention`.
 
-    Attributes:
-      scale: Factor of the products of queries and keys.
-      logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
-      blocks: Largest number of (queries, keys) in a block, powers of two of at least 16; None for
-        the default of `layerkit.ops.attention.pallas.kernel_blocks`.
-      device_kind: JAX's name of the kind of device, for the default blocks.
-      interpret: True to run the kernels in interpret mode on any device, for tests.
+    A block is of at least 16 queries and keys.
     """
-
-    scale: float
-    logit_cap: float | None = None
-    blocks: tuple[int, int] | None = None
-    device_kind: str = ""
-    interpret: bool = False
 
     def __call__(
         self,

@@ -6,7 +6,6 @@ static mask hides and has kernels for the backward pass. It assumes positions in
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -22,31 +21,18 @@ from layerkit.ops.attention.distance_bias import DistanceBias
 from layerkit.ops.attention.masks import AttentionMask
 from layerkit.ops.attention.pallas.flash_tpu_bias import biased_attention_tpu
 from layerkit.ops.attention.pallas.flash_tpu_bias_kernels import BiasedOptions
-from layerkit.ops.attention.pallas.kernel_blocks import KernelBlocks, tpu_blocks
+from layerkit.ops.attention.pallas.kernel_blocks import FusedAttention, KernelBlocks, tpu_blocks
 
 
-@dataclasses.dataclass(frozen=True)
-class SplashAttention:
+class SplashAttention(FusedAttention):
     """Attention by the TPU kernels; a `layerkit.ops.attention.ring.PartAttention`.
 
     A part has either a causal mask in row order or no mask besides segments. Outputs and gradients
     of a part are rounded to the dtype of the inputs, before the ring adds them in float32.
 
-    Attributes:
-      scale: Factor of the products of queries and keys. It multiplies the queries, which in
-        bfloat16 are rounded once more unless it is a power of two.
-      logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
-      blocks: Largest number of (queries, keys) in a block, powers of two of at least 128; None for
-        the default of `layerkit.ops.attention.pallas.kernel_blocks`.
-      device_kind: JAX's name of the kind of device, for the default blocks.
-      interpret: True to run the kernels in interpret mode on any device, for tests.
+    A block is of at least 128 queries and keys. `scale` multiplies the queries, which in bfloat16
+    are rounded once more unless it is a power of two.
     """
-
-    scale: float
-    logit_cap: float | None = None
-    blocks: tuple[int, int] | None = None
-    device_kind: str = ""
-    interpret: bool = False
 
     def __call__(
         self,

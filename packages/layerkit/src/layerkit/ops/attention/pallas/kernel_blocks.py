@@ -16,6 +16,7 @@ replaces all of them. The sources of the defaults:
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -23,6 +24,26 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax.numpy as jnp
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class FusedAttention:
+    """The options of a fused kernel of attention.
+
+    Attributes:
+      scale: Factor of the products of queries and keys.
+      logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
+      blocks: Largest number of (queries, keys) in a block, powers of two; None for the default of
+        this module.
+      device_kind: JAX's name of the kind of device, for the default blocks.
+      interpret: True to run the kernels in interpret mode on any device, for tests.
+    """
+
+    scale: float
+    logit_cap: float | None = None
+    blocks: tuple[int, int] | None = None
+    device_kind: str = ""
+    interpret: bool = False
 
 
 class Passes(NamedTuple, Generic[T]):
