@@ -39,10 +39,13 @@ from layerkit_runner.files.atomic_write import open_read
 
 LeafPath = tuple[str, ...]
 
+OPT_STATE = "opt_state"
+"""First name of the paths of the optimizer's state."""
+
 # A model of another depth differs in every layer.
 _MAX_SHOWN = 6
 # Parts that may hold infinities, such as the best value so far of an optimizer, but no NaN.
-_MAY_BE_INFINITE = frozenset({"opt_state", "non_trainable", "ema_statistics"})
+_MAY_BE_INFINITE = frozenset({OPT_STATE, "non_trainable", "ema_statistics"})
 # JAX blocks while more than 32 programs wait for a CPU.
 _ARRAYS_PER_PROGRAM = 16
 _FIT_HINT = (

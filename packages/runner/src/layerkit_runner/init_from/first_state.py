@@ -22,9 +22,9 @@ from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weight_formats import WeightFormat, scale_path
 from layerkit.errors import UserError
 from layerkit.layers.quantization.stored_weights import round_like
-from layerkit_runner.checkpointing.stored_state import LeafPath, join, named_leaves
+from layerkit_runner.checkpointing.stored_state import OPT_STATE, LeafPath, join, named_leaves
 from layerkit_runner.errors import as_usage_error
-from layerkit_runner.init_from.matching import OPT_STATE, PARAMS, InitialValue, Matched, match
+from layerkit_runner.init_from.matching import PARAMS, InitialValue, Matched, match
 from layerkit_runner.init_from.settings import InitFrom
 from layerkit_runner.init_from.sources import StoredHuggingFace, open_source
 from layerkit_runner.step.task import SingleTask

@@ -19,6 +19,7 @@ from layerkit.base.base_layer import PARAMS
 from layerkit.base.base_model import BaseModel
 from layerkit.errors import near_names
 from layerkit_runner.checkpointing.stored_state import (
+    OPT_STATE,
     LeafPath,
     LeafSpec,
     join,
@@ -33,7 +34,6 @@ from layerkit_runner.step.train_state import TrainState
 if TYPE_CHECKING:
     from layerkit_runner.init_from.sources import StoredValues
 
-OPT_STATE = "opt_state"
 EMA = "ema"
 # Fields of the averages of other fields.
 _AVERAGES_OF = {PARAMS: EMA, "non_trainable": "ema_statistics"}

@@ -28,6 +28,7 @@ from layerkit.base.base_layer import PARAMS
 from layerkit.interop.praxis import Shape, WeightSource, find_sources
 from layerkit_runner.checkpointing.errors import DamagedCheckpointError
 from layerkit_runner.checkpointing.stored_state import (
+    OPT_STATE,
     LeafPath,
     LeafSpec,
     join,
@@ -41,7 +42,6 @@ from layerkit_runner.optim.optimizer_updates import update
 if TYPE_CHECKING:
     import tensorstore as ts
 
-OPT_STATE = "opt_state"
 EMA = "ema"
 _WEIGHT = re.compile(r"mdl_vars/(?P<collection>[^/]+)/(?P<name>.+)")
 _MOMENT = re.compile(
