@@ -49,9 +49,9 @@ def weights_of(model: Any) -> dict[str, Any]:
     prefix = "params/"
     theirs = {name.removeprefix(prefix): REFERENCE[name] for name in REFERENCE if prefix in name}
     shapes = shapes_of(model)
-    found = find_sources(shapes, theirs)
+    sources = find_sources(shapes, theirs)
     ours = {}
-    for name, source in found.items():
+    for name, source in sources.items():
         view = source.view(lambda name: ts.array(theirs[name]), shapes[name])
         ours[name] = view.read().result()
     return {"params": unflatten_dict(ours, sep="/")}

@@ -164,10 +164,10 @@ def test_forms_of_an_uneven_array(cube: Any, shape: Any, spec: P, padded: Any, s
     names = ("vocab", "embed", "mlp")[: len(shape)]
     array = UnevenArray(shape, np.dtype(np.float32), names, NamedSharding(cube, spec))
     assert array.on_devices.shape == array.padded_shape == padded
-    assert array.in_storage.shape == shape
+    assert array.stored_spec.shape == shape
     if shape == (13, 7, 8):  # both axes do not fit a dimension of 8 that is in two parts
         stored = P(None, None, ("data", "tensor", "fsdp"))
-    assert array.in_storage.sharding.is_equivalent_to(NamedSharding(cube, stored), len(shape))
+    assert array.stored_spec.sharding.is_equivalent_to(NamedSharding(cube, stored), len(shape))
     x = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     on_devices = jax.jit(array.padded, out_shardings=array.sharding)(x)
     here = tuple(slice(size) for size in shape)

@@ -108,7 +108,7 @@ class UnevenArray:
         return jax.ShapeDtypeStruct(self.padded_shape, self.dtype, sharding=self.sharding)
 
     @property
-    def in_storage(self) -> jax.ShapeDtypeStruct:
+    def stored_spec(self) -> jax.ShapeDtypeStruct:
         """Form that storage reads and writes.
 
         Mesh axes of uneven dimensions split the largest dimension that they divide, if any.
@@ -161,7 +161,7 @@ def map_uneven(fn: Callable[[UnevenArray, Any], Any], state: Any, uneven: Uneven
 # All saves and all equal arrays, such as a weight and its moments, share one program.
 @functools.lru_cache
 def _cutting(array: UnevenArray) -> Any:
-    return jax.jit(array.cut, out_shardings=array.in_storage.sharding)
+    return jax.jit(array.cut, out_shardings=array.stored_spec.sharding)
 
 
 @functools.lru_cache

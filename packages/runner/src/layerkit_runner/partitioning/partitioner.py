@@ -122,7 +122,7 @@ class Partitioner(Configurable):
     def abstract_stored_state(self, task: SingleTask) -> TrainState:
         """Return the state in a checkpoint, without padding, as shapes, dtypes and shardings."""
         placed = self._place(task)
-        return map_uneven(lambda array, _: array.in_storage, placed.on_devices, placed.padded)
+        return map_uneven(lambda array, _: array.stored_spec, placed.on_devices, placed.padded)
 
     def _place(self, task: SingleTask) -> _PlacedState:
         if self._placed is None or self._placed.task is not task:

@@ -38,9 +38,9 @@ def test_arrays_of_flax_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     names = ("step", "mdl_vars/params/a", "mdl_vars/params/b", "opt_states/0/0")
     assert tuple(arrays.specs) == names
     for name, leaf in zip(names, leaves, strict=True):
-        found = arrays.read(name, arrays.by_name[name])
-        assert found.dtype == leaf.dtype
-        np.testing.assert_array_equal(found, leaf)
+        array = arrays.read(name, arrays.by_name[name])
+        assert array.dtype == leaf.dtype
+        np.testing.assert_array_equal(array, leaf)
 
 
 def array_of(shape: Any, dtype: str, content: bytes) -> bytes:

@@ -145,11 +145,11 @@ def _samples(content: Mapping[str, Any]) -> bool:
 
 def _unsupported(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that our decoders lack and that would change the output."""
-    of_other_mode = _OF_MODE[not _samples(content)]
+    ignored = _OF_MODE[not _samples(content)]
     options = {
         key: value
         for key, without_effect in _UNSUPPORTED.items()
-        if (value := content.get(key)) and value != without_effect and key not in of_other_mode
+        if (value := content.get(key)) and value != without_effect and key not in ignored
     }
     if words := [word for word in content.get("bad_words_ids", ()) if len(word) > 1]:
         options["bad_words_ids"] = words

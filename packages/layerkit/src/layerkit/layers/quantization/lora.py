@@ -126,11 +126,11 @@ class LoraDot(Dot):
     def grouped_arrays(self) -> dict[str, GroupedArray]:
         """Return the adapter and the arrays of the wrapped product, by name."""
         base = {f"base/{name}": array for name, array in self.base.grouped_arrays().items()}
-        of_adapter = {
+        adapter = {
             name: GroupedArray(getattr(self.theta, name), weight.axes)
             for name, weight in self._adapter().items()
         }
-        return {**of_adapter, **base}
+        return {**adapter, **base}
 
     def grouped(
         self,

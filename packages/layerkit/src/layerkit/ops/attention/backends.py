@@ -208,10 +208,10 @@ def _requirements(name: str, call: AttentionCall) -> dict[str, bool]:
     if name == "xla":
         return _ring_requirements(call) if call.uses_ring else {}
     is_tpu = call.platform == "tpu"
-    of_platform = _pallas_tpu_requirements if is_tpu else _pallas_gpu_requirements
+    platform_requirements = _pallas_tpu_requirements if is_tpu else _pallas_gpu_requirements
     return {
         f"a GPU or a TPU instead of {call.platform}": not is_tpu and not _is_gpu(call),
-        **of_platform(call),
+        **platform_requirements(call),
         **_fused_requirements(call),
     }
 

@@ -77,8 +77,8 @@ def planned_target(
     ici: Sequence[int] | None = getattr(partitioner, "ici_mesh_shape", None)
     dcn = max(1, math.prod(getattr(partitioner, "dcn_mesh_shape", None) or ()))
     if asked.num_devices is None:
-        of_mesh = default if ici is None else max(1, math.prod(ici)) * dcn
-        asked = counted(kind, num_devices or of_mesh)
+        mesh_size = default if ici is None else max(1, math.prod(ici)) * dcn
+        asked = counted(kind, num_devices or mesh_size)
     # Simulated slices are those of the mesh.
     return dataclasses.replace(asked, num_slices=dcn) if kind.platform == "cpu" else asked
 
