@@ -10,7 +10,7 @@ or more dimensions that start at random do, such as the kernels of attention, bu
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -82,18 +82,29 @@ class FlaxModule(BaseLayer):
             return _box(module.init(streams, *examples, **self._mode()))
 
         # One `init` gives all collections, so the key of the weights is used for all of them.
-        traced, names = jax.make_jaxpr(draw, return_shape=True)(jax.random.key(0))
-        random = jax.tree.unflatten(jax.tree.structure(names), _are_drawn(traced.jaxpr))
-        decay = self._declare_decay(random.get(PARAMS, {}))
-        has_weights = PARAMS in names
-        self._weights = (
-            self.param(_WEIGHTS, lambda key: decay(draw(key)[PARAMS])) if has_weights else {}
-        )
+        traced, shapes = jax.make_jaxpr(draw, return_shape=True)(jax.random.key(0))
+        paths = jax.tree_util.tree_leaves_with_path(shapes.get(PARAMS, {}), is_leaf=is_box)
+        names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
+        self._check_undecayed(names)
+        # The number of the result of `traced` in place of each array.
+        numbers = jax.tree.unflatten(jax.tree.structure(shapes), range(len(traced.jaxpr.outvars)))
+
+        def draw_weights(key: jax.Array) -> Any:
+            boxes, structure = jax.tree.flatten(draw(key)[PARAMS], is_leaf=is_box)
+            marked = [
+                box.replace(decays=self._decays(name, box) and _is_drawn(traced.jaxpr, number))
+                for name, box, number in zip(
+                    names, boxes, jax.tree.leaves(numbers[PARAMS]), strict=True
+                )
+            ]
+            return jax.tree.unflatten(structure, marked)
+
+        self._weights = self.param(_WEIGHTS, draw_weights) if PARAMS in shapes else {}
         self._others = {
             name: self.variable(
                 NON_TRAINABLE, name, lambda name=name: draw(self.make_rng(PARAMS))[name]
             )
-            for name in names
+            for name in shapes
             if name != PARAMS
         }
 
@@ -141,31 +152,16 @@ class FlaxModule(BaseLayer):
                 held.value = jax.tree.map(lambda _, new: new, unbox(held.value), value)
         return outputs
 
-    def _declare_decay(self, starts_random: Any) -> Callable[[Any], Any]:
-        """Return a function that declares in boxes of weights whether they decay.
-
-        `starts_random` are boxes with booleans in place of the weights.
-        """
-        flat = jax.tree_util.tree_leaves_with_path(starts_random, is_leaf=is_box)
-        names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in flat]
+    def _check_undecayed(self, names: Sequence[str]) -> None:
         check_regexes(self, undecayed=self.undecayed)
         for pattern in self.undecayed:
             expected = f"patterns of weights of the module, such as {names[0]}"
             matches = any(re.fullmatch(pattern, name) for name in names)
             require(matches, self, "undecayed", pattern, expected)
-        decays = [
-            box.value
-            and len(box.axes) > 1
-            and not any(re.fullmatch(p, name) for p in self.undecayed)
-            for name, (_, box) in zip(names, flat, strict=True)
-        ]
 
-        def declare(boxes: Any) -> Any:
-            leaves, structure = jax.tree.flatten(boxes, is_leaf=is_box)
-            marked = map(lambda box, mark: box.replace(decays=mark), leaves, decays)
-            return jax.tree.unflatten(structure, marked)
-
-        return declare
+    def _decays(self, name: str, box: WeightBox) -> bool:
+        """Return whether a weight decays if it starts at random."""
+        return len(box.axes) > 1 and not any(re.fullmatch(p, name) for p in self.undecayed)
 
     def _module(self) -> nn.Module:
         # Without a parent, because the variables are passed to `apply`.
@@ -197,7 +193,7 @@ def _box(variables: Any) -> Any:
     )
 
 
-def _are_drawn(jaxpr: Any) -> list[bool]:
-    """Return whether each result of a computation depends on its only argument."""
-    results = range(len(jaxpr.outvars))
-    return [dce_jaxpr(jaxpr, [other == one for other in results])[1] == [True] for one in results]
+def _is_drawn(jaxpr: Any, number: int) -> bool:
+    """Return whether a result of a computation depends on its only argument."""
+    used = [other == number for other in range(len(jaxpr.outvars))]
+    return dce_jaxpr(jaxpr, used)[1] == [True]
