@@ -281,11 +281,10 @@ def _write_tensors(
         held: dict[str, np.ndarray] = {}
         for name in names:
             axis = groups[name][0].joined_axis
-            parts = [
-                piece.layout.to_theirs(_part(leaves[piece.path], piece.index))
-                for piece in groups[name]
-            ]
+            ours = [_part(leaves[piece.path], piece.index) for piece in groups[name]]
             if writes:
+                pairs = zip(groups[name], ours, strict=True)
+                parts = [piece.layout.to_theirs(part) for piece, part in pairs]
                 tensor = parts[0] if axis is None else np.concatenate(parts, axis)
                 held[name] = np.ascontiguousarray(tensor)
         if writes:
