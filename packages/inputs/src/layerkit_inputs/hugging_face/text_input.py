@@ -122,7 +122,8 @@ class TokenisedText(HuggingFaceText, DocumentInput):
         return len(self._documents)
 
     def _close(self) -> None:
-        vars(self).pop("_documents", None)
+        for name in ("_documents", "_plan"):  # the plan holds the ends of documents
+            vars(self).pop(name, None)
 
 
 class HuggingFaceInput(HuggingFaceRows, TokenisedText):

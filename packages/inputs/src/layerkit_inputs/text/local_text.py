@@ -287,9 +287,12 @@ class _TextFilesInput(DocumentInput):
 
     def _fingerprint(self) -> dict[str, Any]:
         tokenizer = {} if self._of_bytes else {"tokenizer": self._tokenizer.fingerprint()}
+        return {"split": self.split, "documents_crc32": self._documents_crc32, **tokenizer}
+
+    @functools.cached_property
+    def _documents_crc32(self) -> int:
         # The same text in other documents is other data.
-        checksum = zlib.crc32(self._documents.ends.astype("<i8").tobytes(), self._checksum)
-        return {"split": self.split, "documents_crc32": checksum, **tokenizer}
+        return zlib.crc32(self._documents.ends.astype("<i8").tobytes(), self._checksum)
 
     def _data_text(self) -> str:
         counts = (counted(len(self._documents), "document"), counted(self._num_bytes, "byte"))
@@ -344,13 +347,14 @@ class LocalText(_TextFilesInput):
         return segment_features([()] * rows, length=config.seq_length)
 
     def _num_rows(self) -> int:
-        return self._plan().num_rows
+        return self._plan.num_rows
 
+    @functools.cached_property
     def _plan(self) -> RowPlan:
         return RowPlan(self._documents.ends, self.seq_length)
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        return self._documents.rows_of(self._plan(), rows, pad_id=self._tokenizer.pad_id)
+        return self._documents.rows_of(self._plan, rows, pad_id=self._tokenizer.pad_id)
 
     def _fingerprint(self) -> dict[str, Any]:
         return {**super()._fingerprint(), "seq_length": self.seq_length}
