@@ -394,7 +394,7 @@ class LoadedModel:
         """End tokens of the model's decoder and of the tokenizer, all of which end a text."""
         known = self.model.decoder.eos_ids
         try:
-            _, tokenizer = self._tokenizers()
+            tokenizer = self._tokenizer("tgt") if self._has_source else self.tokenizer
         except NoTokenizerError:  # Ids without texts end as the decoder says.
             return known
         if (line := end_disagreement(tokenizer, known)) is not None:
