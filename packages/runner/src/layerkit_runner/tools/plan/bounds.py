@@ -31,6 +31,15 @@ class DeviceWork:
     slow_bytes: float
 
 
+RESOURCES = {
+    "compute": ("flops", "peak_flops"),
+    "memory": ("memory_bytes", "memory_bandwidth"),
+    "fast network": ("fast_bytes", "fast_bandwidth"),
+    "slow network": ("slow_bytes", "slow_bandwidth"),
+}
+"""Field of `DeviceWork`, and of `DeviceKind` with its rate, of each resource of a step."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Bounds:
     """Lower bounds of the time of a step. Values that need an unknown rate are None.
@@ -71,10 +80,8 @@ def step_bounds(
 ) -> Bounds:
     """Return the bounds of a step. MFU counts the model's FLOPs, without rematerialized ones."""
     resources = {
-        "compute": (work.flops, device.peak_flops),
-        "memory": (work.memory_bytes, device.memory_bandwidth),
-        "fast network": (work.fast_bytes, device.fast_bandwidth),
-        "slow network": (work.slow_bytes, device.slow_bandwidth),
+        name: (getattr(work, amount), getattr(device, rate))
+        for name, (amount, rate) in RESOURCES.items()
     }
     seconds = {
         name: 0.0 if amount == 0 else None if rate is None else amount / rate

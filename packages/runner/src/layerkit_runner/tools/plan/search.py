@@ -24,7 +24,7 @@ from layerkit_runner.config.requests import Override, ResolvedExperiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.text import aligned, seconds_text, size_text
 from layerkit_runner.run.resolve import add_overrides
-from layerkit_runner.tools.plan.bounds import Bounds, DeviceWork
+from layerkit_runner.tools.plan.bounds import RESOURCES, Bounds, DeviceWork
 from layerkit_runner.tools.plan.hardware import DeviceKind, Target, device_kind
 from layerkit_runner.tools.plan.plan import Plan, StateTooLargeError, make_plan
 
@@ -43,7 +43,6 @@ _REASON_LENGTH = 200
 _RANKED_BY = "step time: the mean of the bounds with full overlap and with no overlap"
 # Its rates stand in for those of other devices that are unknown, so that candidates have an order.
 _REFERENCE = device_kind("h100")
-_RATES = ("peak_flops", "memory_bandwidth", "fast_bandwidth", "slow_bandwidth")  # of `DeviceWork`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,8 +146,8 @@ def order(candidate: Candidate) -> tuple[float, ...]:
 def estimate_seconds(work: DeviceWork, device: DeviceKind) -> float:
     """Return the mean of the bounds of a step's time; `_REFERENCE` has the rates of no figure."""
     compute, memory, fast, slow = (
-        amount / (getattr(device, rate) or getattr(_REFERENCE, rate))
-        for rate, amount in zip(_RATES, dataclasses.astuple(work), strict=True)
+        getattr(work, amount) / (getattr(device, rate) or getattr(_REFERENCE, rate))
+        for amount, rate in RESOURCES.values()
     )
     return (max(compute, memory, fast, slow) + max(compute, memory) + fast + slow) / 2
 
@@ -314,7 +313,9 @@ def search(
         compilations=sum(candidate.reason is None for candidate in ranked),
         left_out=dict(searcher.left_out),
         limit=limit,
-        h100_rates=[name for name in _RATES if getattr(first.device, name, None) is None],
+        h100_rates=[
+            rate for _, rate in RESOURCES.values() if getattr(first.device, rate, None) is None
+        ],
         seconds=time.monotonic() - begun,
     )
 
