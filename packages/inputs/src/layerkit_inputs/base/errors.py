@@ -175,12 +175,12 @@ def unreadable_file(
 
 
 def check_same_data(
-    owner: str | None, then: dict[str, Any], now: dict[str, Any], *, field: str = "state.data"
+    owner: str, then: dict[str, Any], now: dict[str, Any], *, field: str = "state.data"
 ) -> None:
     """Raise `ConfigError` unless a state was written by a reader of the same data.
 
     Args:
-      owner: Name of the reader, or None to add it later.
+      owner: Name of the reader.
       then: JSON values that identify the data of the state, by name.
       now: JSON values that identify the data of the reader, by name.
       field: Name of these values in the message.

@@ -9,6 +9,7 @@ import numpy as np
 
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.errors import BadRecordError
+from layerkit_inputs.base.host_batches import ArraySpec
 
 
 def to_arrays(row: Any) -> NestedMap:
@@ -81,7 +82,7 @@ def _is_alike(value: Any, other: Any) -> bool:
 
 def _specs(row: NestedMap) -> dict[str, str]:
     """Return dtype and shape of each array by its path. A dtype has no byte order."""
-    return {path: f"{array.dtype.name}{list(array.shape)}" for path, array in row.flatten_items()}
+    return {path: str(ArraySpec(x.shape, x.dtype)) for path, x in row.flatten_items()}
 
 
 def _stack(rows: Sequence[NestedMap]) -> NestedMap:

@@ -219,8 +219,9 @@ def create_stored(
     axes = tuple(axis if count == size else None for axis, size, count in sizes)
 
     packed = None if form.kind == "int8" else weight.contracted_dims[-1]
-    size, expected = weight.shape[packed or 0], f"an even number for {form.kind}"
-    require(packed is None or size % 2 == 0, owner, "number of inputs", size, expected)
+    if packed is not None:
+        size, expected = weight.shape[packed], f"an even number for {form.kind}"
+        require(size % 2 == 0, owner, "number of inputs", size, expected)
 
     def rounded(box: WeightBox) -> StoredWeight:
         return quantize(box.value, kind=form.kind, scale_shape=shape, packed_axis=packed)

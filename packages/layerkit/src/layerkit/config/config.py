@@ -28,6 +28,7 @@ from layerkit.config.field_types import (
     convert_field,
     field_annotations,
     field_choices,
+    is_config,
     parameters_of,
 )
 from layerkit.errors import UnknownFieldError
@@ -353,11 +354,6 @@ def instance_field(hparams: Any, **overrides: Any) -> Any:
 def target_of(config: fdl.Buildable) -> Any:
     """Return the class or function that `config` describes a call of."""
     return fdl.get_callable(config)
-
-
-def is_config(value: Any) -> bool:
-    """Return True for a `Config` or `Partial`, also a plain one of Fiddle."""
-    return isinstance(value, fdl.Buildable)
 
 
 def assigned_fields(config: fdl.Buildable) -> dict[str, Any]:

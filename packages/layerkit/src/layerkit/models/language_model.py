@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +13,12 @@ from layerkit.base.base_model import NATS_PER_TOKEN, BaseModel, Metrics
 from layerkit.config import Config, instance_field, sub_config_field
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
+from layerkit.decoding.cached_network import CachedPrompts, cache_prompts
 from layerkit.decoding.decoder import Decoder
 from layerkit.decoding.loop import SampleDecoder, SampledRows
 from layerkit.layers.transformer.transformer import drop_none
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.models.weighted_metrics import token_metrics, token_weights
-
-if TYPE_CHECKING:
-    from layerkit.decoding.cached_network import CachedPrompts
 
 
 class LanguageModel(BaseModel):
@@ -120,8 +118,6 @@ def prompts_of_batch(
     Raises:
       ConfigError: Rows are packed, or there is padding without `prompt_lengths`.
     """
-    from layerkit.decoding.cached_network import cache_prompts  # late: only decoding needs it
-
     for name in ("segment_ids", "segment_pos"):
         require(name not in batch, model, name, "packed rows", "a batch with a prompt per row")
     lengths = batch.get("prompt_lengths")

@@ -299,7 +299,7 @@ class StopAgreement:
         num_processes: int,
         take_requests: Callable[[], Requests],
         *,
-        run: int = 0,
+        run: int,
     ) -> None:
         """Start the thread that watches for requests; see the class for the arguments."""
         self._store = store
@@ -349,8 +349,8 @@ class StopAgreement:
             progress("agreeing with the other processes on the last step", waits_for_others=True)
             while len(answers := self._published()) < self._num_processes:
                 time.sleep(_WAIT_SECONDS)
-            started, stops, saves = zip(*answers, strict=True)
-            self._decision = max(started), Requests(stop=max(stops), saves=any(saves))
+            started, *merged = map(max, zip(*answers, strict=True))
+            self._decision = started, Requests(*merged)
         last, requests = self._decision
         if step < last:
             return None

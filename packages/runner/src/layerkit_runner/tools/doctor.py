@@ -237,7 +237,8 @@ def examine_devices() -> Report:
             what = f"Device {device.id} multiplies matrices wrongly."
             yield Problem(what, "Remove it and have it examined.")
     sums = [np.asarray(shard.data) for shard in total.addressable_shards]
-    if all(np.array_equal(summed, np.asarray(products).sum(0)) for summed in sums):
+    whole = np.asarray(products).sum(0)
+    if all(np.array_equal(summed, whole) for summed in sums):
         yield "all devices compute, and their sum is correct"
     else:
         to_do = "For NVIDIA GPUs try NCCL_P2P_DISABLE=1, then NCCL_SHM_DISABLE=1."

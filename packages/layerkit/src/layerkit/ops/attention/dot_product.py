@@ -283,10 +283,12 @@ def _check_shapes(
                 owner="attention",
                 field=f"shape of {name}",
                 value=list(array.shape),
-                expected=expected or f"key heads that divide {heads} query heads",
+                expected=expected,
             )
 
-    check("key", key, *([(batch, keys, kv_heads, head_dim)] if heads % kv_heads == 0 else []))
+    expected = f"key heads that divide {heads} query heads"
+    require(heads % kv_heads == 0, "attention", "shape of key", list(key.shape), expected)
+    check("key", key, (batch, keys, kv_heads, head_dim))
     check("value", value, (batch, keys, kv_heads, value.shape[-1]))
     if mask is not None:
         check("mask.query_positions", mask.query_positions, *((n, queries) for n in rows))

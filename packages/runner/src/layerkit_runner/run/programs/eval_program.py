@@ -190,7 +190,7 @@ class EvalProgram(BaseProgram):
         self, metrics: Mapping[str, Any], padding: NestedMap, observers: Observer
     ) -> None:
         """Report metrics that count the rows of a batch of padding, which must have weight 0."""
-        num_rows = len(jax.tree.leaves(padding)[0])
+        num_rows = num_rows_of(padding)
         names = [
             name
             for name, metric in metrics.items()
