@@ -12,6 +12,7 @@ import pytest
 from layerkit.layers.basic.elementwise import SiLU
 from layerkit.layers.moe.routing import TopKRouter
 from layerkit.layers.moe.token_choice import MoeFeedForward
+from layerkit.layers.transformer.transformer import TransformerFeedForward
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -97,14 +98,17 @@ def test_layer_equals_gpt_oss():
     check(block, layer, {"params": params})
 
 
-@pytest.mark.parametrize("renormalize", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_layer_equals_qwen2_moe(renormalize):
+@pytest.mark.parametrize(
+    ("renormalize", "shared_dims"),
+    [(False, 4 * HIDDEN), pytest.param(True, 15, marks=pytest.mark.slow)],
+)
+def test_layer_equals_qwen2_moe(renormalize, shared_dims):
     block = drawn(
         "qwen2_moe",
         "Qwen2MoeSparseMoeBlock",
         hidden="moe_intermediate_size",
         chosen=3,
-        shared_expert_intermediate_size=4 * HIDDEN,
+        shared_expert_intermediate_size=shared_dims,
         num_experts=EXPERTS,
         norm_topk_prob=renormalize,
     )
@@ -113,10 +117,12 @@ def test_layer_equals_qwen2_moe(renormalize):
         **linears(router=block.gate, shared_gate=block.shared_expert_gate),
         "shared": shared_weights(block.shared_expert),
     }
+    shared = {} if shared_dims == 4 * HIDDEN else {"hidden_dims": shared_dims}
     layer = MoeFeedForward(
         **SIZES,
         num_experts_per_token=3,
         num_shared_experts=4,
+        shared_tpl=TransformerFeedForward.HParams.config(**shared),
         use_shared_gate=True,
         router_tpl=TopKRouter.HParams.config(renormalize=renormalize),
     )

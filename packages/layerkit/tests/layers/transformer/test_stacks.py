@@ -332,6 +332,17 @@ def test_pattern_has_parameter_paths_per_block():
     }
 
 
+@pytest.mark.parametrize("kind", [StackedTransformer, StackedTransformerRepeated])
+def test_layers_have_hidden_sizes_of_their_own_if_the_stack_has_none(raises, kind):
+    blocks = tuple(Transformer.HParams.config(hidden_dims=size) for size in (6, 10))
+    sizes = {"input_dims": 4, "num_heads": 2, "num_layers": 5, "block_tpls": blocks}
+    paths = traverse_util.flatten_dict(jax.eval_shape(kind(**sizes).init, KEY)["params"])
+    widths = {leaf.shape[-1] for path, leaf in paths.items() if path[-2:] == ("up", "w")}
+    assert widths == {6, 10}
+    with raises(ConfigError, field="hidden_dims", value=6):
+        kind(**sizes, hidden_dims=8).init(KEY)
+
+
 def test_rematerialized_layers_that_share_weights_raise(raises):
     layer = Transformer.HParams.config()
     layer.feed_forward_tpl.shared_weight_id = "ff"

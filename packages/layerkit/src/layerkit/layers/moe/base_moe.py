@@ -68,7 +68,8 @@ class BaseMoeFeedForward(BaseLayer):
       num_groups: Number of groups of a batch, each with separate slots at every expert; None for
         one per row.
       num_shared_experts: Number of experts that all tokens use. They are one child `shared` with
-        num_shared_experts · hidden_dims (DeepSeekMoE; Dai et al., 2024, arXiv:2401.06066).
+        num_shared_experts · hidden_dims (DeepSeekMoE; Dai et al., 2024, arXiv:2401.06066), or with
+        the `hidden_dims` of `shared_tpl`.
       use_shared_gate: Multiplies the shared experts by sigmoid(x·w), w in the child `shared_gate`
         (Qwen 2 MoE).
       shared_tpl: The shared experts, with the activation and gate of the other experts; they have
@@ -230,11 +231,12 @@ class BaseMoeFeedForward(BaseLayer):
         return WeightHParams(shape, axes, init=init, fan_in_dims=(1,), fan_out_dims=(2,))
 
     def _create_shared_experts(self) -> None:
+        size = self.shared_tpl.hidden_dims or self.num_shared_experts * self.hidden_dims
         self.create_child(
             "shared",
             self.shared_tpl,
             input_dims=self.input_dims,
-            hidden_dims=self.num_shared_experts * self.hidden_dims,
+            hidden_dims=size,
             use_gate=self.use_gate,
             activation_tpl=self.activation_tpl,
         )

@@ -38,7 +38,8 @@ class StackedTransformer(BaseLayer):
     """A sequence of `num_layers` layers, each compiled separately.
 
     The layers inherit the sizes of the stack. A template must leave a size out or set the same
-    value. It may set `num_kv_heads` and `dim_per_head` if these are None on the stack.
+    value. It may set `hidden_dims` if this is 0 on the stack, and `num_kv_heads` and `dim_per_head`
+    if these are None.
 
     Attributes:
       layer_tpl: Layer that is repeated `num_layers` times.
@@ -207,7 +208,7 @@ class StackedTransformer(BaseLayer):
         require(is_valid, self, "block_tpls", self.block_tpls, "at least one layer, or None")
         return {
             "input_dims": self.input_dims,
-            "hidden_dims": self.hidden_dims,
+            "hidden_dims": self.hidden_dims or None,
             "num_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads,
             "dim_per_head": self.dim_per_head,
@@ -250,7 +251,10 @@ class StackedTransformerRepeated(StackedTransformer):
         else:
             # A period is a stack whose layers are rematerialized one by one.
             repeat.sub_tpl = StackedTransformer.HParams.config(
-                block_tpls=blocks, num_layers=len(blocks), remat=self.remat, **sizes
+                block_tpls=blocks,
+                num_layers=len(blocks),
+                remat=self.remat,
+                **drop_none(**sizes),
             )
         if self._num_periods:
             self.create_child("repeat", repeat)
