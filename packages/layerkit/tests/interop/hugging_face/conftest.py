@@ -41,6 +41,15 @@ GEMMA = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
 }
+EXPERTS = {
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.02,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "vocab_size": 12,
@@ -72,6 +81,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "qwen2": {**SIZES, **ROPE, **SILU, "use_sliding_window": False, "tie_word_embeddings": True},
     "qwen3": {**SIZES, **ROPE, **SILU, "head_dim": 4, "attention_bias": False},
+    "qwen2_moe": {
+        **SIZES,
+        **ROPE,
+        **SILU,
+        **EXPERTS,
+        "shared_expert_intermediate_size": 7,
+        "qkv_bias": True,
+        "use_sliding_window": False,
+    },
     "gemma2": {**GEMMA, **ROPE, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": {
         **GEMMA,

@@ -25,11 +25,13 @@ from layerkit.interop.hugging_face import (
     model_config,
     tokenizer_file,
 )
+from layerkit.interop.hugging_face.families import family_of
 from layerkit.interop.hugging_face.families.gemma2 import GEMMA2
 from layerkit.interop.hugging_face.families.llama import LLAMA
-from layerkit.interop.hugging_face.families.mixtral import MIXTRAL
+from layerkit.interop.hugging_face.families.qwen2_moe import QWEN2_MOE
 from layerkit.interop.hugging_face.families.t5 import T5
 from layerkit.interop.hugging_face.importing import read_weights
+from layerkit.interop.hugging_face.keys import layer_templates
 from layerkit.interop.hugging_face.tensors import dissect, pieces_of, their_shapes
 from layerkit.layers.basic.elementwise import ReLU
 from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
@@ -207,12 +209,25 @@ def test_missing_key_has_the_default_of_transformers(configs):
     assert [content[cap] for cap in caps] == [50.0, 30.0]
 
 
-def test_balance_loss_of_mixtral_is_divided_by_num_layers(configs):
-    # Two choices of a token and three layers; Transformers adds one loss over all layers.
-    model = MIXTRAL.read_config(configs["mixtral"])
-    experts = model.lm_tpl.stack_tpl.layer_tpl.feed_forward_tpl
-    assert experts.load_balance_weight == pytest.approx(0.02 * 2 / 3)
-    assert MIXTRAL.write_config(model)["router_aux_loss_coef"] == 0.02
+@pytest.mark.parametrize(("family", "num_layers"), [("mixtral", 3), ("qwen2_moe", 2)])
+def test_balance_loss_is_divided_by_the_number_of_layers_with_experts(configs, family, num_layers):
+    # Two choices of a token; Transformers adds one loss over all layers.
+    model = family_of(family).read_config(configs[family])
+    experts = layer_templates(model.lm_tpl)[0].feed_forward_tpl
+    assert experts.load_balance_weight == pytest.approx(0.02 * 2 / num_layers)
+    assert family_of(family).write_config(model)["router_aux_loss_coef"] == 0.02
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+def test_dense_layers_among_experts_are_those_of_config_json(make_folder, repeated):
+    keys = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [5]}
+    model, _ = import_model(make_folder("qwen2_moe", **keys), repeated=repeated)
+    pieces = pieces_of(dissect(build(model), QWEN2_MOE.rows), QWEN2_MOE.rows)
+    gates = {piece.name: piece.shape for piece in pieces if ".mlp." in piece.name}
+    dense = [n for n in range(6) if f"model.layers.{n}.mlp.gate_proj.weight" in gates]
+    assert dense == QWEN2_MOE.write_config(model)["mlp_only_layers"] == [0, 2, 4, 5]
+    assert gates["model.layers.4.mlp.gate_proj.weight"] == (8, 10)
+    assert gates["model.layers.3.mlp.experts.2.gate_proj.weight"] == (8, 6)
 
 
 def test_weights_have_the_sharding_and_dtype_of_like(make_folder):

@@ -47,6 +47,8 @@ GPT2 |= {"bos_token_id": None, "eos_token_id": None}
 T5 = {"vocab_size": VOCAB_SIZE, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2}
 T5 |= {"num_decoder_layers": 3, "num_heads": 2, "decoder_start_token_id": 0, "eos_token_id": None}
 WIDE_HEADS = {**SIZES, "head_dim": 8}
+MIXTURE = {**SIZES, "moe_intermediate_size": 12, "num_experts": 5, "num_experts_per_tok": 2}
+SHARED = {**MIXTURE, "shared_expert_intermediate_size": 20}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32}
@@ -103,6 +105,22 @@ CASES = [
     Case("Qwen2", {"rope_scaling": YARN}, note="YaRN"),
     Case("Qwen3", sizes=WIDE_HEADS),
     Case("Qwen3", {"attention_bias": True}, WIDE_HEADS, "biases", is_slow=True),
+    Case("Qwen2Moe", sizes=SHARED),
+    Case(
+        "Qwen2Moe",
+        {
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "decoder_sparse_step": 2,
+            "num_hidden_layers": 5,
+            "shared_expert_intermediate_size": 36,
+            "use_sliding_window": True,
+            "sliding_window": 3,
+            "max_window_layers": 4,
+        },
+        SHARED,
+        "dense and near layers",
+    ),
     Case("Gemma2", {"sliding_window": 4, "query_pre_attn_scalar": 24}, WIDE_HEADS),
     Case("Gemma2", {"layer_types": ["full_attention"] * 3}, WIDE_HEADS, "no window", is_slow=True),
     Case("Gemma3", {"sliding_window": 4, "num_hidden_layers": 8}, WIDE_HEADS, "8 layers of 6"),
@@ -278,6 +296,34 @@ def test_cached_greedy_decoding_gives_the_same_tokens(theirs):
         batch = NestedMap(src=NestedMap(ids=ids, paddings=jnp.zeros((2, 5))))
     decode = jax.jit(lambda variables: ours.apply(variables, batch, method="decode"))
     np.testing.assert_array_equal(decode(variables).ids, expected)
+
+
+@pytest.mark.parametrize(
+    "theirs",
+    [
+        pytest.param(case, id=name_of(case))
+        for case in CASES
+        if "num_experts" in {**case.sizes, **case.options} and not case.is_slow
+    ],
+    indirect=True,
+)
+def test_packed_rows_of_mixtures_equal_separate_rows(theirs):
+    config, variables = import_model(theirs[2])
+    ours, lengths = build(config), (9, 4)
+    ids = jnp.asarray(inputs(9))
+    packed = jnp.concatenate([row[:n] for row, n in zip(ids, lengths, strict=True)])[None]
+    packing = {
+        "segment_ids": jnp.repeat(jnp.array([1, 2]), jnp.array(lengths))[None],
+        "segment_pos": jnp.concatenate([jnp.arange(n) for n in lengths])[None],
+    }
+    run = jax.jit(
+        lambda ids, **packing: ours.apply(
+            variables, ids, method=lambda m, x: m.lm.logits(x, **packing)
+        )
+    )
+    separate, logits = run(ids), run(packed, **packing)[0]
+    expected = jnp.concatenate([row[:n] for row, n in zip(separate, lengths, strict=True)])
+    np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_transformers_loads_an_exported_model(theirs, tmp_path):

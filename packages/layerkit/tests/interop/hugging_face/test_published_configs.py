@@ -51,6 +51,9 @@ QWEN2 |= {"sliding_window": 32768, "use_sliding_window": False, "attention_dropo
 QWEN2 |= {"max_window_layers": 28}
 QWEN3 = {**QWEN2, "model_type": "qwen3", "attention_bias": False, "head_dim": 128}
 QWEN3 |= {"sliding_window": None, "rope_scaling": None, "max_position_embeddings": 40960}
+EXPERTS = {"decoder_sparse_step": 1, "output_router_logits": False, "router_aux_loss_coef": 0.001}
+QWEN2_MOE = {**QWEN2, **EXPERTS, "model_type": "qwen2_moe", "norm_topk_prob": False}
+QWEN2_MOE |= {"tie_word_embeddings": False}
 GEMMA2 = {**ANY, "model_type": "gemma2", "attention_bias": False, "head_dim": 256}
 GEMMA2 |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "vocab_size": 256000}
 GEMMA2 |= {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh"}
@@ -102,6 +105,30 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         {**QWEN3, "tie_word_embeddings": True},
         (1024, 3072, 28, 16, 8, 151936),
         596049920,
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        {
+            **QWEN2_MOE,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "max_window_layers": 21,
+        },
+        (2048, 5632, 24, 16, 16, 151936),
+        14315784192,
+    ),
+    "Qwen2-57B-A14B": (
+        {
+            **QWEN2_MOE,
+            "moe_intermediate_size": 2560,
+            "shared_expert_intermediate_size": 20480,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "sliding_window": 65536,
+        },
+        (3584, 18944, 28, 28, 4, 151936),
+        57408658944,
     ),
     "gemma-2-9b": (
         {**GEMMA2, "sliding_window_size": 4096},
@@ -207,6 +234,9 @@ OPTIONS = [
     ("mistral", "attention_bias", False, True),
     ("qwen2", "mlp_bias", False, True),
     ("olmo2", "clip_qkv", None, 8.0),
+    ("qwen2_moe", "attention_bias", False, True),
+    ("qwen2_moe", "num_local_experts", 3, 4),
+    ("qwen2_moe", "shared_expert_intermediate_size", 7, 0),
     ("gemma2", "use_bidirectional_attention", False, True),
     ("phi3", "lm_head_bias", False, True),
     ("phi3", "full_attn_mod", 1, 2),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, layer_templates
 from layerkit.layers.transformer.stacks import StackedTransformerRepeated
+
+T = TypeVar("T")
 
 NEAR, FAR = "sliding_attention", "full_attention"
 
@@ -51,10 +53,7 @@ def layer_types(
                 template.attention_tpl.window = window
                 make_near(file, template)
             pattern.append(template)
-        if len(pattern) == 1:
-            network.stack_tpl.layer_tpl = pattern[0]
-        else:
-            network.stack_tpl = StackedTransformerRepeated.HParams.config(block_tpls=tuple(pattern))
+        network.stack_tpl = repeat_pattern(pattern)
 
     def write(network: Config) -> dict[str, Any]:
         pattern = layer_templates(network)
@@ -76,8 +75,14 @@ def layer_types(
     return Entry(read, write)
 
 
-def shortest_period(types: Sequence[str]) -> list[str]:
+def repeat_pattern(pattern: Sequence[Config]) -> Config:
+    """Return the stack that repeats the templates of a period."""
+    fields = {"layer_tpl": pattern[0]} if len(pattern) == 1 else {"block_tpls": tuple(pattern)}
+    stack: Config = StackedTransformerRepeated.HParams.config(**fields)
+    return stack
+
+
+def shortest_period(types: Sequence[T]) -> list[T]:
     """Return the shortest pattern that, repeated and cut, gives `types`."""
-    text = "".join(kind[0] for kind in types)
-    periods = (size for size in range(1, len(text) + 1) if text.startswith(text[size:]))
-    return list(types[: next(periods, 0)])
+    kinds, sizes = list(types), range(1, len(types) + 1)
+    return next((kinds[:size] for size in sizes if kinds[size:] == kinds[:-size]), [])

@@ -14,6 +14,7 @@ from layerkit.interop.hugging_face.families.mixtral import MIXTRAL
 from layerkit.interop.hugging_face.families.olmo2 import OLMO2
 from layerkit.interop.hugging_face.families.phi3 import PHI3
 from layerkit.interop.hugging_face.families.qwen2 import QWEN2
+from layerkit.interop.hugging_face.families.qwen2_moe import QWEN2_MOE
 from layerkit.interop.hugging_face.families.qwen3 import QWEN3
 from layerkit.interop.hugging_face.families.t5 import T5
 from layerkit.interop.hugging_face.family import Family
@@ -27,6 +28,7 @@ FAMILIES: tuple[Family, ...] = (
     MIXTRAL,
     QWEN2,
     QWEN3,
+    QWEN2_MOE,
     GEMMA2,
     GEMMA3,
     PHI3,
