@@ -90,6 +90,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qkv_bias": True,
         "use_sliding_window": False,
     },
+    "qwen3_moe": {
+        **SIZES,
+        **ROPE,
+        **SILU,
+        **EXPERTS,
+        "head_dim": 4,
+        "attention_bias": False,
+        "use_sliding_window": False,
+    },
     "gemma2": {**GEMMA, **ROPE, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": {
         **GEMMA,

@@ -28,7 +28,8 @@ from layerkit.interop.hugging_face import (
 from layerkit.interop.hugging_face.families import family_of
 from layerkit.interop.hugging_face.families.gemma2 import GEMMA2
 from layerkit.interop.hugging_face.families.llama import LLAMA
-from layerkit.interop.hugging_face.families.qwen2_moe import QWEN2_MOE
+from layerkit.interop.hugging_face.families.qwen3 import QWEN3
+from layerkit.interop.hugging_face.families.qwen3_moe import QWEN3_MOE
 from layerkit.interop.hugging_face.families.t5 import T5
 from layerkit.interop.hugging_face.importing import read_weights
 from layerkit.interop.hugging_face.keys import layer_templates
@@ -209,7 +210,7 @@ def test_missing_key_has_the_default_of_transformers(configs):
     assert [content[cap] for cap in caps] == [50.0, 30.0]
 
 
-@pytest.mark.parametrize(("family", "num_layers"), [("mixtral", 3), ("qwen2_moe", 2)])
+@pytest.mark.parametrize(("family", "num_layers"), [("mixtral", 3), ("qwen3_moe", 2)])
 def test_balance_loss_is_divided_by_the_number_of_layers_with_experts(configs, family, num_layers):
     # Two choices of a token; Transformers adds one loss over all layers.
     model = family_of(family).read_config(configs[family])
@@ -221,13 +222,20 @@ def test_balance_loss_is_divided_by_the_number_of_layers_with_experts(configs, f
 @pytest.mark.parametrize("repeated", [True, False])
 def test_dense_layers_among_experts_are_those_of_config_json(make_folder, repeated):
     keys = {"num_hidden_layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [5]}
-    model, _ = import_model(make_folder("qwen2_moe", **keys), repeated=repeated)
-    pieces = pieces_of(dissect(build(model), QWEN2_MOE.rows), QWEN2_MOE.rows)
+    model, _ = import_model(make_folder("qwen3_moe", **keys), repeated=repeated)
+    pieces = pieces_of(dissect(build(model), QWEN3_MOE.rows), QWEN3_MOE.rows)
     gates = {piece.name: piece.shape for piece in pieces if ".mlp." in piece.name}
     dense = [n for n in range(6) if f"model.layers.{n}.mlp.gate_proj.weight" in gates]
-    assert dense == QWEN2_MOE.write_config(model)["mlp_only_layers"] == [0, 2, 4, 5]
+    assert dense == QWEN3_MOE.write_config(model)["mlp_only_layers"] == [0, 2, 4, 5]
     assert gates["model.layers.4.mlp.gate_proj.weight"] == (8, 10)
     assert gates["model.layers.3.mlp.experts.2.gate_proj.weight"] == (8, 6)
+
+
+@pytest.mark.parametrize("experts", [{"num_experts": 0}, {"mlp_only_layers": [0, 1, 2]}])
+def test_mixture_without_experts_is_read_as_the_dense_family(configs, experts):
+    content = configs["qwen3_moe"]
+    dense = QWEN3.read_config({**configs["qwen3"], "rms_norm_eps": content["rms_norm_eps"]})
+    assert QWEN3_MOE.read_config({**content, **experts}) == dense
 
 
 def test_weights_have_the_sharding_and_dtype_of_like(make_folder):

@@ -54,6 +54,9 @@ QWEN3 |= {"sliding_window": None, "rope_scaling": None, "max_position_embeddings
 EXPERTS = {"decoder_sparse_step": 1, "output_router_logits": False, "router_aux_loss_coef": 0.001}
 QWEN2_MOE = {**QWEN2, **EXPERTS, "model_type": "qwen2_moe", "norm_topk_prob": False}
 QWEN2_MOE |= {"tie_word_embeddings": False}
+QWEN3_MOE = {**QWEN3, **EXPERTS, "model_type": "qwen3_moe", "norm_topk_prob": True}
+QWEN3_MOE |= {"num_experts": 128, "num_experts_per_tok": 8, "mlp_only_layers": []}
+CODER = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
 GEMMA2 = {**ANY, "model_type": "gemma2", "attention_bias": False, "head_dim": 256}
 GEMMA2 |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "vocab_size": 256000}
 GEMMA2 |= {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh"}
@@ -129,6 +132,21 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         },
         (3584, 18944, 28, 28, 4, 151936),
         57408658944,
+    ),
+    "Qwen3-30B-A3B": (
+        {**QWEN3_MOE, "moe_intermediate_size": 768, "max_window_layers": 48},
+        (2048, 6144, 48, 32, 4, 151936),
+        30532122624,
+    ),
+    "Qwen3-235B-A22B": (
+        {**QWEN3_MOE, "moe_intermediate_size": 1536, "max_window_layers": 94},
+        (4096, 12288, 94, 64, 4, 151936),
+        235093634560,
+    ),
+    "Qwen3-Coder-480B-A35B": (
+        {**QWEN3_MOE, **CODER, "moe_intermediate_size": 2560, "num_experts": 160},
+        (6144, 8192, 62, 96, 8, 151936),
+        480154875392,
     ),
     "gemma-2-9b": (
         {**GEMMA2, "sliding_window_size": 4096},
@@ -237,6 +255,9 @@ OPTIONS = [
     ("qwen2_moe", "attention_bias", False, True),
     ("qwen2_moe", "num_local_experts", 3, 4),
     ("qwen2_moe", "shared_expert_intermediate_size", 7, 0),
+    ("qwen3_moe", "layer_types", None, ["full_attention"] * 3),
+    ("qwen3_moe", "shared_expert_intermediate_size", 0, 6),
+    ("qwen3_moe", "use_qk_norm", True, False),
     ("gemma2", "use_bidirectional_attention", False, True),
     ("phi3", "lm_head_bias", False, True),
     ("phi3", "full_attn_mod", 1, 2),

@@ -153,7 +153,7 @@ def test_too_many_tensors_raise(raises, make_folder):
         ("llama", "num_hidden_layers"),
         ("gemma3_text", "num_hidden_layers"),
         ("mixtral", "num_local_experts"),
-        ("qwen2_moe", "num_experts"),
+        ("qwen3_moe", "num_experts"),
         ("gpt2", "n_layer"),
         ("t5", "num_layers"),
         ("t5", "num_decoder_layers"),

@@ -16,6 +16,7 @@ from layerkit.interop.hugging_face.families.phi3 import PHI3
 from layerkit.interop.hugging_face.families.qwen2 import QWEN2
 from layerkit.interop.hugging_face.families.qwen2_moe import QWEN2_MOE
 from layerkit.interop.hugging_face.families.qwen3 import QWEN3
+from layerkit.interop.hugging_face.families.qwen3_moe import QWEN3_MOE
 from layerkit.interop.hugging_face.families.t5 import T5
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import UnsupportedModelError
@@ -29,6 +30,7 @@ FAMILIES: tuple[Family, ...] = (
     QWEN2,
     QWEN3,
     QWEN2_MOE,
+    QWEN3_MOE,
     GEMMA2,
     GEMMA3,
     PHI3,
