@@ -52,6 +52,7 @@ _CLASS_OF_MODEL: Mapping[str, str] = {
     "mt5": "T5Tokenizer",
     "olmo2": _NO_CLASS,
     "olmo3": _NO_CLASS,
+    "olmoe": "GPTNeoXTokenizer",
     "phi3": _NO_CLASS,
     "qwen2": "Qwen2Tokenizer",
     "qwen2_moe": "Qwen2Tokenizer",

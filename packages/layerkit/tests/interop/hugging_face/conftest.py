@@ -116,6 +116,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "resid_pdrop": 0.0,
     },
     "olmo2": {**SIZES, **ROPE, **SILU, "attention_bias": False},
+    "olmoe": {
+        **SIZES,
+        **ROPE,
+        **SILU,
+        "attention_bias": False,
+        "clip_qkv": None,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+        "router_aux_loss_coef": 0.02,
+    },
     "t5": {
         "vocab_size": 12,
         "d_model": 8,

@@ -159,6 +159,14 @@ CASES = [
         "biases, no groups",
         is_slow=True,
     ),
+    Case("Olmoe", {"num_experts": 5, "num_experts_per_tok": 2}),
+    Case(
+        "Olmoe",
+        {"num_experts": 3, "num_experts_per_tok": 1, "norm_topk_prob": True, "head_dim": 4},
+        {**SIZES, "num_key_value_heads": 4, "attention_bias": True},
+        "one of three, biases",
+        is_slow=True,
+    ),
     Case("T5", sizes=T5),
     Case(
         "T5",

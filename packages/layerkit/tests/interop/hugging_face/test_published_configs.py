@@ -57,6 +57,9 @@ QWEN2_MOE |= {"tie_word_embeddings": False}
 QWEN3_MOE = {**QWEN3, **EXPERTS, "model_type": "qwen3_moe", "norm_topk_prob": True}
 QWEN3_MOE |= {"num_experts": 128, "num_experts_per_tok": 8, "mlp_only_layers": []}
 CODER = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+OLMOE = {**LLAMA, "model_type": "olmoe", "attention_bias": False, "clip_qkv": None}
+OLMOE |= {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}
+OLMOE |= {"output_router_logits": False, "router_aux_loss_coef": 0.01, "rope_theta": 10000.0}
 GEMMA2 = {**ANY, "model_type": "gemma2", "attention_bias": False, "head_dim": 256}
 GEMMA2 |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "vocab_size": 256000}
 GEMMA2 |= {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh"}
@@ -148,6 +151,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         (6144, 8192, 62, 96, 8, 151936),
         480154875392,
     ),
+    "OLMoE-1B-7B": (OLMOE, (2048, 1024, 16, 16, 16, 50304), 6919161856),
     "gemma-2-9b": (
         {**GEMMA2, "sliding_window_size": 4096},
         (3584, 14336, 42, 16, 8, 256000),
@@ -252,6 +256,9 @@ OPTIONS = [
     ("mistral", "attention_bias", False, True),
     ("qwen2", "mlp_bias", False, True),
     ("olmo2", "clip_qkv", None, 8.0),
+    ("olmoe", "clip_qkv", None, 8.0),
+    ("olmoe", "head_dim", 2, 4),
+    ("olmoe", "sliding_window", None, 4),
     ("qwen2_moe", "attention_bias", False, True),
     ("qwen2_moe", "num_local_experts", 3, 4),
     ("qwen2_moe", "shared_expert_intermediate_size", 7, 0),

@@ -1,0 +1,40 @@
+"""OLMoE (Muennighoff et al., 2024): experts, and norms over all heads of queries and keys."""
+
+from __future__ import annotations
+
+from layerkit.config import Config
+from layerkit.interop.hugging_face.families.llama import (
+    ATTENTION_BIAS,
+    llama_entries,
+    llama_family,
+)
+from layerkit.interop.hugging_face.families.mixtral import mixture_network
+from layerkit.interop.hugging_face.families.qwen2_moe import (
+    EXPERT_COUNTS,
+    EXPERT_ROWS,
+    routing_entries,
+)
+from layerkit.interop.hugging_face.keys import ConfigFile, Entry
+
+
+def _check_heads(file: ConfigFile, network: Config) -> None:
+    # The norms of Transformers have no other size.
+    if network.dim_per_head * network.num_heads != network.model_dims:
+        raise file.invalid("head_dim", "hidden_size / num_attention_heads")
+
+
+OLMOE = llama_family(
+    "olmoe",
+    "OlmoeForCausalLM",
+    network=lambda: mixture_network(qk_norm=True, attention={"qk_norm_over": "projection"}),
+    entries=(
+        *llama_entries(epsilon=1e-5, qk_norm=True),
+        Entry(_check_heads, lambda network: {}),
+        ATTENTION_BIAS,
+        *routing_entries(experts=64, choices=8, balance=0.01),
+    ),
+    rows=EXPERT_ROWS,
+    neutral=frozenset({"output_router_logits"}),
+    token_ids={"eos_token_id": 50279, "pad_token_id": 1},
+    counts=EXPERT_COUNTS,
+)
