@@ -99,6 +99,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "use_sliding_window": False,
     },
+    "gemma": {
+        **SIZES,
+        **ROPE,
+        "hidden_act": "gelu_pytorch_tanh",
+        "head_dim": 4,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+    },
     "gemma2": {**GEMMA, **ROPE, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": {
         **GEMMA,
@@ -127,6 +135,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "router_aux_loss_coef": 0.02,
     },
+    "olmo3": {
+        **SIZES,
+        **ROPE,
+        **SILU,
+        "attention_bias": False,
+        "sliding_window": 4,
+        "num_hidden_layers": 5,
+    },
+    "smollm3": {**SIZES, **ROPE, **SILU, "attention_bias": False, "no_rope_layers": [1, 0, 1]},
     "t5": {
         "vocab_size": 12,
         "d_model": 8,

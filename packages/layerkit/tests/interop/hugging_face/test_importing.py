@@ -124,6 +124,20 @@ def test_each_key_changes_the_config_or_raises(configs):
             assert repr(changed) != repr(usual), (family.model_type, key)
 
 
+@pytest.mark.parametrize("family", ["gemma", "olmo3", "smollm3"])
+def test_packed_rows_equal_separate_rows(make_folder, family):
+    config, variables = import_model(make_folder(family), fprop_dtype="float32")
+    model, ids = build(config), np.random.default_rng(0).integers(1, 12, (1, 11))
+
+    def logits(ids, **packing):
+        return model.apply(variables, ids, method=lambda m, ids: m.lm.logits(ids, **packing))
+
+    segments, positions = [[1] * 4 + [2] * 7], [[*range(4), *range(7)]]
+    packed = logits(ids, segment_ids=np.array(segments), segment_pos=np.array(positions))
+    separate = np.concatenate([logits(ids[:, :4]), logits(ids[:, 4:])], axis=1)
+    np.testing.assert_allclose(packed, separate, atol=1e-5 * np.abs(separate).max())
+
+
 def test_import_raises_with_all_differences_of_tensors(raises, make_folder):
     def change(tensors):
         tensors["model.layers.1.mlp.up_projj.weight"] = tensors.pop(

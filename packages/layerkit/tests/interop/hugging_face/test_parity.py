@@ -130,6 +130,7 @@ CASES = [
         "window, biases",
         is_slow=True,
     ),
+    Case("Gemma", sizes=WIDE_HEADS),
     Case("Gemma2", {"sliding_window": 4, "query_pre_attn_scalar": 24}, WIDE_HEADS),
     Case("Gemma2", {"layer_types": ["full_attention"] * 3}, WIDE_HEADS, "no window", is_slow=True),
     Case("Gemma3", {"sliding_window": 4, "num_hidden_layers": 8}, WIDE_HEADS, "8 layers of 6"),
@@ -166,6 +167,34 @@ CASES = [
         {**SIZES, "num_key_value_heads": 4, "attention_bias": True},
         "one of three, biases",
         is_slow=True,
+    ),
+    Case("Olmo3", {"sliding_window": 4, "num_hidden_layers": 5}, note="5 layers of 4"),
+    Case(
+        "Olmo3",
+        {
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 5e5, "attention_factor": 1.2},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+        note="YaRN, far layers",
+    ),
+    Case("SmolLM3", {"num_hidden_layers": 5}),
+    Case(
+        "SmolLM3",
+        {
+            "no_rope_layers": [0, 1, 0],
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": False,
+            "rope_parameters": {**YARN, "rope_theta": 1e4},
+        },
+        note="windows, YaRN, biases, untied",
     ),
     Case("T5", sizes=T5),
     Case(

@@ -31,6 +31,10 @@ SCALED = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0
 SCALED |= {"original_max_position_embeddings": 8192}
 SMOL = {**LLAMA3, "is_llama_config": True, "rope_interleaved": False, "rope_scaling": None}
 SMOL |= {"rope_theta": 100000, "tie_word_embeddings": True, "transformers.js_config": {"a": 1}}
+SMOL3 = {**LLAMA3, "model_type": "smollm3", "rms_norm_eps": 1e-6, "rope_theta": 5000000.0}
+SMOL3 |= {"layer_types": ["full_attention"] * 36, "max_window_layers": 28, "pretraining_tp": 2}
+SMOL3 |= {"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "rope_scaling": None}
+SMOL3 |= {"sliding_window": None, "use_sliding_window": False, "max_position_embeddings": 65536}
 GPT2 = {**ANY, "model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1}
 GPT2 |= {"n_ctx": 1024, "n_positions": 1024, "summary_type": "cls_index", "vocab_size": 50257}
 GPT2 |= {"summary_activation": None, "summary_first_dropout": 0.1, "summary_use_proj": True}
@@ -60,6 +64,9 @@ CODER = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm":
 OLMOE = {**LLAMA, "model_type": "olmoe", "attention_bias": False, "clip_qkv": None}
 OLMOE |= {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}
 OLMOE |= {"output_router_logits": False, "router_aux_loss_coef": 0.01, "rope_theta": 10000.0}
+GEMMA = {**ANY, "model_type": "gemma", "attention_bias": False, "attention_dropout": 0.0}
+GEMMA |= {"head_dim": 256, "hidden_act": "gelu", "hidden_activation": None, "rope_scaling": None}
+GEMMA |= {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 8192}
 GEMMA2 = {**ANY, "model_type": "gemma2", "attention_bias": False, "head_dim": 256}
 GEMMA2 |= {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "vocab_size": 256000}
 GEMMA2 |= {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh"}
@@ -69,6 +76,10 @@ GEMMA3 = {**GEMMA2, "model_type": "gemma3_text", "attn_logit_softcapping": None}
 GEMMA3 |= {"final_logit_softcapping": None, "rope_theta": 1000000, "rope_scaling": None}
 GEMMA3 |= {"rope_local_base_freq": 10000, "sliding_window": 512}
 OLMO2 = {**LLAMA, "model_type": "olmo2", "rms_norm_eps": 1e-6, "rope_theta": 500000.0}
+OLMO3 = {**OLMO2, "model_type": "olmo3", "attention_bias": False, "sliding_window": 4096}
+OLMO3 |= {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8}
+OLMO3_ROPE = {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.2079441541679836}
+OLMO3_ROPE |= {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 8192}
 T5 = {"model_type": "t5", "vocab_size": 32128, "is_encoder_decoder": True, "output_past": True}
 T5 |= {"decoder_start_token_id": 0, "initializer_factor": 1.0, "dropout_rate": 0.1}
 T5 |= {"relative_attention_num_buckets": 32, "layer_norm_epsilon": 1e-6}
@@ -152,6 +163,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         480154875392,
     ),
     "OLMoE-1B-7B": (OLMOE, (2048, 1024, 16, 16, 16, 50304), 6919161856),
+    "gemma-2b": (GEMMA, (2048, 16384, 18, 8, 1, 256000), 2506172416),
+    "gemma-7b": (
+        {**GEMMA, "hidden_activation": "gelu_pytorch_tanh"},
+        (3072, 24576, 28, 16, 16, 256000),
+        8537680896,
+    ),
     "gemma-2-9b": (
         {**GEMMA2, "sliding_window_size": 4096},
         (3584, 14336, 42, 16, 8, 256000),
@@ -194,6 +211,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
     ),
     "Phi-4-mini": ({**MINI4, "rope_scaling": LONG}, (3072, 8192, 32, 24, 8, 200064), 3836021760),
     "OLMo-2-7B": (OLMO2, (4096, 11008, 32, 32, 32, 100352), 7298617344),
+    "Olmo-3-7B": (
+        {**OLMO3, "rope_scaling": OLMO3_ROPE},
+        (4096, 11008, 32, 32, 32, 100278),
+        7298011136,
+    ),
+    "SmolLM3-3B": (SMOL3, (2048, 11008, 36, 16, 4, 128256), 3075098624),
     "t5-small": (FIRST_T5, (512, 64, 2048, 6, 8), 60506624),
     "t5-v1_1-base": (T5_11, (768, 64, 2048, 12, 12), 247577856),
     "flan-t5-small": (
@@ -265,7 +288,10 @@ OPTIONS = [
     ("qwen3_moe", "layer_types", None, ["full_attention"] * 3),
     ("qwen3_moe", "shared_expert_intermediate_size", 0, 6),
     ("qwen3_moe", "use_qk_norm", True, False),
+    ("gemma", "hidden_activation", "gelu_pytorch_tanh", "relu"),
     ("gemma2", "use_bidirectional_attention", False, True),
+    ("olmo3", "rope_parameters", {}, {"rope_type": "default", "rope_theta": 1e4}),
+    ("smollm3", "no_rope_layers", [1, 0, 1, 0], [1, 0]),
     ("phi3", "lm_head_bias", False, True),
     ("phi3", "full_attn_mod", 1, 2),
     ("llama", "residual_multiplier", 1.0, 0.22),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from layerkit.interop.hugging_face.families.gemma import GEMMA
 from layerkit.interop.hugging_face.families.gemma2 import GEMMA2
 from layerkit.interop.hugging_face.families.gemma3 import GEMMA3
 from layerkit.interop.hugging_face.families.gpt2 import GPT2
@@ -13,11 +14,13 @@ from layerkit.interop.hugging_face.families.mistral import MISTRAL
 from layerkit.interop.hugging_face.families.mixtral import MIXTRAL
 from layerkit.interop.hugging_face.families.olmo2 import OLMO2
 from layerkit.interop.hugging_face.families.olmoe import OLMOE
+from layerkit.interop.hugging_face.families.olmo3 import OLMO3
 from layerkit.interop.hugging_face.families.phi3 import PHI3
 from layerkit.interop.hugging_face.families.qwen2 import QWEN2
 from layerkit.interop.hugging_face.families.qwen2_moe import QWEN2_MOE
 from layerkit.interop.hugging_face.families.qwen3 import QWEN3
 from layerkit.interop.hugging_face.families.qwen3_moe import QWEN3_MOE
+from layerkit.interop.hugging_face.families.smollm3 import SMOLLM3
 from layerkit.interop.hugging_face.families.t5 import T5
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import UnsupportedModelError
@@ -32,11 +35,14 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3,
     QWEN2_MOE,
     QWEN3_MOE,
+    GEMMA,
     GEMMA2,
     GEMMA3,
     PHI3,
     OLMO2,
     OLMOE,
+    OLMO3,
+    SMOLLM3,
     T5,
 )
 

@@ -97,6 +97,7 @@ def llama_entries(
 
 
 ATTENTION_BIAS = key("attention_bias", "layer.attention_tpl.use_bias", default=False)
+MLP_BIAS = key("mlp_bias", "layer.feed_forward_tpl.has_bias", default=False)
 
 LAYER = "lm/stack/{layer}/"
 THEIR_LAYER = "model.layers.{layer}."
@@ -181,6 +182,6 @@ LLAMA = llama_family(
     entries=(
         *llama_entries(),
         ATTENTION_BIAS,
-        key("mlp_bias", "layer.feed_forward_tpl.has_bias", default=False),
+        MLP_BIAS,
     ),
 )

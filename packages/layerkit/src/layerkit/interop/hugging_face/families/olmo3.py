@@ -1,0 +1,79 @@
+"""OLMo 3 (OLMo team, 2025): OLMo 2 with three layers with a window for each of full attention.
+
+A scaling of rotary positions applies to full attention only. `rope_theta` applies to both kinds of
+layers, as in the version of Transformers that wrote the published folders; version 5 reads it for
+full attention only. Export writes `rope_parameters` too, which is unambiguous.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layerkit.config import Config
+from layerkit.interop.hugging_face.families.llama import (
+    ATTENTION_BIAS,
+    llama_entries,
+    llama_family,
+)
+from layerkit.interop.hugging_face.families.olmo2 import olmo_network
+from layerkit.interop.hugging_face.keys import ConfigFile, Entry, set_field
+from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types
+from layerkit.interop.hugging_face.rotary import rotary_config, rotary_keys
+
+_THETA, _UNSCALED = 500_000.0, {"rope_type": "default"}
+
+
+def _one_of_four(file: ConfigFile, layer: int) -> str:
+    del file
+    return NEAR if (layer + 1) % 4 else FAR
+
+
+def _rotary(file: ConfigFile, kind: str) -> Config:
+    newer = file.get("rope_parameters", None) or {}
+    if not set(newer) <= {NEAR, FAR}:
+        raise file.invalid("rope_parameters", f"keys {NEAR!r} and {FAR!r}")
+    theta = {"rope_theta": file.get("rope_theta", _THETA)}
+    scaling = file.get("rope_scaling", None) or {}
+    parameters = newer.get(kind) or {}
+    return rotary_config(file, {**theta, **(scaling if kind == FAR else {}), **parameters})
+
+
+def _read_far(file: ConfigFile, network: Config) -> None:
+    set_field(network, "layer.attention_tpl.rotary_tpl", _rotary(file, FAR))
+
+
+def _read_near(file: ConfigFile, template: Config) -> None:
+    template.attention_tpl.rotary_tpl = _rotary(file, NEAR)
+
+
+def _write_both(near: Config | None, far: Config | None) -> dict[str, Any]:
+    keys = {
+        kind: rotary_keys(template.attention_tpl.rotary_tpl)
+        for kind, template in ((NEAR, near), (FAR, far))
+        if template is not None
+    }
+    parameters = {
+        kind: {"rope_theta": older["rope_theta"], **(older["rope_scaling"] or _UNSCALED)}
+        for kind, older in keys.items()
+    }
+    unscaled = {**next(iter(keys.values())), "rope_scaling": None}
+    return {**keys.get(FAR, unscaled), "rope_parameters": parameters}
+
+
+OLMO3 = llama_family(
+    "olmo3",
+    "Olmo3ForCausalLM",
+    network=olmo_network,
+    entries=(
+        *llama_entries(
+            epsilon=1e-5,
+            qk_norm=True,
+            positions=Entry(_read_far, lambda network: {}),  # `_write_both` writes it.
+        ),
+        ATTENTION_BIAS,
+        layer_types(
+            _one_of_four, default_window=4096, make_near=_read_near, write_more=_write_both
+        ),
+    ),
+    token_ids={"eos_token_id": 50279, "pad_token_id": 1},
+)
