@@ -66,7 +66,7 @@ def gpt_like(position, stack=StackedTransformer, **fields):
 SINUSOIDAL = PositionalEmbedding.HParams.config()
 TRAINABLE = TrainablePositionalEmbedding.HParams.config(max_length=LENGTH)
 MODELS = {
-    "rotary": llama_like(),
+    "rotary": llama_like(embedding_multiplier=3.0),
     "sinusoidal": gpt_like(SINUSOIDAL),
     "trainable": gpt_like(TRAINABLE),
 }
@@ -153,7 +153,8 @@ def numpy_logits(params, ids, positions, allowed, *, is_llama):
         hidden = np.maximum(x @ weights["up"]["w"] + weights["up_bias"]["b"], 0.0)
         return hidden @ weights["down"]["w"] + weights["down_bias"]["b"]
 
-    x = params["softmax"]["w"][ids] if is_llama else params["embedding"]["w"][ids] * np.sqrt(8.0)
+    table, factor = ("softmax", 3.0) if is_llama else ("embedding", np.sqrt(8.0))
+    x = params[table]["w"][ids] * factor
     if "position" in params:
         x = x + params["position"]["w"][positions]
     elif not is_llama:

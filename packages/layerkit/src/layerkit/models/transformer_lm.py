@@ -46,6 +46,7 @@ class TransformerLm(BaseLayer):
       dim_per_head: Size of a head; None for model_dims / num_heads.
       softmax_tpl: Output layer; a tied one also embeds.
       embedding_tpl: Separate input embedding; None to tie it to the softmax.
+      embedding_multiplier: Factor of the token embeddings (Granite).
       position_tpl: Positional embedding that is added to the token embeddings; None for models
         whose attention encodes positions (rotary).
       embedding_norm_tpl: Norm of the embeddings before the stack (BERT, BLOOM); None for no norm.
@@ -70,6 +71,7 @@ class TransformerLm(BaseLayer):
     dim_per_head: int | None = None
     softmax_tpl: Config[ClassSoftmax] = sub_config_field(SharedEmbeddingSoftmax.HParams)
     embedding_tpl: Config[BaseLayer] | None = sub_config_field(None)
+    embedding_multiplier: float = 1.0
     position_tpl: Config[BaseLayer] | None = sub_config_field(None)
     embedding_norm_tpl: Config[BaseNormalization] | None = sub_config_field(None)
     stack_tpl: Config[BaseLayer] = sub_config_field(StackedTransformer.HParams)
@@ -207,6 +209,8 @@ class TransformerLm(BaseLayer):
 
     def _embed(self, ids: jax.Array, positions: jax.Array) -> jax.Array:
         x = embed_tokens(self, ids)
+        if self.embedding_multiplier != 1.0:
+            x = x * self.embedding_multiplier
         if self.position_tpl is not None:
             x = x + self.position(positions)
         if self.embedding_norm_tpl is not None:

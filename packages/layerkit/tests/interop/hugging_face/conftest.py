@@ -144,6 +144,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 5,
     },
     "smollm3": {**SIZES, **ROPE, **SILU, "attention_bias": False, "no_rope_layers": [1, 0, 1]},
+    "granite": {
+        **SIZES,
+        **ROPE,
+        **SILU,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 49.0,
+    },
     "t5": {
         "vocab_size": 12,
         "d_model": 8,

@@ -124,7 +124,7 @@ def test_each_key_changes_the_config_or_raises(configs):
             assert repr(changed) != repr(usual), (family.model_type, key)
 
 
-@pytest.mark.parametrize("family", ["gemma", "olmo3", "smollm3"])
+@pytest.mark.parametrize("family", ["gemma", "olmo3", "smollm3", "granite"])
 def test_packed_rows_equal_separate_rows(make_folder, family):
     config, variables = import_model(make_folder(family), fprop_dtype="float32")
     model, ids = build(config), np.random.default_rng(0).integers(1, 12, (1, 11))

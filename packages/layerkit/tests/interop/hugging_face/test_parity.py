@@ -196,6 +196,20 @@ CASES = [
         },
         note="windows, YaRN, biases, untied",
     ),
+    Case("Granite", note="multipliers of 1", is_slow=True),
+    Case(
+        "Granite",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 7.0,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+        note="biases, tied",
+    ),
     Case("T5", sizes=T5),
     Case(
         "T5",

@@ -31,6 +31,9 @@ SCALED = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0
 SCALED |= {"original_max_position_embeddings": 8192}
 SMOL = {**LLAMA3, "is_llama_config": True, "rope_interleaved": False, "rope_scaling": None}
 SMOL |= {"rope_theta": 100000, "tie_word_embeddings": True, "transformers.js_config": {"a": 1}}
+GRANITE = {**LLAMA, "model_type": "granite", "attention_bias": False, "attention_dropout": 0.1}
+GRANITE |= {"mlp_bias": False, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
+GRANITE |= {"rope_scaling": None, "rope_theta": 5000000.0, "tie_word_embeddings": True}
 SMOL3 = {**LLAMA3, "model_type": "smollm3", "rms_norm_eps": 1e-6, "rope_theta": 5000000.0}
 SMOL3 |= {"layer_types": ["full_attention"] * 36, "max_window_layers": 28, "pretraining_tp": 2}
 SMOL3 |= {"no_rope_layer_interval": 4, "no_rope_layers": [1, 1, 1, 0] * 9, "rope_scaling": None}
@@ -217,6 +220,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         7298011136,
     ),
     "SmolLM3-3B": (SMOL3, (2048, 11008, 36, 16, 4, 128256), 3075098624),
+    "granite-3.1-2b": (
+        {**GRANITE, "attention_multiplier": 0.015625, "logits_scaling": 8.0},
+        (2048, 8192, 40, 32, 8, 49155),
+        2533531648,
+    ),
+    "granite-3.1-8b": (
+        {**GRANITE, "attention_multiplier": 0.0078125, "logits_scaling": 16.0},
+        (4096, 12800, 40, 32, 8, 49155),
+        8170848256,
+    ),
     "t5-small": (FIRST_T5, (512, 64, 2048, 6, 8), 60506624),
     "t5-v1_1-base": (T5_11, (768, 64, 2048, 12, 12), 247577856),
     "flan-t5-small": (

@@ -97,6 +97,11 @@ def parallel_branch(x, n, a, f):
     return x + n("attention_post_norm", a(x)) + n("feed_forward_post_norm", f(x))
 
 
+def weighted(x, n, a, f):
+    x = x + 0.5 * a(n("attention_norm", x))
+    return x + 0.25 * f(n("feed_forward_norm", x))
+
+
 SHARED = {"parallel": True, "parallel_shares_norm": True}
 EQUATIONS = {
     "pre": ({}, pre),
@@ -106,6 +111,7 @@ EQUATIONS = {
     "parallel": ({"parallel": True}, neox),
     "parallel, one norm": (SHARED, gpt_j),
     "parallel pre_post, one norm": ({**SHARED, "norm_policy": "pre_post"}, parallel_pre_post),
+    "weighted": ({"residual_weight": 0.5, "feed_forward_residual_weight": 0.5}, weighted),
     "parallel branch": ({"parallel": True, "norm_policy": "branch"}, parallel_branch),
 }
 

@@ -161,8 +161,9 @@ class Transformer(BaseLayer):
       allow_skip_cross_attention: True to leave out cross attention where there is no memory, as
         for examples without a source; False to raise an error.
       feed_forward_tpl: Feed-forward block, dense or a mixture of experts.
-      feed_forward_residual_weight: Factor of the output of the feed-forward block in the residual
-        sum; 0.5 in the two half steps of a Conformer (Gulati et al., 2020, arXiv:2005.08100).
+      residual_weight: Factor of the output of each branch in its residual sum (Granite).
+      feed_forward_residual_weight: Further factor of the output of the feed-forward block; 0.5 in
+        the two half steps of a Conformer (Gulati et al., 2020, arXiv:2005.08100).
       dropout_rate: Dropout rate of the outputs of branches in training.
       input_dropout_rate: Dropout rate of the input of the layer, and so of the residual, in
         training.
@@ -193,6 +194,7 @@ class Transformer(BaseLayer):
     cross_attention_tpl: Config[BaseLayer] | None = sub_config_field(None)
     allow_skip_cross_attention: bool = False
     feed_forward_tpl: Config[BaseLayer] = sub_config_field(TransformerFeedForward.HParams)
+    residual_weight: float = 1.0
     feed_forward_residual_weight: float = 1.0
     dropout_rate: float = 0.0
     input_dropout_rate: float = 0.0
@@ -332,8 +334,11 @@ class Transformer(BaseLayer):
             source = self.attention_norm(x)
         for name, branch in branches.items():
             output = self._branch(name, branch, source if self.parallel else x)
-            if name == "feed_forward" and self.feed_forward_residual_weight != 1.0:
-                output = output * self.feed_forward_residual_weight
+            weight = self.residual_weight
+            if name == "feed_forward":
+                weight *= self.feed_forward_residual_weight
+            if weight != 1.0:
+                output = output * weight
             x = self.residual(x, output, rate=droppath_rate)
             if self.norm_policy == "post":
                 x = getattr(self, f"{name}_norm")(x)

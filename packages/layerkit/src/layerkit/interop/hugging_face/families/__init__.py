@@ -9,6 +9,7 @@ from layerkit.interop.hugging_face.families.gemma import GEMMA
 from layerkit.interop.hugging_face.families.gemma2 import GEMMA2
 from layerkit.interop.hugging_face.families.gemma3 import GEMMA3
 from layerkit.interop.hugging_face.families.gpt2 import GPT2
+from layerkit.interop.hugging_face.families.granite import GRANITE
 from layerkit.interop.hugging_face.families.llama import LLAMA
 from layerkit.interop.hugging_face.families.mistral import MISTRAL
 from layerkit.interop.hugging_face.families.mixtral import MIXTRAL
@@ -43,6 +44,7 @@ FAMILIES: tuple[Family, ...] = (
     OLMOE,
     OLMO3,
     SMOLLM3,
+    GRANITE,
     T5,
 )
 

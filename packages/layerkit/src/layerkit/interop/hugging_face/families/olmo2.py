@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import (
     ATTENTION_BIAS,
     llama_entries,
@@ -10,17 +9,12 @@ from layerkit.interop.hugging_face.families.llama import (
     llama_network,
 )
 
-
-def olmo_network() -> Config:
-    """Return the network of OLMo 2 and 3."""
-    attention = {"qk_norm_over": "projection"}
-    return llama_network(norm_policy="branch", qk_norm=True, attention=attention)
-
-
 OLMO2 = llama_family(
     "olmo2",
     "Olmo2ForCausalLM",
-    network=olmo_network,
+    network=lambda: llama_network(
+        norm_policy="branch", qk_norm=True, attention={"qk_norm_over": "projection"}
+    ),
     entries=(*llama_entries(epsilon=1e-5, qk_norm=True), ATTENTION_BIAS),
     token_ids={"eos_token_id": 50279, "pad_token_id": 1},
 )

@@ -15,7 +15,7 @@ from layerkit.interop.hugging_face.families.llama import (
     llama_entries,
     llama_family,
 )
-from layerkit.interop.hugging_face.families.olmo2 import olmo_network
+from layerkit.interop.hugging_face.families.olmo2 import OLMO2
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, set_field
 from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types
 from layerkit.interop.hugging_face.rotary import rotary_config, rotary_keys
@@ -63,7 +63,7 @@ def _write_both(near: Config | None, far: Config | None) -> dict[str, Any]:
 OLMO3 = llama_family(
     "olmo3",
     "Olmo3ForCausalLM",
-    network=olmo_network,
+    network=OLMO2.network,
     entries=(
         *llama_entries(
             epsilon=1e-5,
