@@ -28,6 +28,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_LLAMA_ONLY = {"num_key_value_heads", "rms_norm_eps"}
 ROPE = {"rope_theta": 10000.0, "rope_scaling": None}
 SILU = {"hidden_act": "silu"}
 GEMMA = {
@@ -154,6 +155,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.3,
         "residual_multiplier": 0.22,
         "logits_scaling": 49.0,
+    },
+    "gpt_neox": {
+        **{key: value for key, value in SIZES.items() if key not in _LLAMA_ONLY},
+        "hidden_act": "gelu_new",
+        "layer_norm_eps": 1e-5,
+        "attention_bias": True,
+        "hidden_dropout": 0.0,
+        "rotary_emb_base": 10000.0,
+        "rotary_pct": 1.0,
+        "rope_scaling": None,
+        "use_parallel_residual": True,
+    },
+    "stablelm": {
+        **{key: value for key, value in SIZES.items() if key != "rms_norm_eps"},
+        **ROPE,
+        **SILU,
+        "layer_norm_eps": 1e-5,
+        "partial_rotary_factor": 1.0,
+        "use_qkv_bias": True,
+        "use_parallel_residual": False,
     },
     "t5": {
         "vocab_size": 12,

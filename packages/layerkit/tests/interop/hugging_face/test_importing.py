@@ -124,7 +124,10 @@ def test_each_key_changes_the_config_or_raises(configs):
             assert repr(changed) != repr(usual), (family.model_type, key)
 
 
-@pytest.mark.parametrize("family", ["gemma", "olmo3", "smollm3", "granite"])
+PACKED = ["gemma", "olmo3", "smollm3", "granite", "gpt_neox", "stablelm"]
+
+
+@pytest.mark.parametrize("family", PACKED)
 def test_packed_rows_equal_separate_rows(make_folder, family):
     config, variables = import_model(make_folder(family), fprop_dtype="float32")
     model, ids = build(config), np.random.default_rng(0).integers(1, 12, (1, 11))
@@ -195,6 +198,15 @@ def test_t5_without_a_head_has_the_embedding_in_its_place(make_folder):
 
     weights = import_model(make_folder("t5", change=change))[1]["params"]["model"]
     np.testing.assert_array_equal(weights["softmax"]["w"], weights["embedding"]["w"].T)
+
+
+def test_gpt_neox_with_the_head_of_transformers_5_is_read(make_folder):
+    def rename(tensors):
+        tensors["lm_head.weight"] = tensors.pop("embed_out.weight")
+
+    whole = import_model(make_folder("gpt_neox"))[1]
+    renamed = import_model(make_folder("gpt_neox", change=rename))[1]
+    jax.tree.map(np.testing.assert_array_equal, renamed, whole)
 
 
 def test_mixed_dtypes_in_one_weight_require_dtype(raises, make_folder, bfloat16):

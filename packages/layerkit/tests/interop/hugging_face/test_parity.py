@@ -49,6 +49,8 @@ T5 |= {"num_decoder_layers": 3, "num_heads": 2, "decoder_start_token_id": 0, "eo
 WIDE_HEADS = {**SIZES, "head_dim": 8}
 MIXTURE = {**SIZES, "moe_intermediate_size": 12, "num_experts": 5, "num_experts_per_tok": 2}
 SHARED = {**MIXTURE, "shared_expert_intermediate_size": 20}
+WIDE = {**SIZES, "hidden_size": 32}
+NEOX = {key: value for key, value in WIDE.items() if key != "num_key_value_heads"}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32}
@@ -210,6 +212,20 @@ CASES = [
         },
         note="biases, tied",
     ),
+    Case("GPTNeoX", sizes=NEOX, note="a quarter rotary"),
+    Case(
+        "GPTNeoX",
+        {
+            "use_parallel_residual": False,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0},
+        },
+        NEOX,
+        "sequential, tied",
+    ),
+    Case("StableLm", {"use_qkv_bias": True}, WIDE, note="biases"),
+    Case("StableLm", {"use_parallel_residual": True}, WIDE, note="parallel"),
     Case("T5", sizes=T5),
     Case(
         "T5",

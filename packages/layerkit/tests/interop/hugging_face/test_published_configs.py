@@ -17,6 +17,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 SIZE_KEYS = {
     "gpt2": "n_embd n_layer n_head",
+    "gpt_neox": "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size",
     "t5": "d_model d_kv d_ff num_layers num_heads",
 }
 LLAMA_SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
@@ -31,6 +32,12 @@ SCALED = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0
 SCALED |= {"original_max_position_embeddings": 8192}
 SMOL = {**LLAMA3, "is_llama_config": True, "rope_interleaved": False, "rope_scaling": None}
 SMOL |= {"rope_theta": 100000, "tie_word_embeddings": True, "transformers.js_config": {"a": 1}}
+NEOX = {**ANY, "model_type": "gpt_neox", "hidden_act": "gelu", "layer_norm_eps": 1e-5}
+NEOX |= {"rotary_emb_base": 10000, "rotary_pct": 0.25, "max_position_embeddings": 2048}
+NEOX |= {"tie_word_embeddings": False, "use_parallel_residual": True}
+NEOX20 = {**NEOX, "attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}
+STABLELM = {**ANY, "model_type": "stablelm", "hidden_act": "silu", "layer_norm_eps": 1e-5}
+STABLELM |= {"partial_rotary_factor": 0.25, "rope_theta": 10000, "tie_word_embeddings": False}
 GRANITE = {**LLAMA, "model_type": "granite", "attention_bias": False, "attention_dropout": 0.1}
 GRANITE |= {"mlp_bias": False, "embedding_multiplier": 12.0, "residual_multiplier": 0.22}
 GRANITE |= {"rope_scaling": None, "rope_theta": 5000000.0, "tie_word_embeddings": True}
@@ -230,6 +237,18 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         (4096, 12800, 40, 32, 8, 49155),
         8170848256,
     ),
+    "pythia-70m": (NEOX, (512, 2048, 6, 8, 50304), 70426624),
+    "gpt-neox-20b": (
+        {**NEOX20, "hidden_act": "gelu_fast"},
+        (6144, 24576, 44, 64, 50432),
+        20554567680,
+    ),
+    "stablelm-2-1_6b": (
+        {**STABLELM, "use_qkv_bias": True, "qk_layernorm": False, "use_parallel_residual": False},
+        (2048, 5632, 24, 32, 32, 100352),
+        1644515328,
+    ),
+    "stablelm-3b": (STABLELM, (2560, 6912, 32, 32, 32, 50304), 2795443200),
     "t5-small": (FIRST_T5, (512, 64, 2048, 6, 8), 60506624),
     "t5-v1_1-base": (T5_11, (768, 64, 2048, 12, 12), 247577856),
     "flan-t5-small": (
@@ -304,6 +323,10 @@ OPTIONS = [
     ("gemma", "hidden_activation", "gelu_pytorch_tanh", "relu"),
     ("gemma2", "use_bidirectional_attention", False, True),
     ("olmo3", "rope_parameters", {}, {"rope_type": "default", "rope_theta": 1e4}),
+    ("gpt_neox", "attention_probs_dropout_prob", 0, 0.1),
+    ("gpt_neox", "rotary_pct", 1.0, 0.3),
+    ("stablelm", "qk_layernorm", False, True),
+    ("stablelm", "hidden_dropout", 0.0, 0.1),
     ("smollm3", "no_rope_layers", [1, 0, 1, 0], [1, 0]),
     ("phi3", "lm_head_bias", False, True),
     ("phi3", "full_attn_mod", 1, 2),

@@ -110,12 +110,14 @@ def put_embedding(network: Config, *, tied: bool, scale_by_sqrt_dims: bool = Fal
         network.softmax_tpl = FullSoftmax.HParams.config()
 
 
-def embedding_rows(embedding: str, network: str = "lm") -> tuple[Row, ...]:
+def embedding_rows(
+    embedding: str, network: str = "lm", *, head: str = "lm_head.weight"
+) -> tuple[Row, ...]:
     """Return the rows of the embedding and of the head of a network, tied or separate."""
-    separate, head = f"{network}/embedding/w", f"{network}/softmax/w"
+    separate, softmax = f"{network}/embedding/w", f"{network}/softmax/w"
     as_it_is = "vocab embed -> vocab embed"
     return (
         Row(embedding, separate, as_it_is),
-        Row(embedding, head, as_it_is, instead_of=separate),
-        Row("lm_head.weight", head, "vocab embed -> embed vocab", beside=separate),
+        Row(embedding, softmax, as_it_is, instead_of=separate),
+        Row(head, softmax, "vocab embed -> embed vocab", beside=separate),
     )

@@ -40,31 +40,46 @@ _OTHER_NAMES = {"su": "longrope"}
 _NOT_OF_SCALING = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
 
 
-def rotary(default_theta: float = 10_000.0, *, has_fraction: bool = False) -> Entry:
+def rotary(
+    default_theta: float = 10_000.0,
+    *,
+    has_fraction: bool = False,
+    default_fraction: float = 1.0,
+    theta: str = "rope_theta",
+    fraction: str = "partial_rotary_factor",
+) -> Entry:
     """Return the entry of the rotary positions of queries and keys.
 
     Args:
       default_theta: Default of `rope_theta`.
       has_fraction: Models of the family may rotate a fraction of each head.
+      default_fraction: Default of `partial_rotary_factor`.
+      theta: Older key of `rope_theta`.
+      fraction: Older key of `partial_rotary_factor`.
     """
 
     def read(file: ConfigFile, network: Config) -> None:
         parameters: dict[str, Any] = {
-            "partial_rotary_factor": float(file.get("partial_rotary_factor", 1.0)),
-            "rope_theta": float(file.get("rope_theta", default_theta)),
+            "partial_rotary_factor": float(file.get(fraction, default_fraction)),
+            "rope_theta": float(file.get(theta, default_theta)),
         }
         parameters |= file.get("rope_scaling", None) or {}
         # The newer form.
         parameters |= file.get("rope_parameters", None) or {}
-        fraction = parameters["partial_rotary_factor"]
-        if fraction != 1.0 and not has_fraction:
-            raise file.invalid("partial_rotary_factor", "1 in this family", value=fraction)
+        rotated = parameters["partial_rotary_factor"]
+        if rotated != 1.0 and not has_fraction:
+            raise file.invalid(fraction, "1 in this family", value=rotated)
+        head_dim = network.dim_per_head or network.model_dims // network.num_heads
+        if int(rotated * head_dim) % 2 or int(rotated * head_dim) != round(rotated * head_dim):
+            expected = f"an even number of the {head_dim} coordinates of a head"
+            raise file.invalid(fraction, expected, value=rotated)
         set_field(network, "layer.attention_tpl.rotary_tpl", rotary_config(file, parameters))
 
     def write(network: Config) -> dict[str, Any]:
         config = get_field(network, "layer.attention_tpl.rotary_tpl")
-        fraction = {"partial_rotary_factor": config.fraction} if has_fraction else {}
-        return rotary_keys(config) | fraction
+        content = rotary_keys(config)
+        content = {theta: content.pop("rope_theta"), **content}
+        return content | ({fraction: config.fraction} if has_fraction else {})
 
     return Entry(read, write)
 

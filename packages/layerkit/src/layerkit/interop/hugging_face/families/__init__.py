@@ -9,6 +9,7 @@ from layerkit.interop.hugging_face.families.gemma import GEMMA
 from layerkit.interop.hugging_face.families.gemma2 import GEMMA2
 from layerkit.interop.hugging_face.families.gemma3 import GEMMA3
 from layerkit.interop.hugging_face.families.gpt2 import GPT2
+from layerkit.interop.hugging_face.families.gpt_neox import GPT_NEOX
 from layerkit.interop.hugging_face.families.granite import GRANITE
 from layerkit.interop.hugging_face.families.llama import LLAMA
 from layerkit.interop.hugging_face.families.mistral import MISTRAL
@@ -22,6 +23,7 @@ from layerkit.interop.hugging_face.families.qwen2_moe import QWEN2_MOE
 from layerkit.interop.hugging_face.families.qwen3 import QWEN3
 from layerkit.interop.hugging_face.families.qwen3_moe import QWEN3_MOE
 from layerkit.interop.hugging_face.families.smollm3 import SMOLLM3
+from layerkit.interop.hugging_face.families.stablelm import STABLELM
 from layerkit.interop.hugging_face.families.t5 import T5
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import UnsupportedModelError
@@ -45,6 +47,8 @@ FAMILIES: tuple[Family, ...] = (
     OLMO3,
     SMOLLM3,
     GRANITE,
+    GPT_NEOX,
+    STABLELM,
     T5,
 )
 

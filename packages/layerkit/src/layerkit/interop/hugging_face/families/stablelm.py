@@ -1,0 +1,82 @@
+"""StableLM and StableLM 2 (Bellagente et al., 2024): Llama with LayerNorm and partial rotary.
+
+The 12B model, with weights of norms for each head (`qk_layernorm`), is not supported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layerkit.config import Config
+from layerkit.interop.hugging_face.families.llama import (
+    LAYER,
+    LLAMA_ROWS,
+    THEIR_LAYER,
+    llama_family,
+    llama_network,
+)
+from layerkit.interop.hugging_face.keys import (
+    ConfigFile,
+    Entry,
+    fixed,
+    get_field,
+    key,
+    set_field,
+)
+from layerkit.interop.hugging_face.parts import activation, tied_embedding
+from layerkit.interop.hugging_face.rotary import rotary
+from layerkit.interop.hugging_face.tensors import Row
+from layerkit.layers.basic.normalizations import LayerNorm
+
+
+def _network() -> Config:
+    network = llama_network()
+    norm = LayerNorm.HParams.config(scale_offset=0.0)
+    network.final_norm_tpl = network.stack_tpl.layer_tpl.norm_tpl = norm
+    return network
+
+
+def _read_bias(file: ConfigFile, network: Config) -> None:
+    use_bias = file.get("use_qkv_bias", default=False)
+    set_field(network, "layer.attention_tpl.use_bias", use_bias)
+    set_field(network, "layer.attention_tpl.use_output_bias", False if use_bias else None)
+
+
+def _write_bias(network: Config) -> dict[str, Any]:
+    return {"use_qkv_bias": get_field(network, "layer.attention_tpl.use_bias")}
+
+
+STABLELM = llama_family(
+    "stablelm",
+    "StableLmForCausalLM",
+    network=_network,
+    entries=(
+        tied_embedding(default=False),
+        key("vocab_size", "vocab_size"),
+        key("hidden_size", "model_dims"),
+        key("intermediate_size", "hidden_dims"),
+        key("num_hidden_layers", "num_layers"),
+        key("num_attention_heads", "num_heads"),
+        key("num_key_value_heads", "num_kv_heads", 32, fallback=lambda lm: lm.num_heads),
+        key("layer_norm_eps", ("final_norm_tpl.epsilon", "layer.norm_tpl.epsilon"), 1e-5),
+        key("attention_dropout", "layer.attention_tpl.dropout_rate", 0.0),
+        # One norm precedes parallel branches.
+        key(
+            "use_parallel_residual",
+            ("layer.parallel", "layer.parallel_shares_norm"),
+            default=False,
+        ),
+        Entry(_read_bias, _write_bias),
+        fixed("qk_layernorm", value=False),
+        # Dropout of the output of the feed-forward only.
+        fixed("hidden_dropout", value=0.0),
+        rotary(default_fraction=0.25, has_fraction=True),
+        activation("hidden_act", "silu"),
+    ),
+    rows=(
+        *LLAMA_ROWS,
+        Row("model.norm.bias", "lm/final_norm/bias"),
+        Row(THEIR_LAYER + "input_layernorm.bias", LAYER + "attention_norm/bias"),
+        Row(THEIR_LAYER + "post_attention_layernorm.bias", LAYER + "feed_forward_norm/bias"),
+    ),
+)
