@@ -84,7 +84,7 @@ def round_matrices(tensors, dtype, stored):
     "content",
     [
         {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
-        {"model_type": "qwen3_moe"},
+        {"model_type": "llamma"},
         {"model_type": ["llama"]},
         {"hidden_size": 8},
     ],

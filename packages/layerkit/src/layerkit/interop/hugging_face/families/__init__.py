@@ -15,8 +15,8 @@ from layerkit.interop.hugging_face.families.llama import LLAMA
 from layerkit.interop.hugging_face.families.mistral import MISTRAL
 from layerkit.interop.hugging_face.families.mixtral import MIXTRAL
 from layerkit.interop.hugging_face.families.olmo2 import OLMO2
-from layerkit.interop.hugging_face.families.olmoe import OLMOE
 from layerkit.interop.hugging_face.families.olmo3 import OLMO3
+from layerkit.interop.hugging_face.families.olmoe import OLMOE
 from layerkit.interop.hugging_face.families.phi3 import PHI3
 from layerkit.interop.hugging_face.families.qwen2 import QWEN2
 from layerkit.interop.hugging_face.families.qwen2_moe import QWEN2_MOE
