@@ -101,7 +101,7 @@ def _planned(name: str, target: str, folder: Path) -> Made:
         return Made(**json.loads(kept.read_text()))
     command = [
         *(sys.executable, "-m", "layerkit_runner.cli", f"--exp={name}", "--mode=plan"),
-        *(f"--target={target}", "--json", "--max_compilations=0"),
+        *(f"--target={target}", "--json"),
     ]
     begun = time.monotonic()
     printed, said = folder / f"{name}.out", folder / f"{name}.err"
