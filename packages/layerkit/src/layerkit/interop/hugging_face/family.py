@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from layerkit.config import Config
 from layerkit.errors import ConfigError
-from layerkit.interop.hugging_face.keys import ConfigFile, Entry, UnsupportedModelError
-from layerkit.interop.hugging_face.tensors import Row
+from layerkit.interop.hugging_face.keys import (
+    ConfigFile,
+    Entry,
+    UnsupportedModelError,
+    layer_templates,
+)
+from layerkit.interop.hugging_face.tensors import EXPERT, Row
 from layerkit.models.language_model import LanguageModel
 
 
@@ -35,8 +39,7 @@ class Family:
       model_entries: Table from keys of config.json to fields of the model itself.
       token_ids: Special tokens of Transformers if the keys are left out, where they may be beyond a
         small vocabulary.
-      counts: Keys of config.json with the numbers of repeated tensors. The folder must hold at
-        least as many tensors as the product of the keys in each tuple.
+      counts: Keys of config.json with the numbers of layers.
     """
 
     model_type: str
@@ -53,7 +56,7 @@ class Family:
     network_field: str = "lm_tpl"
     model_entries: tuple[Entry, ...] = ()
     token_ids: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    counts: tuple[tuple[str, ...], ...] = (("num_hidden_layers",),)
+    counts: tuple[str, ...] = ("num_hidden_layers",)
 
     def read_config(self, content: Mapping[str, Any]) -> Config:
         """Return the config of the model that the content of a config.json describes.
@@ -79,25 +82,39 @@ class Family:
         file.require_all_read()
         return model
 
-    def check_counts(self, content: Mapping[str, Any], *, num_tensors: int) -> None:
-        """Compare the numbers of layers and experts with a number of tensors.
+    def check_layers(self, content: Mapping[str, Any], *, num_tensors: int) -> None:
+        """Compare the numbers of layers with a number of tensors, before a config is read.
 
         An untrusted config.json may declare 10^9 layers, for each of which a template would be
         made.
 
         Raises:
-          UnsupportedModelError: The model has more layers or experts than tensors.
+          UnsupportedModelError: The model has more layers than tensors.
         """
-        owner = ConfigFile(content, neutral=self.neutral).owner
-        for keys in self.counts:
-            values = {key: content[key] for key in keys if isinstance(content.get(key), int)}
-            if math.prod(values.values()) > num_tensors:
-                raise UnsupportedModelError(
-                    owner=owner,
-                    field=" * ".join(values),
-                    value=math.prod(values.values()),
-                    expected=f"at most {num_tensors}, the number of tensors in the folder",
-                )
+        for key in self.counts:
+            self._check_count(key, content.get(key), num_tensors)
+
+    def check_experts(self, model: Config, *, num_tensors: int) -> None:
+        """Compare the number of experts with tensors of their own with a number of tensors.
+
+        Raises:
+          UnsupportedModelError: The model has more experts, over all layers, than tensors.
+        """
+        if any(EXPERT in row.name for row in self.rows):
+            network = getattr(model, self.network_field)
+            pattern = [layer.feed_forward_tpl for layer in layer_templates(network)]
+            counts = [getattr(feed_forward, "num_experts", 0) for feed_forward in pattern]
+            total = sum(counts[layer % len(counts)] for layer in range(network.num_layers))
+            self._check_count("number of experts of all layers", total, num_tensors)
+
+    def _check_count(self, field: str, count: Any, num_tensors: int) -> None:
+        if isinstance(count, int) and count > num_tensors:
+            raise UnsupportedModelError(
+                owner=ConfigFile({"model_type": self.model_type}, neutral=self.neutral).owner,
+                field=field,
+                value=count,
+                expected=f"at most {num_tensors}, the number of tensors in the folder",
+            )
 
     def write_config(self, model: Config) -> dict[str, Any]:
         """Return the content of a config.json that describes a model.

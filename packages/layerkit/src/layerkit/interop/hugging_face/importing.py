@@ -72,14 +72,16 @@ def model_config(
     Raises:
       FileNotFoundError: The folder has no config.json.
       UnsupportedModelError: The family or an option is not supported, or the config declares more
-        layers than the folder has tensors for.
+        layers or experts than the folder has tensors for.
     """
     content, num_tensors = read_json(folder), tensor_count(folder)
     try:
         family = family_in(content)
         if num_tensors is not None:
-            family.check_counts(content, num_tensors=num_tensors)
+            family.check_layers(content, num_tensors=num_tensors)
         model = family.read_config(content)
+        if num_tensors is not None:
+            family.check_experts(model, num_tensors=num_tensors)
     except UnsupportedModelError as error:
         error.owner = str(pathlib.Path(folder, error.owner or CONFIG))
         raise

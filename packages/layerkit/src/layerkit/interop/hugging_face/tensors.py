@@ -27,7 +27,8 @@ Path = tuple[str, ...]
 Index = tuple[int, ...]
 
 _LAYER = "{layer}"
-_EXPERT = "{expert}"
+EXPERT = "{expert}"
+"""Placeholder of the number of an expert in the name of a tensor."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,11 +169,11 @@ def _expand(row: Row, anatomy: Anatomy) -> Iterator[tuple[str, Path, Index, tupl
             continue
         shape = anatomy.weights[path].shape[len(index) :]
         name = row.name.replace(_LAYER, str(layer))
-        if _EXPERT not in name:
+        if EXPERT not in name:
             yield name, path, index, shape
             continue
         for expert in range(shape[0]):
-            yield name.replace(_EXPERT, str(expert)), path, (*index, expert), shape[1:]
+            yield name.replace(EXPERT, str(expert)), path, (*index, expert), shape[1:]
 
 
 def group_by_tensor(pieces: Sequence[Piece]) -> dict[str, list[Piece]]:

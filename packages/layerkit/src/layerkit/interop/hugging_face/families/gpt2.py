@@ -106,5 +106,5 @@ GPT2 = Family(
         ),
     ),
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
-    counts=(("n_layer",),),
+    counts=("n_layer",),
 )

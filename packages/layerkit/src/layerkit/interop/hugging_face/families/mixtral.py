@@ -54,5 +54,4 @@ MIXTRAL = llama_family(
         Row(_MOE + "experts.{expert}.w3.weight", _OURS + "up", LINEAR),
     ),
     neutral=frozenset({"output_router_logits"}),
-    counts=(("num_hidden_layers", "num_local_experts"),),
 )

@@ -10,7 +10,6 @@ from layerkit.interop.hugging_face.families.llama import (
 )
 from layerkit.interop.hugging_face.families.mixtral import mixture_network
 from layerkit.interop.hugging_face.families.qwen2_moe import (
-    EXPERT_COUNTS,
     EXPERT_ROWS,
     routing_entries,
 )
@@ -36,5 +35,4 @@ OLMOE = llama_family(
     rows=EXPERT_ROWS,
     neutral=frozenset({"output_router_logits"}),
     token_ids={"eos_token_id": 50279, "pad_token_id": 1},
-    counts=EXPERT_COUNTS,
 )

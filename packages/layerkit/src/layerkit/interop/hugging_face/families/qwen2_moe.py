@@ -74,8 +74,6 @@ EXPERT_ROWS = (
 )
 """Rows of Qwen's mixtures and OLMoE."""
 
-EXPERT_COUNTS = (("num_hidden_layers", "num_experts"), ("num_hidden_layers", "num_local_experts"))
-
 
 def _near_at_first(file: ConfigFile, layer: int) -> str:
     is_near = layer % 2 == 0 and layer < file.get("max_window_layers", 28)
@@ -123,5 +121,4 @@ QWEN2_MOE = llama_family(
     ),
     rows=EXPERT_ROWS,
     neutral=frozenset({"output_router_logits"}),
-    counts=EXPERT_COUNTS,
 )

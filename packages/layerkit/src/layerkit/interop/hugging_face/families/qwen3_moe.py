@@ -12,7 +12,6 @@ from layerkit.interop.hugging_face.families.llama import (
 )
 from layerkit.interop.hugging_face.families.mixtral import mixture_network
 from layerkit.interop.hugging_face.families.qwen2_moe import (
-    EXPERT_COUNTS,
     EXPERT_ROWS,
     qwen_expert_layers,
     routing_entries,
@@ -53,5 +52,4 @@ QWEN3_MOE = llama_family(
     rows=EXPERT_ROWS,
     # Transformers gives all layers the window, whatever `max_window_layers` is.
     neutral=frozenset({"output_router_logits", "max_window_layers"}),
-    counts=EXPERT_COUNTS,
 )

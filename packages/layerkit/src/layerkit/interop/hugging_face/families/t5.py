@@ -206,5 +206,5 @@ T5 = Family(
         *_side_rows("encoder"),
         *_side_rows("decoder"),
     ),
-    counts=(("num_layers",), ("num_decoder_layers",)),
+    counts=("num_layers", "num_decoder_layers"),
 )
