@@ -216,8 +216,12 @@ def gpu(session: nox.Session) -> None:
 def parity(session: nox.Session) -> None:
     """Compare with PyTorch and transformers; the last lines are a table of families and errors."""
     install_sources(session, (*TEST_TOOLS, *PARITY_TOOLS))
+    session.env["PARITY_ERRORS"] = str(
+        ROOT / "packages/layerkit/tests/interop/hugging_face/parity.json"
+    )
     # In one process, so that the table comes last.
     session.run("python", "-m", "pytest", *(session.posargs or PARITY_SUITES))
+    session.run("python", "scripts/renew_docs.py")
 
 
 @nox.session

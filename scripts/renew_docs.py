@@ -1,7 +1,9 @@
 """Renew the parts of the documentation that are made from the code.
 
 - docs/pictures/architecture.svg: the folders of the packages and the imports between them;
-- the table of commands in CONTRIBUTING.md, from the docstrings of noxfile.py.
+- the table of commands in CONTRIBUTING.md, from the docstrings of noxfile.py;
+- the families of Hugging Face in docs/hugging_face.md and README.md, from the first lines of the
+  families' files (`MODELS (SOURCE): WHAT.`) and the errors that `nox -s parity` measured.
 
     python scripts/renew_docs.py
     python scripts/renew_docs.py --check     # write nothing; fail if a part is not current
@@ -10,16 +12,26 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import json
 import re
 import runpy
 import sys
+import textwrap
 from pathlib import Path
 
 from measure_house import PACKAGES, ROOT, Rooms, measure_rooms
 
+from layerkit.interop.hugging_face import families
+from layerkit.interop.hugging_face.family import Family
+
 PICTURE = ROOT / "docs/pictures/architecture.svg"
-CONTRIBUTING = ROOT / "CONTRIBUTING.md"
-BEGIN = "<!-- made by scripts/renew_docs.py from the docstrings of noxfile.py -->\n"
+CONTRIBUTING, README = ROOT / "CONTRIBUTING.md", ROOT / "README.md"
+HUGGING_FACE = ROOT / "docs/hugging_face.md"
+# Largest error of the logits that `nox -s parity` measured, by `model_type`.
+ERRORS = ROOT / "packages/layerkit/tests/interop/hugging_face/parity.json"
+SUMMARY = re.compile(r"(?P<models>[^(:]+?)( \([^:]+\))?: (?P<what>.+)\.")
+BEGIN = "<!-- made by scripts/renew_docs.py from {} -->\n"
 END = "<!-- end -->"
 
 # Sizes in pixels.
@@ -117,8 +129,61 @@ def write_commands() -> str:
         for name, (session, text) in commands.items()
     ]
     table = "\n".join(["| command | nox session | action |", "|---|---|---|", *rows, ""])
-    text = CONTRIBUTING.read_text()
-    return re.sub(f"{BEGIN}.*?{END}", lambda _: BEGIN + "\n" + table + END, text, flags=re.S)
+    return _replace(CONTRIBUTING, "the docstrings of noxfile.py", "\n" + table)
+
+
+def _replace(path: Path, source: str, part: str) -> str:
+    """Return the text of a page in which the part made from `source` is another."""
+    begin = BEGIN.format(source)
+    return re.sub(
+        f"{begin}.*?{END}", lambda _: begin + part + END, path.read_text(), flags=re.DOTALL
+    )
+
+
+Models = tuple[str, str, list[Family]]
+
+
+def list_families() -> list[Models]:
+    """Return (models, what they are, families) of each file, in the order of export."""
+    files = {
+        id(getattr(families, name.name)): statement.module
+        for statement in ast.parse(Path(families.__file__).read_text()).body
+        if isinstance(statement, ast.ImportFrom)
+        for name in statement.names
+    }
+    models: dict[str, Models] = {}
+    for family in families.FAMILIES:
+        name = files[id(family)]
+        assert name is not None
+        first = (sys.modules[name].__doc__ or "").partition("\n")[0]
+        summary = SUMMARY.fullmatch(first)
+        if summary is None:
+            sys.exit(f"{name}: {first!r}: expected `MODELS (SOURCE): WHAT.` in the first line.")
+        models.setdefault(name, (summary["models"], summary["what"], []))[2].append(family)
+    return list(models.values())
+
+
+def write_table(models: list[Models]) -> str:
+    """Return docs/hugging_face.md with the table of families and of measured errors."""
+    errors: dict[str, float] = json.loads(ERRORS.read_text())
+    rows = ["| `model_type` | models | architecture | error | test |", "|---|---|---|---|---|"]
+    for names, what, members in models:
+        types = ", ".join(f"`{family.model_type}`" for family in members)
+        measured = [errors[family.model_type] for family in members if family.model_type in errors]
+        error = f"{max(measured):.1e}" if measured else "—"
+        stems = [re.sub(r"(For\w+|LMHeadModel)$", "", family.architecture) for family in members]
+        words = f'"{" or ".join(stems)}"' if len(stems) > 1 else stems[0]
+        rows.append(f"| {types} | {names} | {what} | {error} | `-k {words}` |")
+    return _replace(HUGGING_FACE, "the families", "\n" + "\n".join([*rows, ""]))
+
+
+def write_features(models: list[Models]) -> str:
+    """Return README.md with the list of models that are imported and exported."""
+    names = [names for names, _, _ in models]
+    text = f"- **Hugging Face**: import and export {', '.join(names[:-1])}, and {names[-1]}; "
+    text += "the round trip is exact to the bit ([hugging_face](docs/hugging_face.md))."
+    lines = textwrap.wrap(text, 104, subsequent_indent="  ", break_long_words=False)
+    return _replace(README, "the families", "\n".join(lines))
 
 
 def main() -> int:
@@ -127,7 +192,9 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="fail if a part is not current")
     check = parser.parse_args().check
     sys.setrecursionlimit(10_000)
+    models = list_families()
     parts: dict[Path, str] = {PICTURE: draw_architecture(), CONTRIBUTING: write_commands()}
+    parts |= {HUGGING_FACE: write_table(models), README: write_features(models)}
     stale = [path for path, text in parts.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         print(f"{path.relative_to(ROOT)} is not current. Run `python scripts/renew_docs.py`.")

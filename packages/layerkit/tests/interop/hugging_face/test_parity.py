@@ -311,7 +311,7 @@ def test_logits_agree(theirs, parity_table, repeated):
     error = np.abs(our_logits(case, ours, variables, length) - expected).max()
     error /= np.abs(expected).max()
     stack = "repeated" if repeated else "unrolled"
-    parity_table.append((case.family, f"{case.note or 'plain'}, {stack}", float(error)))
+    parity_table.append((model.config.model_type, f"{case.note or 'plain'}, {stack}", float(error)))
     assert error <= TOLERANCE
 
 

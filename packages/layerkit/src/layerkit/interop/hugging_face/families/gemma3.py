@@ -1,4 +1,4 @@
-"""Gemma 3, text (Gemma team, 2025): five layers with a window for each layer of full attention.
+"""Gemma 3 text (Gemma team, 2025): five layers with a window for each layer of full attention.
 
 Both kinds have separate rotary positions. Unlike in Gemma 2, queries and keys have norms instead of
 a logit cap.

@@ -1,4 +1,4 @@
-"""Granite 3, dense (Granite team, 2024): Llama with four multipliers.
+"""Granite 3 dense (Granite team, 2024): Llama with four multipliers.
 
 They multiply embeddings, attention logits and the outputs of branches, and divide logits.
 """

@@ -1,4 +1,4 @@
-"""Llama 2 and 3 (Touvron et al., 2023; Llama team, 2024), and parts shared with related families.
+"""Llama 1 to 3.3 (Touvron et al., 2023; Llama team, 2024): the base of most other families.
 
 Pre-norm RmsNorm, rotary positions, groups of query heads, a SiLU-gated feed-forward, no biases.
 """

@@ -1,4 +1,4 @@
-"""Phi 3 and 3.5 (Abdin et al., 2024): Llama with joined projections, and LongRoPE.
+"""Phi 3 to 4 (Abdin et al., 2024): Llama with joined projections, and LongRoPE.
 
 Rows up to the trained length have the short factors of LongRoPE, longer ones the long factors.
 """

@@ -1,4 +1,4 @@
-"""Qwen 3, dense (Qwen team, 2025): Llama with norms of queries and keys per head."""
+"""Qwen 3 (Qwen team, 2025): Llama with norms of queries and keys per head."""
 
 from __future__ import annotations
 
