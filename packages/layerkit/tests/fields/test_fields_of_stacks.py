@@ -176,6 +176,7 @@ EXAMPLES = [
         score_bias_rate=Change(0.1, others={"use_score_bias": True}),
         num_expert_groups=Change(4, others=IN_GROUPS),
         num_chosen_groups=Change(2, others=IN_GROUPS),
+        num_group_scores=Change(1, others=IN_GROUPS),
         logit_cap=0.1,
         weight_init=GAUSSIAN,
     ),

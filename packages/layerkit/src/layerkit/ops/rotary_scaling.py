@@ -112,8 +112,8 @@ class YarnScaling(RotaryScaling):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        expected = f"a number above 0 and below beta_fast={self.beta_fast}"
-        is_valid = 0 < self.beta_slow < self.beta_fast
+        expected = f"a number above 0 and at most beta_fast={self.beta_fast}"
+        is_valid = 0 < self.beta_slow <= self.beta_fast
         require(is_valid, "YarnScaling", "beta_slow", self.beta_slow, expected)
         is_valid = (self.mscale is None) == (self.mscale_all_dim is None)
         expected = f"a value if and only if mscale_all_dim={self.mscale_all_dim} has one"

@@ -49,6 +49,10 @@ T5 |= {"num_decoder_layers": 3, "num_heads": 2, "decoder_start_token_id": 0, "eo
 WIDE_HEADS = {**SIZES, "head_dim": 8}
 MIXTURE = {**SIZES, "moe_intermediate_size": 12, "num_experts": 5, "num_experts_per_tok": 2}
 SHARED = {**MIXTURE, "shared_expert_intermediate_size": 20}
+LATENT = {**MIXTURE, "num_key_value_heads": 4, "q_lora_rank": 10, "kv_lora_rank": 8}
+LATENT |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 3, "n_routed_experts": 6}
+LATENT |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 2}
+del LATENT["num_experts"]
 WIDE = {**SIZES, "hidden_size": 32}
 NEOX = {key: value for key, value in WIDE.items() if key != "num_key_value_heads"}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
@@ -56,6 +60,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 LLAMA3 |= {"original_max_position_embeddings": 32}
 YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.1}
 YARN |= {"original_max_position_embeddings": 16}
+MSCALED = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [4.0, 8.0]}
 
 
@@ -131,6 +136,35 @@ CASES = [
         MIXTURE,
         "window, biases",
         is_slow=True,
+    ),
+    Case("DeepseekV3", sizes=LATENT),
+    Case(
+        "DeepseekV3",
+        {
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "rope_scaling": MSCALED,
+            "attention_bias": True,
+            "norm_topk_prob": False,
+            "topk_group": 2,
+            "hidden_size": 12,
+            "num_hidden_layers": 4,
+        },
+        LATENT,
+        "no query latent, YaRN, halves",
+    ),
+    Case("DeepseekV2", sizes=LATENT, note="greedy"),
+    Case(
+        "DeepseekV2",
+        {
+            "q_lora_rank": None,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 3.0,
+            "rope_scaling": MSCALED,
+            "first_k_dense_replace": 0,
+        },
+        LATENT,
+        "groups, no query latent, YaRN",
     ),
     Case("Gemma", sizes=WIDE_HEADS),
     Case("Gemma2", {"sliding_window": 4, "query_pre_attn_scalar": 24}, WIDE_HEADS),
@@ -270,6 +304,9 @@ def theirs(request, tmp_path_factory):
         # Norms and biases start at 1 and 0, where a mistake would not be seen.
         for weight in model.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
+        for name, bias in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                bias.copy_(0.1 * torch.randn_like(bias))
     folder = tmp_path_factory.mktemp("theirs")
     model.save_pretrained(folder)
     return case, model, folder
@@ -317,9 +354,13 @@ def test_logits_agree(theirs, parity_table, repeated):
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 def test_missing_keys_have_the_defaults_of_transformers(family):
-    full = transformers.AutoConfig.for_model(family.model_type).to_dict()
+    model_type = family.model_type.replace("kimi_k2", "deepseek_v3")
+    full = transformers.AutoConfig.for_model(model_type).to_dict()
     needed = {"model_type", "vocab_size", "hidden_size", "intermediate_size"}
     needed |= {"num_hidden_layers", "num_attention_heads"}
+    if full.get("num_experts_per_tok", 1) is None:  # DeepSeek V2 has no default that works.
+        full["num_experts_per_tok"] = 6
+        needed |= {"num_experts_per_tok"}
     shorter = {key: value for key, value in full.items() if key in needed}
     assert family.read_config(shorter) == family.read_config(full)
 
@@ -379,7 +420,7 @@ def test_cached_greedy_decoding_gives_the_same_tokens(theirs):
     [
         pytest.param(case, id=name_of(case))
         for case in CASES
-        if "num_experts" in {**case.sizes, **case.options} and not case.is_slow
+        if {"num_experts", "n_routed_experts"} & {*case.sizes, *case.options} and not case.is_slow
     ],
     indirect=True,
 )

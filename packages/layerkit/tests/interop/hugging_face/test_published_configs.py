@@ -74,6 +74,20 @@ CODER = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm":
 OLMOE = {**LLAMA, "model_type": "olmoe", "attention_bias": False, "clip_qkv": None}
 OLMOE |= {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}
 OLMOE |= {"output_router_logits": False, "router_aux_loss_coef": 0.01, "rope_theta": 10000.0}
+LATENT = {**ANY, "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_theta": 10000, "ep_size": 1}
+LATENT |= {"attention_bias": False, "attention_dropout": 0.0, "tie_word_embeddings": False}
+LATENT |= {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "v_head_dim": 128}
+LATENT |= {"qk_rope_head_dim": 64, "moe_layer_freq": 1, "max_position_embeddings": 163840}
+LATENT_YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
+LATENT_YARN |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+DEEPSEEK2 = {**LATENT, "model_type": "deepseek_v2", "first_k_dense_replace": 1, "seq_aux": True}
+DEEPSEEK2 |= {"aux_loss_alpha": 0.001, "n_shared_experts": 2, "num_experts_per_tok": 6}
+DEEPSEEK2 |= {"norm_topk_prob": False, "scoring_func": "softmax"}
+DEEPSEEK3 = {**LATENT, "model_type": "deepseek_v3", "moe_intermediate_size": 2048}
+DEEPSEEK3 |= {"n_shared_experts": 1, "num_experts_per_tok": 8, "norm_topk_prob": True}
+DEEPSEEK3 |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
+KIMI2 = {**DEEPSEEK3, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "seq_aux": True}
+KIMI2 |= {"aux_loss_alpha": 0.001, "rope_theta": 50000.0, "pretraining_tp": 1}
 GEMMA = {**ANY, "model_type": "gemma", "attention_bias": False, "attention_dropout": 0.0}
 GEMMA |= {"head_dim": 256, "hidden_act": "gelu", "hidden_activation": None, "rope_scaling": None}
 GEMMA |= {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 8192}
@@ -173,6 +187,76 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         480154875392,
     ),
     "OLMoE-1B-7B": (OLMOE, (2048, 1024, 16, 16, 16, 50304), 6919161856),
+    "DeepSeek-V2": (
+        {
+            **DEEPSEEK2,
+            "rope_scaling": LATENT_YARN,
+            "moe_intermediate_size": 1536,
+            "n_routed_experts": 160,
+            "n_group": 8,
+            "topk_group": 3,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 16.0,
+        },
+        (5120, 12288, 60, 128, 128, 102400),
+        235741434880,
+    ),
+    "DeepSeek-V2-Lite": (
+        {
+            **DEEPSEEK2,
+            "rope_scaling": {**LATENT_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+            "moe_intermediate_size": 1408,
+            "n_routed_experts": 64,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "topk_method": "greedy",
+            "routed_scaling_factor": 1.0,
+        },
+        (2048, 10944, 27, 16, 16, 102400),
+        15706484224,
+    ),
+    # Here without the layer of multi-token prediction, and without fp8 weights.
+    "DeepSeek-V3": (
+        {
+            **DEEPSEEK3,
+            "rope_scaling": LATENT_YARN,
+            "first_k_dense_replace": 3,
+            "n_routed_experts": 256,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+        },
+        (7168, 18432, 61, 128, 128, 129280),
+        671026419200,
+    ),
+    "Kimi-K2-Instruct": (
+        {
+            **KIMI2,
+            "model_type": "kimi_k2",
+            "rope_scaling": {**LATENT_YARN, "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
+            "max_position_embeddings": 131072,
+            "n_routed_experts": 384,
+            "routed_scaling_factor": 2.827,
+        },
+        (7168, 18432, 61, 64, 64, 163840),
+        1026408232448,
+    ),
+    "Moonlight-16B-A3B": (
+        {
+            **KIMI2,
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 8192,
+            "q_lora_rank": None,
+            "moe_intermediate_size": 1408,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": 6,
+            "routed_scaling_factor": 2.446,
+        },
+        (2048, 11264, 27, 16, 16, 163840),
+        15960110208,
+    ),
     "gemma-2b": (GEMMA, (2048, 16384, 18, 8, 1, 256000), 2506172416),
     "gemma-7b": (
         {**GEMMA, "hidden_activation": "gelu_pytorch_tanh"},
@@ -278,8 +362,8 @@ def test_published_config_has_the_published_number_of_parameters(name):
 
 def test_published_configs_are_read_as_transformers_reads_them():
     transformers = pytest.importorskip("transformers")
-    # Transformers 5 rejects the older form of their rope_scaling.
-    for name in set(PUBLISHED) - {"Phi-3-mini-128k", "Phi-4-mini"}:
+    # Transformers 5 rejects the older form of their rope_scaling, and `kimi_k2` as a type.
+    for name in set(PUBLISHED) - {"Phi-3-mini-128k", "Phi-4-mini", "Kimi-K2-Instruct"}:
         content = config_of(name)
         family = family_of(content["model_type"])
         theirs = transformers.AutoConfig.for_model(**content).to_dict()
@@ -320,6 +404,14 @@ OPTIONS = [
     ("qwen3_moe", "layer_types", None, ["full_attention"] * 3),
     ("qwen3_moe", "shared_expert_intermediate_size", 0, 6),
     ("qwen3_moe", "use_qk_norm", True, False),
+    ("deepseek_v2", "norm_topk_prob", False, True),
+    ("deepseek_v2", "topk_method", "group_limited_greedy", "noaux_tc"),
+    ("deepseek_v2", "mlp_bias", False, True),
+    ("deepseek_v2", "rope_interleave", True, False),
+    ("deepseek_v3", "num_key_value_heads", None, 2),
+    ("deepseek_v3", "scoring_func", "sigmoid", "softmax"),
+    ("deepseek_v3", "moe_layer_freq", 1, 2),
+    ("kimi_k2", "topk_method", "noaux_tc", "greedy"),
     ("gemma", "hidden_activation", "gelu_pytorch_tanh", "relu"),
     ("gemma2", "use_bidirectional_attention", False, True),
     ("olmo3", "rope_parameters", {}, {"rope_type": "default", "rope_theta": 1e4}),

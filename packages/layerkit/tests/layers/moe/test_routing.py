@@ -44,13 +44,13 @@ def route(layer, variables, x=X, **options):
     return jax.jit(lambda v: layer.apply(v, x, **options))(variables)
 
 
-def by_hand(scores, *, k, bias=0.0, groups=None, renormalize=True, scale=1.0):
+def by_hand(scores, *, k, bias=0.0, groups=None, best=2, renormalize=True, scale=1.0):
     """Return the choice of one token by sorting in NumPy."""
     for_choice = scores + bias
     if groups is not None:
         num_groups, num_chosen = groups
         grouped = for_choice.reshape(num_groups, -1)
-        group_scores = np.sort(grouped, axis=1)[:, -2:].sum(axis=1)
+        group_scores = np.sort(grouped, axis=1)[:, -best:].sum(axis=1)
         hidden = np.argsort(-group_scores, kind="stable")[num_chosen:]
         grouped[hidden] = -np.inf
     chosen = np.argsort(-for_choice, kind="stable")[:k]
@@ -75,6 +75,16 @@ def by_hand(scores, *, k, bias=0.0, groups=None, renormalize=True, scale=1.0):
                 "weight_scale": 2.5,
             },
             {"k": 3, "groups": (4, 2), "scale": 2.5},
+        ),
+        (
+            {
+                "renormalize": False,
+                "num_expert_groups": 2,
+                "num_chosen_groups": 1,
+                "num_group_scores": 1,
+                "weight_scale": 16.0,
+            },
+            {"k": 2, "groups": (2, 1), "best": 1, "renormalize": False, "scale": 16.0},
         ),
     ],
 )

@@ -205,7 +205,7 @@ class StoredHuggingFace:
         self.leaves: Mapping[LeafPath, LeafSpec] = {
             path: LeafSpec(tuple(weight.shape), dtypes[path])  # the dtype in the files
             for path, weight in self._chosen.weights.items()
-            if path[0] == PARAMS and path in dtypes
+            if path in dtypes
         }
 
     def read(self, like: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:

@@ -28,7 +28,7 @@ from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import export
 
-from layerkit.base.base_layer import PARAMS, RANDOM
+from layerkit.base.base_layer import RANDOM
 from layerkit.base.base_model import BaseModel
 from layerkit.config import Config
 from layerkit.config.nested_map import NestedMap
@@ -81,7 +81,7 @@ def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
                 export_model(
                     options.export_dir,
                     resolved.task.model,
-                    {PARAMS: variables[PARAMS]},
+                    variables,
                     tokenizer_folder=_tokenizer_folder(job),
                 )
         kind = "averaged weights" if job.task.train.decode_use_ema_states else "weights"

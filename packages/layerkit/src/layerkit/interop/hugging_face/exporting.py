@@ -39,6 +39,7 @@ from layerkit.interop.hugging_face.tensors import (
     dissect,
     group_by_tensor,
     group_by_weight,
+    join_parts,
     pieces_of,
     their_shapes,
 )
@@ -60,9 +61,9 @@ _NO_EFFECT = frozenset({
     "dropout_rate", "droppath_rate", "dtype", "embedding_axes", "exchange_buffer_factor",
     "expert_exchange", "fprop_dtype", "gather_weights_once", "grouped_matmul", "jitter",
     "kernel_blocks", "label_smoothing", "load_balance_weight", "microbatch_size", "num_groups",
-    "num_microbatches", "num_stages", "params_init", "remat", "router_z_weight", "sharding",
-    "stacked_shape", "stage_remat", "stream_inputs", "train", "unroll", "weight_axes",
-    "weight_init", "z_loss_weight",
+    "num_microbatches", "num_stages", "params_init", "remat", "router_z_weight",
+    "score_bias_rate", "sharding", "stacked_shape", "stage_remat", "stream_inputs", "train",
+    "unroll", "weight_axes", "weight_init", "z_loss_weight",
 })
 # fmt: on
 # Products that round their factors. The weights themselves are not rounded.
@@ -113,8 +114,9 @@ def export_model(
     model, variables = deployed_model(model, variables)
     chosen, content = _describe(model, _candidates(family, tokenizer_folder))
     pieces = pieces_of(dissect(build(model), chosen.rows), chosen.rows)
-    leaves = {path: leaf for path, leaf in flatten_dict(variables).items() if path[0] == PARAMS}
-    _check_weights(leaves, pieces)
+    needed, flat = set(group_by_weight(pieces)), flatten_dict(variables)
+    leaves = {path: leaf for path, leaf in flat.items() if path[0] == PARAMS or path in needed}
+    _check_weights(set(leaves), needed)
     path = pathlib.Path(folder)
     writes = jax.process_index() == 0
     if writes:
@@ -126,7 +128,8 @@ def export_model(
             content = _carried_over(tokenizer_folder, chosen) | content
         content |= _token_ids(chosen, content)
         # The old key, which all versions of Transformers read.
-        content["torch_dtype"] = str(next(iter(leaves.values())).dtype)
+        dtypes = (leaf.dtype for path, leaf in leaves.items() if path[0] == PARAMS)
+        content["torch_dtype"] = str(next(dtypes))
         # It is written last, since a folder without it is no model.
         (path / CONFIG).unlink(missing_ok=True)
     _write_tensors(path, pieces, leaves, max_shard_bytes=max_shard_bytes, writes=writes)
@@ -214,10 +217,9 @@ def _head_dim(config: Any) -> int | None:
     return dims // config.num_heads if dims and config.num_heads else None
 
 
-def _check_weights(leaves: Mapping[Path, Any], pieces: list[Piece]) -> None:
-    needed = set(group_by_weight(pieces))
-    missing = ["/".join(path) for path in sorted(needed - set(leaves))]
-    surplus = ["/".join(path) for path in sorted(set(leaves) - needed)]
+def _check_weights(present: set[Path], needed: set[Path]) -> None:
+    missing = ["/".join(path) for path in sorted(needed - present)]
+    surplus = ["/".join(path) for path in sorted(present - needed)]
     if missing or surplus:
         raise TensorMismatchError(
             "weights do not match the model",
@@ -280,13 +282,11 @@ def _write_tensors(
     for file, names in zip(files, shards, strict=True):
         held: dict[str, np.ndarray] = {}
         for name in names:
-            axis = groups[name][0].joined_axis
             ours = [_part(leaves[piece.path], piece.index) for piece in groups[name]]
             if writes:
                 pairs = zip(groups[name], ours, strict=True)
                 parts = [piece.layout.to_theirs(part) for piece, part in pairs]
-                tensor = parts[0] if axis is None else np.concatenate(parts, axis)
-                held[name] = np.ascontiguousarray(tensor)
+                held[name] = np.ascontiguousarray(join_parts(groups[name], parts))
         if writes:
             _replace_file(folder / file, held)
     if not writes:
@@ -354,9 +354,9 @@ def deployed_model(model: Config, variables: Mapping[str, Any]) -> tuple[Config,
       ConfigError: The adapters cannot be merged, such as those with several alphas.
     """
     if issubclass(target_of(model), DpoModel):
-        model, params = model.lm_tpl, variables[PARAMS]["lm"]
-        variables = {PARAMS: params}
+        model = model.lm_tpl
+        variables = {name: tree["lm"] for name, tree in variables.items() if "lm" in tree}
     if issubclass(target_of(model), TransformerLm):
         model = LanguageModel.HParams.config(lm_tpl=model)
-        variables = {PARAMS: {"lm": variables[PARAMS]}}
+        variables = {name: {"lm": tree} for name, tree in variables.items()}
     return remove_lora(*dequantize_model(model, variables))

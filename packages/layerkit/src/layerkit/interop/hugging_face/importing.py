@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from layerkit.base.base_layer import BaseLayer
+from layerkit.base.base_layer import NON_TRAINABLE, PARAMS, BaseLayer
 from layerkit.base.weights import floating_dtype
 from layerkit.config import Config, build, field_names
 from layerkit.errors import ConfigError
@@ -142,6 +142,8 @@ def load_weights(
 ) -> dict[str, Any]:
     """Load the variables of `model` from the tensors of a folder: `{'params': …}`.
 
+    Models with state in their tensors, such as routers with biases, also have `non_trainable`.
+
     Args:
       folder: Hugging Face folder.
       model: Model whose weights fit the folder's config, such as one built from `model_config`.
@@ -178,13 +180,15 @@ def read_weights(
     targets = {} if like is None else flatten_dict(like)
     weights = group_by_weight(pieces)
     made: dict[Path, jax.Array] = {}
-    for path, weight in anatomy.weights.items():
+    for path, parts in weights.items():
         if like is not None and path not in targets:
             continue
-        target = targets.get(path)
-        into = _dtype_of(source, path, weights[path], getattr(target, "dtype", None) or dtype)
+        target, weight = targets.get(path), anatomy.weights[path]
+        # The choices of a router may change if its float32 bias is rounded.
+        default = weight.dtype if path[0] == NON_TRAINABLE else dtype
+        into = _dtype_of(source, path, parts, getattr(target, "dtype", None) or default)
         sharding = getattr(target, "sharding", None)
-        made[path] = _make_weight(source, weight.shape, weights[path], into, sharding)
+        made[path] = _make_weight(source, weight.shape, parts, into, sharding)
     return unflatten_dict(made)
 
 
@@ -216,11 +220,8 @@ def _make_weight(
     stacked = len(next(iter(pieces)))
 
     def read_piece(piece: Piece, ranges: Ranges) -> np.ndarray:
-        tensor = source.tensor(piece.name)
-        if piece.joined_axis is not None:
-            stop = piece.offset + piece.their_shape[piece.joined_axis]
-            tensor = tensor[(slice(None),) * piece.joined_axis + (slice(piece.offset, stop),)]
-        ours = piece.layout.to_ours(tensor, piece.shape)
+        part = piece.part_of(source.tensor(piece.name))
+        ours = piece.layout.to_ours(part, piece.shape)
         return _finite(ours[tuple(slice(*bounds) for bounds in ranges)], piece.name)
 
     @functools.cache  # Replicas of a block are read once.
@@ -319,7 +320,7 @@ def _differences(
     present = set(source.names())
     covered = group_by_weight(pieces)
     for path in anatomy.weights:
-        if path not in covered:
+        if path[0] == PARAMS and path not in covered:
             problems.append(f"{'/'.join(path)}: {family.model_type} models have no such tensor")
     surplus = sorted(present - set(needed))
     for name, shape in needed.items():

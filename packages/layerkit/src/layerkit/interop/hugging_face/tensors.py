@@ -16,13 +16,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from flax.traverse_util import flatten_dict
 
-from layerkit.base.base_layer import PARAMS, BaseLayer
+from layerkit.base.base_layer import NON_TRAINABLE, PARAMS, BaseLayer
 from layerkit.base.weights import unbox
 from layerkit.interop.hugging_face.layouts import Layout
 
-# From the collection's name down: ("params", "lm", "softmax", "w").
+# From the collection's name down: ("params", "lm", "softmax", "w"), or ("non_trainable", …).
 Path = tuple[str, ...]
 Index = tuple[int, ...]
 
@@ -42,6 +43,8 @@ class Row:
       layout: `Layout` without the axes of layers and experts.
       joined_axis: Axis of the tensor along which it concatenates the weights of several rows, in
         the order of the rows; None if the tensor holds one weight.
+      joined_per: Name of the first axis of the layout's group at `joined_axis` if the tensor
+        concatenates the weights for each of its indices, such as each head; None for whole weights.
       beside: Path of a weight that must exist for the row to apply, such as a separate embedding.
       instead_of: Path of a weight that must not exist for the row to apply.
     """
@@ -50,6 +53,7 @@ class Row:
     path: str
     layout: str = "dims -> dims"
     joined_axis: int | None = None
+    joined_per: str | None = None
     beside: str | None = None
     instead_of: str | None = None
 
@@ -65,7 +69,8 @@ class Piece:
       shape: Shape of the part.
       layout: Layout of the part in the tensor.
       joined_axis: Axis of the tensor that concatenates several parts; None if there is one.
-      offset: Start of the part on the joined axis.
+      offset: Start of the part on the joined axis, in each of its repeats.
+      repeats: Number of equal stretches of the joined axis, each of which concatenates the parts.
     """
 
     name: str
@@ -75,11 +80,27 @@ class Piece:
     layout: Layout
     joined_axis: int | None
     offset: int
+    repeats: int = 1
 
     @property
     def their_shape(self) -> tuple[int, ...]:
         """Shape of the part within the tensor."""
         return self.layout.their_shape(self.shape)
+
+    def part_of(self, tensor: np.ndarray) -> np.ndarray:
+        """Return this part of the tensor, of the shape `their_shape`."""
+        if self.joined_axis is None:
+            return tensor
+        stretches = self.split(tensor)
+        stop = self.offset + self.their_shape[self.joined_axis] // self.repeats
+        outer = (slice(None),) * (self.joined_axis + 1)
+        return stretches[(*outer, slice(self.offset, stop))].reshape(self.their_shape)
+
+    def split(self, tensor: np.ndarray) -> np.ndarray:
+        """Split the joined axis of a tensor or part into [repeats, width]."""
+        assert self.joined_axis is not None
+        before, after = tensor.shape[: self.joined_axis], tensor.shape[self.joined_axis + 1 :]
+        return tensor.reshape(*before, self.repeats, -1, *after)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +140,9 @@ def dissect(model: BaseLayer, rows: tuple[Row, ...]) -> Anatomy:
             layers[path] = [stack.locate_layer(i) for i in range(stack.num_layers)]
 
     boxed = jax.eval_shape(lambda: model.init_boxed(jax.random.key(0), method=look))
-    return Anatomy(flatten_dict({PARAMS: unbox(boxed)[PARAMS]}), layers)
+    variables = unbox(boxed)
+    kept = {name: variables[name] for name in (PARAMS, NON_TRAINABLE) if name in variables}
+    return Anatomy(flatten_dict(kept), layers)
 
 
 def pieces_of(anatomy: Anatomy, rows: Sequence[Row]) -> list[Piece]:
@@ -132,12 +155,25 @@ def pieces_of(anatomy: Anatomy, rows: Sequence[Row]) -> list[Piece]:
     for row in rows:
         for name, path, index, shape in _expand(row, anatomy):
             layout = Layout.parse(row.layout)
-            offset = 0
+            offset, repeats = 0, 1
+            if row.joined_per is not None:
+                repeats = shape[layout.ours.index(row.joined_per)]
             if row.joined_axis is not None:
                 offset = offsets.get(name, 0)
-                offsets[name] = offset + layout.their_shape(shape)[row.joined_axis]
-            pieces.append(Piece(name, path, index, shape, layout, row.joined_axis, offset))
+                offsets[name] = offset + layout.their_shape(shape)[row.joined_axis] // repeats
+            piece = Piece(name, path, index, shape, layout, row.joined_axis, offset, repeats)
+            pieces.append(piece)
     return pieces
+
+
+def join_parts(pieces: Sequence[Piece], parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the tensor that several pieces, or one, have their parts in."""
+    axis = pieces[0].joined_axis
+    if axis is None:
+        return parts[0]
+    split = [piece.split(part) for piece, part in zip(pieces, parts, strict=True)]
+    joined = np.concatenate(split, axis + 1)
+    return joined.reshape(*joined.shape[:axis], -1, *joined.shape[axis + 2 :])
 
 
 def their_shapes(pieces: Sequence[Piece]) -> dict[str, tuple[int, ...]]:
@@ -158,7 +194,9 @@ def _expand(row: Row, anatomy: Anatomy) -> Iterator[tuple[str, Path, Index, tupl
     for layer, (place, index) in enumerate(places):
 
         def absolute(path: str, place: Path = place) -> Path:
-            return (PARAMS, *path.replace(_LAYER, "/".join(place)).split("/"))
+            names = path.replace(_LAYER, "/".join(place)).split("/")
+            state = (NON_TRAINABLE, *names)
+            return state if state in anatomy.weights else (PARAMS, *names)
 
         path = absolute(row.path)
         if path not in anatomy.weights:

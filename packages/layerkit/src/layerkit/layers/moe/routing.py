@@ -9,7 +9,9 @@ arXiv:1701.06538). The routers of published models are configurations of `TopKRo
 - gpt-oss: `use_bias=True`;
 - Qwen 2 MoE and OLMoE: `renormalize=False`;
 - DeepSeek V3 (arXiv:2412.19437): `score="sigmoid", use_score_bias=True, num_expert_groups=8,
-  num_chosen_groups=4, weight_scale=2.5`.
+  num_chosen_groups=4, weight_scale=2.5`;
+- DeepSeek V2 (arXiv:2405.04434): `renormalize=False, num_expert_groups=8, num_chosen_groups=3,
+  num_group_scores=1, weight_scale=16.0`.
 
 In `ExpertChoiceRouter` experts choose tokens instead.
 
@@ -189,7 +191,7 @@ class TopKRouter(BaseRouter):
       num_experts_per_token: Number of experts that each token chooses.
       score: `softmax` over the experts, or the `sigmoid` of each logit.
       renormalize: Divides the chosen scores by their sum.
-      weight_scale: Factor of the renormalized weights (DeepSeek's routed scaling factor).
+      weight_scale: Factor of the weights (DeepSeek's routed scaling factor).
       use_score_bias: Adds a bias `score_bias` `[num_experts]` to the scores for the choice only.
         The optimizer does not train it (auxiliary-loss-free balancing; Wang et al., 2024,
         arXiv:2408.15664).
@@ -197,12 +199,17 @@ class TopKRouter(BaseRouter):
         in the whole batch was below the mean, and falls by it if its load was above.
       num_expert_groups: Number of groups of consecutive experts; see `num_chosen_groups`.
       num_chosen_groups: Number of groups within which a token chooses, those with the largest sums
-        of their two best scores (DeepSeek V3); None for all.
+        of their best scores; None for all.
+      num_group_scores: Number of best scores of a group whose sum ranks it: 2 in DeepSeek V3, 1 in
+        DeepSeek V2.
       use_noise: Adds normal noise to the logits in training, with a learned standard deviation
         softplus(x·noise_w) (noisy top-k gating; Shazeer et al., 2017).
     """
 
-    used_only_if: ClassVar[Conditions] = {"score_bias_rate": "use_score_bias"}
+    used_only_if: ClassVar[Conditions] = {
+        "score_bias_rate": "use_score_bias",
+        "num_group_scores": "num_chosen_groups",
+    }
 
     num_experts_per_token: int = 2
     score: Literal["softmax", "sigmoid"] = "softmax"
@@ -212,6 +219,7 @@ class TopKRouter(BaseRouter):
     score_bias_rate: float = 0.0
     num_expert_groups: int = 1
     num_chosen_groups: int | None = None
+    num_group_scores: int = 2
     use_noise: bool = False
 
     def setup(self) -> None:
@@ -268,7 +276,8 @@ class TopKRouter(BaseRouter):
         if self.use_score_bias:
             scores = scores + self.get_var("score_bias")
         if self.num_chosen_groups is not None:
-            scores = _mask_other_groups(scores, self.num_expert_groups, self.num_chosen_groups)
+            groups = self.num_expert_groups, self.num_chosen_groups
+            scores = _mask_other_groups(scores, *groups, num_scores=self.num_group_scores)
         return _top_k(scores, self.num_experts_per_token)[1]
 
     def _update_score_bias(self, experts: jax.Array) -> None:
@@ -284,7 +293,7 @@ class TopKRouter(BaseRouter):
 
     def _check_groups(self) -> None:
         groups, chosen = self.num_expert_groups, self.num_chosen_groups
-        check_sizes(self, num_expert_groups=groups)
+        check_sizes(self, num_expert_groups=groups, num_group_scores=self.num_group_scores)
         check_divisible(self, by=("num_expert_groups", groups), num_experts=self.num_experts)
         # Fewer groups have fewer experts than a token chooses.
         fewest = max(1, -(-self.num_experts_per_token * groups // self.num_experts))
@@ -303,11 +312,13 @@ def _normalize_sum(scores: jax.Array) -> jax.Array:
     return scores / (jnp.sum(scores, axis=-1, keepdims=True) + 1e-20)
 
 
-def _mask_other_groups(scores: jax.Array, num_groups: int, num_chosen: int) -> jax.Array:
+def _mask_other_groups(
+    scores: jax.Array, num_groups: int, num_chosen: int, *, num_scores: int
+) -> jax.Array:
     """Set scores `[..., num_experts]` to -inf outside the `num_chosen` best of `num_groups`."""
     grouped = scores.reshape(*scores.shape[:-1], num_groups, -1)
-    best_two = _top_k(grouped, min(2, grouped.shape[-1]))[0]
-    best_groups = _top_k(jnp.sum(best_two, axis=-1), num_chosen)[1]
+    best = _top_k(grouped, min(num_scores, grouped.shape[-1]))[0]
+    best_groups = _top_k(jnp.sum(best, axis=-1), num_chosen)[1]
     is_chosen = jnp.any(jax.nn.one_hot(best_groups, num_groups, dtype=bool), axis=-2)
     return jnp.where(is_chosen[..., None], grouped, -jnp.inf).reshape(scores.shape)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from layerkit.interop.hugging_face.families.deepseek_v2 import DEEPSEEK_V2
+from layerkit.interop.hugging_face.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from layerkit.interop.hugging_face.families.gemma import GEMMA
 from layerkit.interop.hugging_face.families.gemma2 import GEMMA2
 from layerkit.interop.hugging_face.families.gemma3 import GEMMA3
@@ -38,6 +40,9 @@ FAMILIES: tuple[Family, ...] = (
     QWEN3,
     QWEN2_MOE,
     QWEN3_MOE,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    KIMI_K2,
     GEMMA,
     GEMMA2,
     GEMMA3,
