@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from layerkit_inputs.text.local_text import LocalTextPrompts as LocalTextPrompts
     from layerkit_inputs.text.text_pairs import ParallelText as ParallelText
     from layerkit_inputs.text.text_pairs import TextPairs as TextPairs
+    from layerkit_inputs.text.token_files import TokenFiles as TokenFiles
     from layerkit_inputs.text.token_records import TokenRecords as TokenRecords
     from layerkit_inputs.text.tokenizers import ByteTokenizer as ByteTokenizer
     from layerkit_inputs.text.tokenizers import HuggingFaceTokenizer as HuggingFaceTokenizer

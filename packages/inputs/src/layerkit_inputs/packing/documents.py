@@ -131,8 +131,8 @@ def ranges(begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
 class PiecewiseStream:
     """A stream of several arrays, which are not copied."""
 
-    def __init__(self, pieces: Sequence[np.ndarray]):
-        """Store the arrays, int `[tokens]` each."""
+    def __init__(self, pieces: Sequence[Any]):
+        """Store the arrays, int `[tokens]` each, or what has their length and slices."""
         self._pieces = [piece for piece in pieces if len(piece)]
         self._ends = np.cumsum([len(piece) for piece in self._pieces], dtype=np.int64)
         self._stops = self._ends.tolist()
