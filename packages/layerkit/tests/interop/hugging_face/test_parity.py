@@ -53,6 +53,7 @@ LATENT = {**MIXTURE, "num_key_value_heads": 4, "q_lora_rank": 10, "kv_lora_rank"
 LATENT |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 3, "n_routed_experts": 6}
 LATENT |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 2}
 del LATENT["num_experts"]
+OSS = {**WIDE_HEADS, "num_experts": 5, "num_experts_per_tok": 3, "sliding_window": 4}
 WIDE = {**SIZES, "hidden_size": 32}
 NEOX = {key: value for key, value in WIDE.items() if key != "num_key_value_heads"}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
@@ -165,6 +166,20 @@ CASES = [
         },
         LATENT,
         "groups, no query latent, YaRN",
+    ),
+    Case("GptOss", sizes=OSS, note="YaRN"),
+    Case(
+        "GptOss",
+        {
+            "attention_bias": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "swiglu_limit": 0.1,
+            "swiglu_alpha": 1.1,
+            "num_experts_per_tok": 1,
+        },
+        OSS,
+        "no scaling, near layers last",
     ),
     Case("Gemma", sizes=WIDE_HEADS),
     Case("Gemma2", {"sliding_window": 4, "query_pre_attn_scalar": 24}, WIDE_HEADS),

@@ -88,6 +88,13 @@ DEEPSEEK3 |= {"n_shared_experts": 1, "num_experts_per_tok": 8, "norm_topk_prob":
 DEEPSEEK3 |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
 KIMI2 = {**DEEPSEEK3, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "seq_aux": True}
 KIMI2 |= {"aux_loss_alpha": 0.001, "rope_theta": 50000.0, "pretraining_tp": 1}
+ALTERNATING = ["sliding_attention", "full_attention"]
+OSS = {**LLAMA, "model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0}
+OSS |= {"head_dim": 64, "experts_per_token": 4, "num_experts_per_tok": 4, "swiglu_limit": 7.0}
+OSS |= {"initial_context_length": 4096, "max_position_embeddings": 131072, "rope_theta": 150000}
+OSS |= {"output_router_logits": False, "router_aux_loss_coef": 0.9, "sliding_window": 128}
+OSS |= {"rope_scaling": {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}}
+OSS["rope_scaling"] |= {"original_max_position_embeddings": 4096, "truncate": False}
 GEMMA = {**ANY, "model_type": "gemma", "attention_bias": False, "attention_dropout": 0.0}
 GEMMA |= {"head_dim": 256, "hidden_act": "gelu", "hidden_activation": None, "rope_scaling": None}
 GEMMA |= {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 8192}
@@ -257,6 +264,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         (2048, 11264, 27, 16, 16, 163840),
         15960110208,
     ),
+    "gpt-oss-20b": (
+        {**OSS, "num_local_experts": 32, "layer_types": ALTERNATING * 12},
+        (2880, 2880, 24, 64, 8, 201088),
+        20914757184,
+    ),
+    "gpt-oss-120b": (
+        {**OSS, "num_local_experts": 128, "layer_types": ALTERNATING * 18},
+        (2880, 2880, 36, 64, 8, 201088),
+        116829156672,
+    ),
     "gemma-2b": (GEMMA, (2048, 16384, 18, 8, 1, 256000), 2506172416),
     "gemma-7b": (
         {**GEMMA, "hidden_activation": "gelu_pytorch_tanh"},
@@ -412,6 +429,8 @@ OPTIONS = [
     ("deepseek_v3", "scoring_func", "sigmoid", "softmax"),
     ("deepseek_v3", "moe_layer_freq", 1, 2),
     ("kimi_k2", "topk_method", "noaux_tc", "greedy"),
+    ("gpt_oss", "hidden_act", "silu", "gelu"),
+    ("gpt_oss", "mlp_bias", False, True),
     ("gemma", "hidden_activation", "gelu_pytorch_tanh", "relu"),
     ("gemma2", "use_bidirectional_attention", False, True),
     ("olmo3", "rope_parameters", {}, {"rope_type": "default", "rope_theta": 1e4}),

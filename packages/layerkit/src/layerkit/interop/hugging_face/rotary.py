@@ -47,6 +47,7 @@ def rotary(
     default_fraction: float = 1.0,
     theta: str = "rope_theta",
     fraction: str = "partial_rotary_factor",
+    default_scaling: Mapping[str, Any] | None = None,
 ) -> Entry:
     """Return the entry of the rotary positions of queries and keys.
 
@@ -56,6 +57,8 @@ def rotary(
       default_fraction: Default of `partial_rotary_factor`.
       theta: Older key of `rope_theta`.
       fraction: Older key of `partial_rotary_factor`.
+      default_scaling: Scaling of Transformers if both `rope_scaling` and `rope_parameters` are left
+        out.
     """
 
     def read(file: ConfigFile, network: Config) -> None:
@@ -63,9 +66,8 @@ def rotary(
             "partial_rotary_factor": float(file.get(fraction, default_fraction)),
             "rope_theta": float(file.get(theta, default_theta)),
         }
-        parameters |= file.get("rope_scaling", None) or {}
-        # The newer form.
-        parameters |= file.get("rope_parameters", None) or {}
+        older, newer = (file.get(name, None) for name in ("rope_scaling", "rope_parameters"))
+        parameters |= (older or {}) | (newer or {}) or (default_scaling or {})
         rotated = parameters["partial_rotary_factor"]
         if rotated != 1.0 and not has_fraction:
             raise file.invalid(fraction, "1 in this family", value=rotated)
@@ -79,6 +81,8 @@ def rotary(
         config = get_field(network, "layer.attention_tpl.rotary_tpl")
         content = rotary_keys(config)
         content = {theta: content.pop("rope_theta"), **content}
+        if default_scaling and content["rope_scaling"] is None:
+            content["rope_scaling"] = {"rope_type": "default"}
         return content | ({fraction: config.fraction} if has_fraction else {})
 
     return Entry(read, write)

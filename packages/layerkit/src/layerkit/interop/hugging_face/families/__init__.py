@@ -12,6 +12,7 @@ from layerkit.interop.hugging_face.families.gemma2 import GEMMA2
 from layerkit.interop.hugging_face.families.gemma3 import GEMMA3
 from layerkit.interop.hugging_face.families.gpt2 import GPT2
 from layerkit.interop.hugging_face.families.gpt_neox import GPT_NEOX
+from layerkit.interop.hugging_face.families.gpt_oss import GPT_OSS
 from layerkit.interop.hugging_face.families.granite import GRANITE
 from layerkit.interop.hugging_face.families.llama import LLAMA
 from layerkit.interop.hugging_face.families.mistral import MISTRAL
@@ -43,6 +44,7 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     KIMI_K2,
+    GPT_OSS,
     GEMMA,
     GEMMA2,
     GEMMA3,
