@@ -53,6 +53,8 @@ LATENT = {**MIXTURE, "num_key_value_heads": 4, "q_lora_rank": 10, "kv_lora_rank"
 LATENT |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 3, "n_routed_experts": 6}
 LATENT |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 2}
 del LATENT["num_experts"]
+GLM = {**WIDE_HEADS, "moe_intermediate_size": 12, "n_routed_experts": 6, "n_group": 3}
+GLM |= {"num_experts_per_tok": 2, "topk_group": 1, "n_shared_experts": 2}
 OSS = {**WIDE_HEADS, "num_experts": 5, "num_experts_per_tok": 3, "sliding_window": 4}
 WIDE = {**SIZES, "hidden_size": 32}
 NEOX = {key: value for key, value in WIDE.items() if key != "num_key_value_heads"}
@@ -166,6 +168,20 @@ CASES = [
         },
         LATENT,
         "groups, no query latent, YaRN",
+    ),
+    Case("Glm4Moe", {"num_hidden_layers": 4}, GLM),
+    Case(
+        "Glm4Moe",
+        {
+            "attention_bias": True,
+            "use_qk_norm": True,
+            "norm_topk_prob": False,
+            "topk_group": 2,
+            "first_k_dense_replace": 0,
+            "routed_scaling_factor": 2.5,
+        },
+        GLM,
+        "norms of queries, biases",
     ),
     Case("GptOss", sizes=OSS, note="YaRN"),
     Case(
@@ -370,9 +386,11 @@ def test_logits_agree(theirs, parity_table, repeated):
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 def test_missing_keys_have_the_defaults_of_transformers(family):
     model_type = family.model_type.replace("kimi_k2", "deepseek_v3")
-    full = transformers.AutoConfig.for_model(model_type).to_dict()
+    # The defaults of GLM are no model: they give heads of 42.7 coordinates, half of them rotated.
+    heads = {"head_dim": 128} if model_type == "glm4_moe" else {}
+    full = transformers.AutoConfig.for_model(model_type, **heads).to_dict()
     needed = {"model_type", "vocab_size", "hidden_size", "intermediate_size"}
-    needed |= {"num_hidden_layers", "num_attention_heads"}
+    needed |= {"num_hidden_layers", "num_attention_heads", *heads}
     if full.get("num_experts_per_tok", 1) is None:  # DeepSeek V2 has no default that works.
         full["num_experts_per_tok"] = 6
         needed |= {"num_experts_per_tok"}

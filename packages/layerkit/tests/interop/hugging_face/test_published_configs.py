@@ -89,6 +89,10 @@ DEEPSEEK3 |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_p
 KIMI2 = {**DEEPSEEK3, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "seq_aux": True}
 KIMI2 |= {"aux_loss_alpha": 0.001, "rope_theta": 50000.0, "pretraining_tp": 1}
 ALTERNATING = ["sliding_attention", "full_attention"]
+GLM = {**LLAMA, "model_type": "glm4_moe", "attention_bias": True, "attention_dropout": 0.0}
+GLM |= {"head_dim": 128, "norm_topk_prob": True, "n_group": 1, "topk_group": 1}
+GLM |= {"n_shared_experts": 1, "num_experts_per_tok": 8, "num_nextn_predict_layers": 1}
+GLM |= {"partial_rotary_factor": 0.5, "rope_scaling": None, "rope_theta": 1000000}
 OSS = {**LLAMA, "model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0}
 OSS |= {"head_dim": 64, "experts_per_token": 4, "num_experts_per_tok": 4, "swiglu_limit": 7.0}
 OSS |= {"initial_context_length": 4096, "max_position_embeddings": 131072, "rope_theta": 150000}
@@ -264,6 +268,30 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         (2048, 11264, 27, 16, 16, 163840),
         15960110208,
     ),
+    "GLM-4.5": (
+        {
+            **GLM,
+            "moe_intermediate_size": 1536,
+            "n_routed_experts": 160,
+            "first_k_dense_replace": 3,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+        },
+        (5120, 12288, 92, 96, 8, 151552),
+        352797829024,
+    ),
+    "GLM-4.5-Air": (
+        {
+            **GLM,
+            "moe_intermediate_size": 1408,
+            "n_routed_experts": 128,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.0,
+            "use_qk_norm": False,
+        },
+        (4096, 10944, 46, 96, 8, 151552),
+        106852251264,
+    ),
     "gpt-oss-20b": (
         {**OSS, "num_local_experts": 32, "layer_types": ALTERNATING * 12},
         (2880, 2880, 24, 64, 8, 201088),
@@ -429,6 +457,7 @@ OPTIONS = [
     ("deepseek_v3", "scoring_func", "sigmoid", "softmax"),
     ("deepseek_v3", "moe_layer_freq", 1, 2),
     ("kimi_k2", "topk_method", "noaux_tc", "greedy"),
+    ("glm4_moe", "num_nextn_predict_layers", 1, -1),
     ("gpt_oss", "hidden_act", "silu", "gelu"),
     ("gpt_oss", "mlp_bias", False, True),
     ("gemma", "hidden_activation", "gelu_pytorch_tanh", "relu"),

@@ -10,6 +10,7 @@ from layerkit.interop.hugging_face.families.deepseek_v3 import DEEPSEEK_V3, KIMI
 from layerkit.interop.hugging_face.families.gemma import GEMMA
 from layerkit.interop.hugging_face.families.gemma2 import GEMMA2
 from layerkit.interop.hugging_face.families.gemma3 import GEMMA3
+from layerkit.interop.hugging_face.families.glm4_moe import GLM4_MOE
 from layerkit.interop.hugging_face.families.gpt2 import GPT2
 from layerkit.interop.hugging_face.families.gpt_neox import GPT_NEOX
 from layerkit.interop.hugging_face.families.gpt_oss import GPT_OSS
@@ -45,6 +46,7 @@ FAMILIES: tuple[Family, ...] = (
     DEEPSEEK_V3,
     KIMI_K2,
     GPT_OSS,
+    GLM4_MOE,
     GEMMA,
     GEMMA2,
     GEMMA3,

@@ -103,8 +103,31 @@ def latent_entries(first_dense: int, experts: tuple[Entry, ...]) -> tuple[Entry,
     )
 
 
+def sigmoid_routing(
+    *, hidden: int, experts: int, scale: float, groups: int, chosen: int
+) -> tuple[Entry, ...]:
+    """Return the keys of the experts of DeepSeek V3 and GLM; the arguments are the defaults."""
+    return (
+        key("moe_intermediate_size", "hidden_dims", hidden),
+        key("n_routed_experts", EXPERTS + "num_experts", experts),
+        key("n_shared_experts", EXPERTS + "num_shared_experts", 1),
+        key("num_experts_per_tok", EXPERTS + "num_experts_per_token", 8),
+        key("routed_scaling_factor", ROUTER + "weight_scale", scale),
+        key("norm_topk_prob", ROUTER + "renormalize", default=True),
+        key("n_group", ROUTER + "num_expert_groups", groups),
+        key("topk_group", ROUTER + "num_chosen_groups", chosen),
+    )
+
+
 _THEIRS, _OURS = THEIR_LAYER + "self_attn.", LAYER + "attention/"
 _MLP, _EXPERTS = THEIR_LAYER + "mlp.", LAYER + "feed_forward/"
+_SHARED = (
+    Row(_MLP + "gate.e_score_correction_bias", _EXPERTS + "router/score_bias"),
+    *(
+        Row(f"{_MLP}shared_experts.{name}_proj.weight", f"{_EXPERTS}shared/{name}/w", LINEAR)
+        for name in ("gate", "up", "down")
+    ),
+)
 _ROWS = (
     Row(
         _THEIRS + "q_proj.weight", _OURS + "query/w", INTO_HEADS, instead_of=_OURS + "query_down/w"
@@ -123,15 +146,19 @@ _ROWS = (
         Row(_THEIRS + "kv_b_proj.weight", f"{_OURS}{name}/w", INTO_HEADS, 0, joined_per="heads")
         for name in ("key", "value")
     ),
-    Row(_MLP + "gate.e_score_correction_bias", _EXPERTS + "router/score_bias"),
-    *(
-        Row(f"{_MLP}shared_experts.{name}_proj.weight", f"{_EXPERTS}shared/{name}/w", LINEAR)
-        for name in ("gate", "up", "down")
-    ),
 )
-_PATHS = {row.path for row in _ROWS}
 
-LATENT_ROWS = (*_ROWS, *(row for row in EXPERT_ROWS if row.path not in _PATHS))
+
+def _replace_rows(rows: tuple[Row, ...], others: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Return the rows, with others in place of those of the same weights."""
+    paths = {row.path for row in others}
+    return (*others, *(row for row in rows if row.path not in paths))
+
+
+DEEPSEEK_EXPERT_ROWS = _replace_rows(EXPERT_ROWS, _SHARED)
+"""Rows of Llama's attention and the experts of DeepSeek."""
+
+LATENT_ROWS = _replace_rows(DEEPSEEK_EXPERT_ROWS, _ROWS)
 """Rows of DeepSeek V2 and V3."""
 
 # Transformers derives both sizes of heads itself.
@@ -148,16 +175,7 @@ DEEPSEEK_V3 = llama_family(
         fixed("topk_method", "noaux_tc"),
         *latent_entries(
             3,
-            (
-                key("moe_intermediate_size", "hidden_dims", 2048),
-                key("n_routed_experts", EXPERTS + "num_experts", 256),
-                key("n_shared_experts", EXPERTS + "num_shared_experts", 1),
-                key("num_experts_per_tok", EXPERTS + "num_experts_per_token", 8),
-                key("routed_scaling_factor", ROUTER + "weight_scale", 2.5),
-                key("norm_topk_prob", ROUTER + "renormalize", default=True),
-                key("n_group", ROUTER + "num_expert_groups", 8),
-                key("topk_group", ROUTER + "num_chosen_groups", 4),
-            ),
+            sigmoid_routing(hidden=2048, experts=256, scale=2.5, groups=8, chosen=4),
         ),
     ),
     rows=LATENT_ROWS,

@@ -1,8 +1,8 @@
 """gpt-oss (OpenAI, 2025): experts with biases, and attention with sinks.
 
-Layers alternate between attention with a window and full attention (arXiv:2508.10925). The activation is a clamped
-SwiGLU, (up + 1) · gate · sigmoid(α · gate), with bounds of both factors. `hidden_act` has no effect
-in Transformers.
+Layers alternate between attention with a window and full attention (arXiv:2508.10925). The
+activation is a clamped SwiGLU, (up + 1) · gate · sigmoid(α · gate), with bounds of both factors.
+`hidden_act` has no effect in Transformers.
 """
 
 from __future__ import annotations

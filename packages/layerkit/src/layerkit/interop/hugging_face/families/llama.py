@@ -148,6 +148,7 @@ def llama_family(
     rows: tuple[Row, ...] = LLAMA_ROWS,
     network: Callable[[], Config] = llama_network,
     neutral: frozenset[str] = frozenset(),
+    buffers: str = "(?!)",
     **fields: Any,
 ) -> Family:
     """Return a family whose tensors have the names of Llama.
@@ -159,6 +160,7 @@ def llama_family(
       rows: Table of tensors.
       network: Function that returns the network with the family's templates.
       neutral: Keys that do not change the computation, in addition to those of Llama.
+      buffers: Names of tensors that are not weights, in addition to those of Llama.
       **fields: Other fields of `Family`.
     """
     return Family(
@@ -171,7 +173,7 @@ def llama_family(
         neutral=neutral | {"max_position_embeddings"},
         prefix="model.",
         copies={"lm_head.weight": "model.embed_tokens.weight"},
-        buffers=r"\brotary_emb\.inv_freq$",
+        buffers=rf"\brotary_emb\.inv_freq$|{buffers}",
         **fields,
     )
 

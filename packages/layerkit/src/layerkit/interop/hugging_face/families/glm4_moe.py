@@ -1,0 +1,76 @@
+"""GLM-4.5 to 4.7 and GLM-4.5-Air (GLM-4.5 team, 2025): the experts of DeepSeek V3, partial rotary.
+
+Half of each head is rotated, and queries and keys may have norms (arXiv:2508.06471). The published
+folders also have a layer for multi-token prediction. As in Transformers it is not read, and export
+writes `num_nextn_predict_layers: 0`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layerkit.config import Config
+from layerkit.interop.hugging_face.expert_layers import expert_layers
+from layerkit.interop.hugging_face.families.deepseek_v3 import (
+    DEEPSEEK_EXPERT_ROWS,
+    sigmoid_routing,
+)
+from layerkit.interop.hugging_face.families.llama import (
+    ATTENTION_BIAS,
+    llama_entries,
+    llama_family,
+)
+from layerkit.interop.hugging_face.families.mixtral import mixture_network
+from layerkit.interop.hugging_face.keys import ConfigFile, Entry, get_field
+from layerkit.interop.hugging_face.rotary import rotary
+
+_ATTENTION = "layer.attention_tpl"
+
+
+def _network() -> Config:
+    network = mixture_network(attention={"use_output_bias": False})
+    experts = get_field(network, "layer.feed_forward_tpl")
+    # The bias of the choice balances the experts.
+    experts.load_balance_weight = 0.0
+    experts.router_tpl.set(score="sigmoid", use_score_bias=True)
+    return network
+
+
+def _read_qk_norm(file: ConfigFile, network: Config) -> None:
+    if file.get("use_qk_norm", default=False):
+        attention = get_field(network, _ATTENTION)
+        attention.set(qk_norm_tpl=network.final_norm_tpl.clone(), qk_norm_before_rotary=True)
+
+
+def _write_qk_norm(network: Config) -> dict[str, Any]:
+    return {"use_qk_norm": get_field(network, _ATTENTION).qk_norm_tpl is not None}
+
+
+def _read_predicted(file: ConfigFile, network: Config) -> None:
+    del network
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
+        file.get(name, 1)
+
+
+GLM4_MOE = llama_family(
+    "glm4_moe",
+    "Glm4MoeForCausalLM",
+    network=_network,
+    entries=(
+        *llama_entries(
+            kv_heads=8, epsilon=1e-5, positions=rotary(has_fraction=True, default_fraction=0.5)
+        ),
+        ATTENTION_BIAS,
+        Entry(_read_qk_norm, _write_qk_norm),
+        Entry(_read_predicted, lambda network: {"num_nextn_predict_layers": 0}),
+        expert_layers(
+            sigmoid_routing(hidden=1408, experts=128, scale=1.0, groups=1, chosen=1),
+            is_dense=lambda file, layer: layer < file.get("first_k_dense_replace", 1),
+            write_dense=lambda layers: {"first_k_dense_replace": len(layers)},
+        ),
+    ),
+    rows=DEEPSEEK_EXPERT_ROWS,
+    neutral=frozenset({"output_router_logits"}),
+    # The layers for multi-token prediction, by the numbers of layers of the published models.
+    buffers=r"^model\.layers\.(46|92)\.",
+)
