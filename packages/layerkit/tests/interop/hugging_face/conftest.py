@@ -44,6 +44,13 @@ GEMMA = {
     "attn_logit_softcapping": None,
     "final_logit_softcapping": None,
 }
+COHERE = {
+    **{key: value for key, value in SIZES.items() if key != "rms_norm_eps"},
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.25,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+}
 EXPERTS = {
     "num_experts": 3,
     "num_experts_per_tok": 2,
@@ -240,6 +247,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 1.0,
         "use_qkv_bias": True,
         "use_parallel_residual": False,
+    },
+    "gptj": {
+        "vocab_size": 12,
+        "n_embd": 8,
+        "n_layer": 3,
+        "n_head": 2,
+        "n_positions": 16,
+        "n_inner": None,
+        "rotary_dim": 2,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "attn_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "resid_pdrop": 0.1,
+        "tie_word_embeddings": False,
+    },
+    "cohere": {**COHERE, **ROPE, **SILU},
+    "cohere2": {
+        **COHERE,
+        **ROPE,
+        **SILU,
+        "num_hidden_layers": 5,
+        "sliding_window": 4,
+        "sliding_window_pattern": 2,
     },
     "t5": {
         "vocab_size": 12,

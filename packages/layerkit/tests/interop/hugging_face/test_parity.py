@@ -291,6 +291,27 @@ CASES = [
     ),
     Case("StableLm", {"use_qkv_bias": True}, WIDE, note="biases"),
     Case("StableLm", {"use_parallel_residual": True}, WIDE, note="parallel"),
+    Case("GPTJ", {"rotary_dim": 4}, {**GPT2, "n_embd": 32}, "half rotary"),
+    Case(
+        "GPTJ",
+        {"rotary_dim": 4, "tie_word_embeddings": True, "n_inner": 20},
+        GPT2,
+        "tied, n_inner",
+        is_slow=True,
+    ),
+    Case("Cohere", {"attention_bias": True}, note="biases"),
+    Case("Cohere2", {"sliding_window": 4, "num_hidden_layers": 5, "logit_scale": 0.25}),
+    Case(
+        "Cohere2",
+        {
+            "sliding_window": 4,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "tie_word_embeddings": False,
+            "head_dim": 8,
+            "rope_parameters": {**YARN, "rope_theta": 5e4},
+        },
+        note="YaRN, untied",
+    ),
     Case("T5", sizes=T5),
     Case(
         "T5",
@@ -453,11 +474,13 @@ def test_cached_greedy_decoding_gives_the_same_tokens(theirs):
     [
         pytest.param(case, id=name_of(case))
         for case in CASES
-        if {"num_experts", "n_routed_experts"} & {*case.sizes, *case.options} and not case.is_slow
+        if ({"num_experts", "n_routed_experts"} & {*case.sizes, *case.options})
+        or case.family in ("Cohere2", "GPTJ")
+        if not case.is_slow
     ],
     indirect=True,
 )
-def test_packed_rows_of_mixtures_equal_separate_rows(theirs):
+def test_packed_rows_equal_separate_rows(theirs):
     config, variables = import_model(theirs[2])
     ours, lengths = build(config), (9, 4)
     ids = jnp.asarray(inputs(9))

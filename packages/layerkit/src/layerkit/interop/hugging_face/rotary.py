@@ -48,6 +48,7 @@ def rotary(
     theta: str = "rope_theta",
     fraction: str = "partial_rotary_factor",
     default_scaling: Mapping[str, Any] | None = None,
+    pairing: str = "halves",
 ) -> Entry:
     """Return the entry of the rotary positions of queries and keys.
 
@@ -59,6 +60,7 @@ def rotary(
       fraction: Older key of `partial_rotary_factor`.
       default_scaling: Scaling of Transformers if both `rope_scaling` and `rope_parameters` are left
         out.
+      pairing: Coordinates that are rotated together; see `RotaryPositionalEmbedding`.
     """
 
     def read(file: ConfigFile, network: Config) -> None:
@@ -75,7 +77,9 @@ def rotary(
         if int(rotated * head_dim) % 2 or int(rotated * head_dim) != round(rotated * head_dim):
             expected = f"an even number of the {head_dim} coordinates of a head"
             raise file.invalid(fraction, expected, value=rotated)
-        set_field(network, "layer.attention_tpl.rotary_tpl", rotary_config(file, parameters))
+        config = rotary_config(file, parameters)
+        config.pairing = pairing
+        set_field(network, "layer.attention_tpl.rotary_tpl", config)
 
     def write(network: Config) -> dict[str, Any]:
         config = get_field(network, "layer.attention_tpl.rotary_tpl")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from layerkit.interop.hugging_face.families.cohere import COHERE
+from layerkit.interop.hugging_face.families.cohere2 import COHERE2
 from layerkit.interop.hugging_face.families.deepseek_v2 import DEEPSEEK_V2
 from layerkit.interop.hugging_face.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
 from layerkit.interop.hugging_face.families.gemma import GEMMA
@@ -14,6 +16,7 @@ from layerkit.interop.hugging_face.families.glm4_moe import GLM4_MOE
 from layerkit.interop.hugging_face.families.gpt2 import GPT2
 from layerkit.interop.hugging_face.families.gpt_neox import GPT_NEOX
 from layerkit.interop.hugging_face.families.gpt_oss import GPT_OSS
+from layerkit.interop.hugging_face.families.gptj import GPTJ
 from layerkit.interop.hugging_face.families.granite import GRANITE
 from layerkit.interop.hugging_face.families.llama import LLAMA
 from layerkit.interop.hugging_face.families.mistral import MISTRAL
@@ -58,6 +61,9 @@ FAMILIES: tuple[Family, ...] = (
     GRANITE,
     GPT_NEOX,
     STABLELM,
+    GPTJ,
+    COHERE,
+    COHERE2,
     T5,
 )
 

@@ -1,0 +1,61 @@
+"""Command R and Aya 23 (Cohere, 2024): parallel branches that share a norm, interleaved rotary.
+
+Norms are LayerNorm without biases, and logits are multiplied by `logit_scale`. Command R+, with
+weights of norms for each head (`use_qk_norm`), is not supported.
+"""
+
+from __future__ import annotations
+
+from layerkit.config import Config
+from layerkit.interop.hugging_face.families.llama import (
+    ATTENTION_BIAS,
+    llama_family,
+    llama_network,
+)
+from layerkit.interop.hugging_face.keys import Entry, fixed, key
+from layerkit.interop.hugging_face.parts import activation, tied_embedding
+from layerkit.interop.hugging_face.rotary import rotary
+from layerkit.layers.basic.normalizations import LayerNorm
+
+
+def cohere_network() -> Config:
+    """Return the network of Command R and Command A."""
+    network = llama_network(parallel=True, parallel_shares_norm=True)
+    norm = LayerNorm.HParams.config(scale_offset=0.0, use_bias=False)
+    network.final_norm_tpl = network.stack_tpl.layer_tpl.norm_tpl = norm
+    return network
+
+
+def cohere_entries(positions: Entry) -> tuple[Entry, ...]:
+    """Return the keys of Command R and Command A, with the entry of their positions."""
+    return (
+        tied_embedding(default=True),
+        key("vocab_size", "vocab_size", 256000),
+        key("hidden_size", "model_dims"),
+        key("intermediate_size", "hidden_dims"),
+        key("num_hidden_layers", "num_layers"),
+        key("num_attention_heads", "num_heads"),
+        key("num_key_value_heads", "num_kv_heads", None, fallback=lambda lm: lm.num_heads),
+        key("head_dim", "dim_per_head", None, fallback=lambda lm: lm.model_dims // lm.num_heads),
+        key("layer_norm_eps", ("final_norm_tpl.epsilon", "layer.norm_tpl.epsilon"), 1e-5),
+        key("logit_scale", "softmax_tpl.logit_scale", 0.0625, fallback=lambda lm: 1.0),
+        key("attention_dropout", "layer.attention_tpl.dropout_rate", 0.0),
+        ATTENTION_BIAS,
+        positions,
+        activation("hidden_act", "silu"),
+    )
+
+
+COHERE_TOKENS = {"bos_token_id": 5, "eos_token_id": 255001, "pad_token_id": 0}
+
+COHERE = llama_family(
+    "cohere",
+    "CohereForCausalLM",
+    network=cohere_network,
+    entries=(
+        *cohere_entries(rotary(500_000.0, pairing="neighbors")),
+        fixed("use_qk_norm", value=False),
+    ),
+    neutral=frozenset({"model_max_length"}),  # A limit of the tokenizer.
+    token_ids=COHERE_TOKENS,
+)
