@@ -312,6 +312,15 @@ CASES = [
         },
         note="YaRN, untied",
     ),
+    Case("Starcoder2", {"sliding_window": 4}, note="window"),
+    Case(
+        "Starcoder2",
+        {"use_bias": False, "tie_word_embeddings": False, "hidden_act": "silu"},
+        note="no biases, untied",
+        is_slow=True,
+    ),
+    Case("SeedOss", sizes=WIDE_HEADS),
+    Case("SeedOss", {"attention_out_bias": True, "mlp_bias": True}, WIDE_HEADS, "biases"),
     Case("T5", sizes=T5),
     Case(
         "T5",

@@ -115,6 +115,11 @@ OLMO3 = {**OLMO2, "model_type": "olmo3", "attention_bias": False, "sliding_windo
 OLMO3 |= {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8}
 OLMO3_ROPE = {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.2079441541679836}
 OLMO3_ROPE |= {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 8192}
+STAR2 = {**ANY, "model_type": "starcoder2", "attention_dropout": 0.1, "residual_dropout": 0.1}
+STAR2 |= {"embedding_dropout": 0.1, "hidden_act": "gelu_pytorch_tanh", "mlp_type": "default"}
+STAR2 |= {"norm_epsilon": 1e-5, "sliding_window": 4096, "use_bias": True, "norm_type": "layer_norm"}
+SEED = {**LLAMA3, "model_type": "seed_oss", "attention_bias": True, "attention_out_bias": False}
+SEED |= {"attention_dropout": 0.1, "residual_dropout": 0.1, "head_dim": 128, "rms_norm_eps": 1e-6}
 T5 = {"model_type": "t5", "vocab_size": 32128, "is_encoder_decoder": True, "output_past": True}
 T5 |= {"decoder_start_token_id": 0, "initializer_factor": 1.0, "dropout_rate": 0.1}
 T5 |= {"relative_attention_num_buckets": 32, "layer_norm_epsilon": 1e-6}
@@ -378,6 +383,22 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         1644515328,
     ),
     "stablelm-3b": (STABLELM, (2560, 6912, 32, 32, 32, 50304), 2795443200),
+    "starcoder2-3b": (
+        {**STAR2, "rope_theta": 999999.4420358813},
+        (3072, 12288, 30, 24, 2, 49152),
+        3030371328,
+    ),
+    "starcoder2-7b": ({**STAR2, "rope_theta": 1e6}, (4608, 18432, 32, 36, 4, 49152), 7173923840),
+    "starcoder2-15b": (
+        {**STAR2, "rope_theta": 100000, "tie_word_embeddings": False},
+        (6144, 24576, 40, 48, 4, 49152),
+        15957889024,
+    ),
+    "Seed-OSS-36B": (
+        {**SEED, "rope_theta": 10000000.0, "rope_scaling": {"rope_type": "default"}},
+        (5120, 27648, 64, 80, 8, 155136),
+        36151104512,
+    ),
     "t5-small": (FIRST_T5, (512, 64, 2048, 6, 8), 60506624),
     "t5-v1_1-base": (T5_11, (768, 64, 2048, 12, 12), 247577856),
     "flan-t5-small": (

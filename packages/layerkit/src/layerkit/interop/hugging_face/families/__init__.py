@@ -29,8 +29,10 @@ from layerkit.interop.hugging_face.families.qwen2 import QWEN2
 from layerkit.interop.hugging_face.families.qwen2_moe import QWEN2_MOE
 from layerkit.interop.hugging_face.families.qwen3 import QWEN3
 from layerkit.interop.hugging_face.families.qwen3_moe import QWEN3_MOE
+from layerkit.interop.hugging_face.families.seed_oss import SEED_OSS
 from layerkit.interop.hugging_face.families.smollm3 import SMOLLM3
 from layerkit.interop.hugging_face.families.stablelm import STABLELM
+from layerkit.interop.hugging_face.families.starcoder2 import STARCODER2
 from layerkit.interop.hugging_face.families.t5 import T5
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import UnsupportedModelError
@@ -64,6 +66,8 @@ FAMILIES: tuple[Family, ...] = (
     GPTJ,
     COHERE,
     COHERE2,
+    STARCODER2,
+    SEED_OSS,
     T5,
 )
 

@@ -29,7 +29,8 @@ from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.basic.normalizations import LayerNorm
 
 
-def _network() -> Config:
+def layer_norm_network() -> Config:
+    """Return the network of Llama with LayerNorm in place of RmsNorm."""
     network = llama_network()
     norm = LayerNorm.HParams.config(scale_offset=0.0)
     network.final_norm_tpl = network.stack_tpl.layer_tpl.norm_tpl = norm
@@ -46,10 +47,16 @@ def _write_bias(network: Config) -> dict[str, Any]:
     return {"use_qkv_bias": get_field(network, "layer.attention_tpl.use_bias")}
 
 
+LAYER_NORM_ROWS = (
+    Row("model.norm.bias", "lm/final_norm/bias"),
+    Row(THEIR_LAYER + "input_layernorm.bias", LAYER + "attention_norm/bias"),
+    Row(THEIR_LAYER + "post_attention_layernorm.bias", LAYER + "feed_forward_norm/bias"),
+)
+
 STABLELM = llama_family(
     "stablelm",
     "StableLmForCausalLM",
-    network=_network,
+    network=layer_norm_network,
     entries=(
         tied_embedding(default=False),
         key("vocab_size", "vocab_size"),
@@ -73,10 +80,5 @@ STABLELM = llama_family(
         rotary(default_fraction=0.25, has_fraction=True),
         activation("hidden_act", "silu"),
     ),
-    rows=(
-        *LLAMA_ROWS,
-        Row("model.norm.bias", "lm/final_norm/bias"),
-        Row(THEIR_LAYER + "input_layernorm.bias", LAYER + "attention_norm/bias"),
-        Row(THEIR_LAYER + "post_attention_layernorm.bias", LAYER + "feed_forward_norm/bias"),
-    ),
+    rows=(*LLAMA_ROWS, *LAYER_NORM_ROWS),
 )

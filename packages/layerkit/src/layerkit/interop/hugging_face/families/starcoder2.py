@@ -1,0 +1,76 @@
+"""StarCoder 2 (Lozhkov et al., 2024): Llama with LayerNorm, biases and an ungated feed-forward."""
+
+from __future__ import annotations
+
+from layerkit.config import Config
+from layerkit.interop.hugging_face.families.llama import (
+    LAYER,
+    LLAMA_ROWS,
+    THEIR_LAYER,
+    llama_family,
+)
+from layerkit.interop.hugging_face.families.stablelm import LAYER_NORM_ROWS, layer_norm_network
+from layerkit.interop.hugging_face.keys import key
+from layerkit.interop.hugging_face.layouts import LINEAR
+from layerkit.interop.hugging_face.parts import activation, tied_embedding
+from layerkit.interop.hugging_face.rotary import rotary
+from layerkit.interop.hugging_face.tensors import Row
+
+
+def _network() -> Config:
+    network = layer_norm_network()
+    network.stack_tpl.layer_tpl.feed_forward_tpl.use_gate = False
+    return network
+
+
+STARCODER2 = llama_family(
+    "starcoder2",
+    "Starcoder2ForCausalLM",
+    network=_network,
+    entries=(
+        tied_embedding(default=True),
+        key("vocab_size", "vocab_size"),
+        key("hidden_size", "model_dims"),
+        key("intermediate_size", "hidden_dims"),
+        key("num_hidden_layers", "num_layers"),
+        key("num_attention_heads", "num_heads"),
+        key("num_key_value_heads", "num_kv_heads", 2, fallback=lambda lm: lm.num_heads),
+        key("norm_epsilon", ("final_norm_tpl.epsilon", "layer.norm_tpl.epsilon"), 1e-5),
+        key(
+            "use_bias",
+            ("layer.attention_tpl.use_bias", "layer.feed_forward_tpl.has_bias"),
+            default=True,
+        ),
+        key("sliding_window", "layer.attention_tpl.window", None),
+        key("attention_dropout", "layer.attention_tpl.dropout_rate", 0.0),
+        key("embedding_dropout", "dropout_rate", 0.0),
+        key("residual_dropout", "layer.dropout_rate", 0.0),
+        rotary(),
+        activation("hidden_act", "gelu_pytorch_tanh"),
+    ),
+    rows=(
+        *(row for row in LLAMA_ROWS if ".mlp." not in row.name),
+        *LAYER_NORM_ROWS,
+        *(
+            Row(f"{THEIR_LAYER}mlp.{theirs}.{kind}", f"{LAYER}feed_forward/{ours}", layout)
+            for theirs, name in (("c_fc", "up"), ("c_proj", "down"))
+            for kind, ours, layout in (
+                ("weight", f"{name}/w", LINEAR),
+                ("bias", f"{name}_bias/b", "dims -> dims"),
+            )
+        ),
+    ),
+    # Keys of the published folders that Transformers does not read.
+    neutral=frozenset(
+        {
+            "activation_function",
+            "attention_softmax_in_fp32",
+            "layer_norm_epsilon",
+            "mlp_type",
+            "norm_type",
+            "scale_attention_softmax_in_fp32",
+            "scale_attn_weights",
+        }
+    ),
+    token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
+)
