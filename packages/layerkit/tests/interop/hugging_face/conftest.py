@@ -51,6 +51,16 @@ COHERE = {
     "tie_word_embeddings": True,
     "attention_bias": False,
 }
+GRANITE = {
+    **SIZES,
+    **ROPE,
+    **SILU,
+    "attention_bias": False,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 49.0,
+}
 EXPERTS = {
     "num_experts": 3,
     "num_experts_per_tok": 2,
@@ -217,16 +227,22 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 5,
     },
     "smollm3": {**SIZES, **ROPE, **SILU, "attention_bias": False, "no_rope_layers": [1, 0, 1]},
-    "granite": {
+    "granite": {**GRANITE, "mlp_bias": False},
+    "granitemoehybrid": {
+        **GRANITE,
+        "shared_intermediate_size": 10,
+        "position_embedding_type": "rope",
+        "num_local_experts": 0,
+        "layer_types": ["attention"] * 3,
+    },
+    "minicpm": {
         **SIZES,
         **ROPE,
         **SILU,
         "attention_bias": False,
-        "mlp_bias": False,
-        "embedding_multiplier": 12.0,
-        "attention_multiplier": 0.3,
-        "residual_multiplier": 0.22,
-        "logits_scaling": 49.0,
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 4,
     },
     "gpt_neox": {
         **{key: value for key, value in SIZES.items() if key not in _LLAMA_ONLY},

@@ -7,6 +7,7 @@ runs this; its last lines are a table of families and errors.
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from typing import Any
 
@@ -58,6 +59,8 @@ GLM |= {"num_experts_per_tok": 2, "topk_group": 1, "n_shared_experts": 2}
 OSS = {**WIDE_HEADS, "num_experts": 5, "num_experts_per_tok": 3, "sliding_window": 4}
 WIDE = {**SIZES, "hidden_size": 32}
 NEOX = {key: value for key, value in WIDE.items() if key != "num_key_value_heads"}
+DENSE = {"num_local_experts": 0, "layer_types": ["attention"] * 3, "shared_intermediate_size": 20}
+DENSE |= {"mamba_n_heads": 4}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32}
@@ -277,6 +280,20 @@ CASES = [
         },
         note="biases, tied",
     ),
+    Case(
+        "GraniteMoeHybrid",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.3,
+            "residual_multiplier": 0.22,
+            "logits_scaling": 7.0,
+            "attention_bias": True,
+            "position_embedding_type": "rope",
+            **DENSE,
+        },
+        note="biases",
+    ),
+    Case("GraniteMoeHybrid", {"tie_word_embeddings": True, **DENSE}, note="tied, no positions"),
     Case("GPTNeoX", sizes=NEOX, note="a quarter rotary"),
     Case(
         "GPTNeoX",
@@ -413,11 +430,17 @@ def test_logits_agree(theirs, parity_table, repeated):
     assert error <= TOLERANCE
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+# The code of the other family is in its published folders.
+THEIRS = [family for family in FAMILIES if family.model_type != "minicpm"]
+
+
+@pytest.mark.parametrize("family", THEIRS, ids=lambda family: family.model_type)
 def test_missing_keys_have_the_defaults_of_transformers(family):
     model_type = family.model_type.replace("kimi_k2", "deepseek_v3")
     # The defaults of GLM are no model: they give heads of 42.7 coordinates, half of them rotated.
-    heads = {"head_dim": 128} if model_type == "glm4_moe" else {}
+    # Those of Granite 4 are a mixture.
+    dense = {"num_local_experts": 0, "layer_types": ["attention"] * 32}
+    heads = {"glm4_moe": {"head_dim": 128}, "granitemoehybrid": dense}.get(model_type, {})
     full = transformers.AutoConfig.for_model(model_type, **heads).to_dict()
     needed = {"model_type", "vocab_size", "hidden_size", "intermediate_size"}
     needed |= {"num_hidden_layers", "num_attention_heads", *heads}
@@ -428,9 +451,27 @@ def test_missing_keys_have_the_defaults_of_transformers(family):
     assert family.read_config(shorter) == family.read_config(full)
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
+@pytest.mark.parametrize("family", THEIRS, ids=lambda family: family.model_type)
 def test_copies_are_the_tied_tensors_of_transformers(family):
     assert family.copies == getattr(transformers, family.architecture)._tied_weights_keys
+
+
+def test_minicpm_is_granite_with_other_keys(tmp_path, parity_table):
+    factors = {"embedding_multiplier": 12.0, "attention_multiplier": 0.5, "logits_scaling": 2.0}
+    case = Case("Granite", {**factors, "residual_multiplier": 1.4 / 3**0.5})
+    torch.manual_seed(0)
+    config = transformers.GraniteConfig(**SIZES, **case.options, tie_word_embeddings=True)
+    model = transformers.GraniteForCausalLM(config).eval()
+    model.save_pretrained(tmp_path)
+    keys = {"scale_emb": 12, "scale_depth": 1.4, "dim_model_base": 8, "vocab_size": VOCAB_SIZE}
+    keys |= {name: size for name, size in SIZES.items() if name != "pad_token_id"}
+    keys |= {"architectures": ["MiniCPMForCausalLM"], "hidden_act": "silu"}
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    ours, variables = import_model(tmp_path)
+    expected = their_logits(case, model, 13)
+    error = np.abs(our_logits(case, build(ours), variables, 13) - expected).max()
+    parity_table.append(("minicpm", "", float(error / np.abs(expected).max())))
+    assert error <= TOLERANCE * np.abs(expected).max()
 
 
 def test_the_balance_loss_of_mixtral_agrees():

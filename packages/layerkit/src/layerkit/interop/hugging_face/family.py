@@ -64,7 +64,7 @@ class Family:
         Raises:
           UnsupportedModelError: An option is unsupported or unknown, or a value has a wrong type.
         """
-        file = ConfigFile(content, neutral=self.neutral)
+        file = ConfigFile({"model_type": self.model_type, **content}, neutral=self.neutral)
         try:
             network = self.network()
             for entry in self.entries:

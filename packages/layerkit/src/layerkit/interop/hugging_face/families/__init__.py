@@ -18,7 +18,9 @@ from layerkit.interop.hugging_face.families.gpt_neox import GPT_NEOX
 from layerkit.interop.hugging_face.families.gpt_oss import GPT_OSS
 from layerkit.interop.hugging_face.families.gptj import GPTJ
 from layerkit.interop.hugging_face.families.granite import GRANITE
+from layerkit.interop.hugging_face.families.granite_moe_hybrid import GRANITE_MOE_HYBRID
 from layerkit.interop.hugging_face.families.llama import LLAMA
+from layerkit.interop.hugging_face.families.minicpm import MINICPM
 from layerkit.interop.hugging_face.families.mistral import MISTRAL
 from layerkit.interop.hugging_face.families.mixtral import MIXTRAL
 from layerkit.interop.hugging_face.families.olmo2 import OLMO2
@@ -61,6 +63,8 @@ FAMILIES: tuple[Family, ...] = (
     OLMO3,
     SMOLLM3,
     GRANITE,
+    GRANITE_MOE_HYBRID,
+    MINICPM,
     GPT_NEOX,
     STABLELM,
     GPTJ,
@@ -93,6 +97,10 @@ def family_in(content: Mapping[str, Any]) -> Family:
     model_type, text = content.get("model_type"), content.get("text_config")
     if isinstance(model_type, str) and model_type in _BY_TYPE:
         return _BY_TYPE[model_type]
+    if model_type is None:  # MiniCPM is published without a type.
+        for family in FAMILIES:
+            if content.get("architectures") == [family.architecture]:
+                return family
     part = text.get("model_type") if isinstance(text, dict) else None
     if model_type is None:
         hint = "This config.json describes no model of Hugging Face."

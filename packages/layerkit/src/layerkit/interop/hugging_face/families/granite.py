@@ -12,7 +12,7 @@ from layerkit.interop.hugging_face.families.llama import (
     llama_entries,
     llama_family,
 )
-from layerkit.interop.hugging_face.keys import key
+from layerkit.interop.hugging_face.keys import Entry, key
 
 
 def _default_scale(network: Config) -> float:
@@ -31,13 +31,11 @@ def _scaling_of(scale: float | None) -> float:
     return rounded if 1 / rounded == scale else scaling
 
 
-GRANITE = llama_family(
-    "granite",
-    "GraniteForCausalLM",
-    entries=(
-        *llama_entries(),
+def granite_entries(positions: Entry | None = None) -> tuple[Entry, ...]:
+    """Return the keys of Granite 3 and 4, with the entry of their positions."""
+    return (
+        *llama_entries(positions=positions),
         ATTENTION_BIAS,
-        MLP_BIAS,
         key("embedding_multiplier", "embedding_multiplier", 1.0),
         key(
             "attention_multiplier",
@@ -53,5 +51,7 @@ GRANITE = llama_family(
             to_ours=_scale_of,
             to_theirs=_scaling_of,
         ),
-    ),
-)
+    )
+
+
+GRANITE = llama_family("granite", "GraniteForCausalLM", entries=(*granite_entries(), MLP_BIAS))

@@ -10,7 +10,7 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.family import Family
-from layerkit.interop.hugging_face.keys import Entry, key
+from layerkit.interop.hugging_face.keys import ConfigFile, Entry, key
 from layerkit.interop.hugging_face.layouts import BIAS_OF_HEADS, INTO_HEADS, LINEAR, OUT_OF_HEADS
 from layerkit.interop.hugging_face.parts import activation, embedding_rows, tied_embedding
 from layerkit.interop.hugging_face.rotary import rotary
@@ -97,6 +97,15 @@ def llama_entries(
 
 
 ATTENTION_BIAS = key("attention_bias", "layer.attention_tpl.use_bias", default=False)
+
+
+def _check_heads(file: ConfigFile, network: Config) -> None:
+    if network.dim_per_head * network.num_heads != network.model_dims:
+        raise file.invalid("head_dim", "hidden_size / num_attention_heads")
+
+
+# For families without another size of heads.
+EQUAL_HEADS = Entry(_check_heads, lambda network: {})
 MLP_BIAS = key("mlp_bias", "layer.feed_forward_tpl.has_bias", default=False)
 
 LAYER = "lm/stack/{layer}/"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import (
     ATTENTION_BIAS,
+    EQUAL_HEADS,
     llama_entries,
     llama_family,
 )
@@ -13,14 +13,6 @@ from layerkit.interop.hugging_face.families.qwen2_moe import (
     EXPERT_ROWS,
     routing_entries,
 )
-from layerkit.interop.hugging_face.keys import ConfigFile, Entry
-
-
-def _check_heads(file: ConfigFile, network: Config) -> None:
-    # The norms of Transformers have no other size.
-    if network.dim_per_head * network.num_heads != network.model_dims:
-        raise file.invalid("head_dim", "hidden_size / num_attention_heads")
-
 
 OLMOE = llama_family(
     "olmoe",
@@ -28,7 +20,7 @@ OLMOE = llama_family(
     network=lambda: mixture_network(qk_norm=True, attention={"qk_norm_over": "projection"}),
     entries=(
         *llama_entries(epsilon=1e-5, qk_norm=True),
-        Entry(_check_heads, lambda network: {}),
+        EQUAL_HEADS,  # The norms of Transformers have no other size.
         ATTENTION_BIAS,
         *routing_entries(experts=64, choices=8, balance=0.01),
     ),
