@@ -65,6 +65,7 @@ EXAMPLES = [
             "embedding_tpl": EMBEDDING,
             "position_tpl": POSITION,
             "embedding_norm_tpl": Config(L.LayerNorm),
+            "mtp_tpl": Config(L.MultiTokenPrediction),
             "dropout_rate": 0.5,
         },
     ),

@@ -80,6 +80,12 @@ if TYPE_CHECKING:
     from layerkit.layers.quantization.nvfp4 import NvFp4Dot as NvFp4Dot
     from layerkit.layers.quantization.stored_weights import dequantize_model as dequantize_model
     from layerkit.layers.quantization.stored_weights import quantize_model as quantize_model
+    from layerkit.layers.transformer.multi_token import (
+        MultiTokenModule as MultiTokenModule,
+    )
+    from layerkit.layers.transformer.multi_token import (
+        MultiTokenPrediction as MultiTokenPrediction,
+    )
     from layerkit.layers.transformer.pipeline import Pipeline as Pipeline
     from layerkit.layers.transformer.pipelined_transformer import (
         PipelinedTransformer as PipelinedTransformer,

@@ -7,7 +7,7 @@ may unroll, scan or pipeline its layers. The functions below are shared with enc
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.basic.embeddings import ClassSoftmax, SharedEmbeddingSoftmax
 from layerkit.layers.basic.normalizations import BaseNormalization, LayerNorm
 from layerkit.layers.basic.positions import switching_length
+from layerkit.layers.transformer.multi_token import MultiTokenPrediction
 from layerkit.layers.transformer.stacks import StackedTransformer
 from layerkit.layers.transformer.transformer import drop_none, gather_positions
 from layerkit.ops.attention.masks import AttentionMask, row_positions
@@ -54,6 +55,7 @@ class TransformerLm(BaseLayer):
       final_norm_tpl: Norm before the softmax; None if the layers end in a norm (`post`).
       is_causal: True lets a position attend to positions up to itself. False lets it attend to its
         whole document, as in a masked language model, which cannot decode.
+      mtp_tpl: Multi-token prediction, which adds a loss in training; None for none.
       dropout_rate: Dropout rate of the embeddings in training.
 
     Raises:
@@ -77,10 +79,11 @@ class TransformerLm(BaseLayer):
     stack_tpl: Config[BaseLayer] = sub_config_field(StackedTransformer.HParams)
     final_norm_tpl: Config[BaseNormalization] | None = sub_config_field(LayerNorm.HParams)
     is_causal: bool = True
+    mtp_tpl: Config[MultiTokenPrediction] | None = sub_config_field(None)
     dropout_rate: float = 0.0
 
     def setup(self) -> None:
-        """Create the embeddings, the stack, the norms and the softmax."""
+        """Create the embeddings, the stack, the norms, the softmax and further predictions."""
         create_token_layers(self)
         if self.position_tpl is not None:
             self.create_child("position", self.position_tpl, dims=self.model_dims)
@@ -90,6 +93,20 @@ class TransformerLm(BaseLayer):
         if self.final_norm_tpl is not None:
             self.create_child("final_norm", self.final_norm_tpl, dims=self.model_dims)
         self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
+        if self.mtp_tpl is not None:
+            sizes = {**layer_sizes(self), "hidden_dims": self.hidden_dims or None}
+            self.create_child("mtp", self._mtp_template(), **sizes)
+
+    def _mtp_template(self) -> Config:
+        expected = "None for a causal model without relative biases in its stack"
+        is_valid = self.is_causal and getattr(self.stack_tpl, "relative_bias_tpl", None) is None
+        require(is_valid, self, "mtp_tpl", "MultiTokenPrediction", expected)
+        stack: Any = self.stack_tpl
+        pattern, mtp = stack.block_tpls or (stack.layer_tpl,), cast(Any, self.mtp_tpl)
+        template: Any = mtp.clone()
+        if template.layer_tpl is None:
+            template.layer_tpl = pattern[(self.num_layers - 1) % len(pattern)].clone()
+        return template
 
     @nn.nowrap
     def locate_layer(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -123,6 +140,17 @@ class TransformerLm(BaseLayer):
         """
         hidden = self.hidden(ids, **packing)
         targets = drop_none(labels=labels, class_probabilities=class_probabilities)
+        if self.mtp_tpl is not None and self.is_training:
+            self.mtp(
+                hidden,
+                ids,
+                targets=targets,
+                weights=weights,
+                embed=self._embed,
+                softmax=self.softmax,
+                segment_ids=packing.get("segment_ids"),
+                segment_pos=packing.get("segment_pos"),
+            )
         return self.softmax(hidden, weights=weights, **targets)
 
     def logits(self, ids: jax.Array, **packing: Any) -> jax.Array:
@@ -246,8 +274,12 @@ def embed_tokens(model: Any, ids: jax.Array) -> jax.Array:
 
 def stack_sizes(model: Any, *, num_layers: int) -> dict[str, Any]:
     """Return the fields that a model passes to a stack of `num_layers` layers."""
+    return {"num_layers": num_layers, **layer_sizes(model)}
+
+
+def layer_sizes(model: Any) -> dict[str, Any]:
+    """Return the sizes that a model passes to its layers."""
     return {
-        "num_layers": num_layers,
         "input_dims": model.model_dims,
         "hidden_dims": model.hidden_dims,
         "num_heads": model.num_heads,
