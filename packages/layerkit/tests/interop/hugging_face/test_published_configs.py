@@ -10,13 +10,14 @@ import pytest
 
 from layerkit.config import build
 from layerkit.interop.hugging_face import UnsupportedModelError
-from layerkit.interop.hugging_face.families import family_of
+from layerkit.interop.hugging_face.families import family_in, family_of
 from layerkit.interop.hugging_face.tensors import dissect
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 SIZE_KEYS = {
     "gpt2": "n_embd n_layer n_head",
+    "gptj": "n_embd n_layer n_head vocab_size",
     "gpt_neox": "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size",
     "t5": "d_model d_kv d_ff num_layers num_heads",
 }
@@ -126,6 +127,37 @@ T5 |= {"relative_attention_num_buckets": 32, "layer_norm_epsilon": 1e-6}
 FIRST_T5 = {**T5, "n_positions": 512, "task_specific_params": {"summarization": {}}}
 T5_11 = {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 NEAR5 = (["sliding_attention"] * 5 + ["full_attention"]) * 3
+LLAMA31 = {**LLAMA3, "rope_scaling": {**SCALED, "factor": 8.0}}
+LLAMA32 = {**LLAMA3, "rope_scaling": {**SCALED, "factor": 32.0}, "tie_word_embeddings": True}
+FALCON3 = {**LLAMA3, "rms_norm_eps": 1e-6, "rope_theta": 1000042, "head_dim": 256}
+NEMO = {**MISTRAL, "attention_dropout": 0.0, "head_dim": 128, "sliding_window": None}
+NEMO |= {"rope_theta": 1e6, "max_position_embeddings": 131072, "tie_word_embeddings": False}
+TIED_QWEN2, TIED_QWEN3 = ({**QWEN, "tie_word_embeddings": True} for QWEN in (QWEN2, QWEN3))
+COHERE = {**ANY, "model_type": "cohere", "attention_bias": False, "attention_dropout": 0.0}
+COHERE |= {"hidden_act": "silu", "layer_norm_eps": 1e-5, "logit_scale": 0.0625}
+COHERE |= {"max_position_embeddings": 8192, "rope_theta": 8000000.0, "use_qk_norm": False}
+COHERE2 = {**COHERE, "model_type": "cohere2", "head_dim": 128, "logit_scale": 0.25}
+COHERE2 |= {"order_of_interleaved_layers": "local_attn_first", "rope_theta": 50000.0}
+COHERE2 |= {"position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "sliding_window": 4096}
+COHERE2 |= {"sliding_window_pattern": 4, "use_gated_activation": True, "use_parallel_block": True}
+GRANITE4 = {**GRANITE, "model_type": "granitemoehybrid", "attention_dropout": 0.0}
+GRANITE4 |= {"num_local_experts": 0, "num_experts_per_tok": 0, "output_router_logits": False}
+GRANITE4 |= {"attention_multiplier": 0.015625, "normalization_function": "rmsnorm"}
+GRANITE4 |= {"mamba_d_state": 256, "position_embedding_type": "rope", "rope_theta": 10000000}
+MINICPM = {"architectures": ["MiniCPMForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
+MINICPM |= {"scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4}
+MINICPM4_ROPE = {"rope_type": "longrope", "long_factor": [2.0] * 32, "short_factor": [1.0] * 32}
+MINICPM4_ROPE |= {"original_max_position_embeddings": 32768}
+GPTJ = {**GPT2, "model_type": "gptj", "n_positions": 2048, "rotary": True, "rotary_dim": 64}
+GPTJ |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "n_inner": None, "resid_pdrop": 0.0}
+GPTJ |= {"scale_attn_weights": True, "tie_word_embeddings": False}
+del GPTJ["n_ctx"]
+
+
+def granite4(layers: int, size: int, **options: Any) -> dict[str, Any]:
+    types = {"layer_types": ["attention"] * layers, "shared_intermediate_size": size}
+    return {**GRANITE4, **types, **options}
+
 
 # Name: options, sizes in the order of the keys above, number of parameters.
 PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
@@ -406,17 +438,99 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         (512, 64, 1024, 8, 6),
         76961152,
     ),
+    "Llama-2-13b": (LLAMA, (5120, 13824, 40, 40, 40, 32000), 13015864320),
+    "Llama-2-70b": (LLAMA, (8192, 28672, 80, 64, 8, 32000), 68976648192),
+    "CodeLlama-34b": ({**LLAMA, "rope_theta": 1e6}, (8192, 22016, 48, 64, 8, 32000), 33743970304),
+    "TinyLlama-1.1B": (LLAMA, (2048, 5632, 22, 32, 4, 32000), 1100048384),
+    "Llama-3-8B": (LLAMA3, (4096, 14336, 32, 32, 8, 128256), 8030261248),
+    "Llama-3.3-70B": (LLAMA31, (8192, 28672, 80, 64, 8, 128256), 70553706496),
+    "Llama-3.1-405B": (LLAMA31, (16384, 53248, 126, 128, 8, 128256), 405853388800),
+    "Llama-3.2-3B": (LLAMA32, (3072, 8192, 28, 24, 8, 128256), 3212749824),
+    "Falcon3-1B": (FALCON3, (2048, 8192, 18, 8, 4, 131072), 1669408768),
+    "Falcon3-3B": (FALCON3, (3072, 9216, 22, 12, 4, 131072), 3227655168),
+    "Falcon3-7B": (FALCON3, (3072, 23040, 28, 12, 4, 131072), 7455550464),
+    "Falcon3-10B": (FALCON3, (3072, 23040, 40, 12, 4, 131072), 10305653760),
+    "SmolLM2-360M": (SMOL, (960, 2560, 32, 15, 5, 49152), 361821120),
+    "SmolLM2-1.7B": ({**SMOL, "rope_theta": 130000}, (2048, 8192, 24, 32, 32, 49152), 1711376384),
+    "Mistral-7B-v0.1": (
+        {**MISTRAL, "sliding_window": 4096},
+        (4096, 14336, 32, 32, 8, 32000),
+        7241732096,
+    ),
+    "Mistral-7B-v0.3": (
+        {**MISTRAL, "sliding_window": None, "rope_theta": 1e6},
+        (4096, 14336, 32, 32, 8, 32768),
+        7248023552,
+    ),
+    "Mistral-Nemo": (NEMO, (5120, 14336, 40, 32, 8, 131072), 12247782400),
+    "Mistral-Small-24B": (
+        {**NEMO, "rope_theta": 1e8, "max_position_embeddings": 32768},
+        (5120, 32768, 40, 32, 8, 131072),
+        23572403200,
+    ),
+    "Mistral-Large-2407": (NEMO, (12288, 28672, 88, 96, 8, 32768), 122610069504),
+    "Mixtral-8x22B": (MIXTRAL, (6144, 16384, 56, 48, 8, 32000), 140620634112),
+    "Qwen2.5-1.5B": (TIED_QWEN2, (1536, 8960, 28, 12, 2, 151936), 1543714304),
+    "Qwen2.5-3B": (TIED_QWEN2, (2048, 11008, 36, 16, 2, 151936), 3085938688),
+    "Qwen2.5-7B": (QWEN2, (3584, 18944, 28, 28, 4, 152064), 7615616512),
+    "Qwen2.5-14B": ({**QWEN2, "rms_norm_eps": 1e-5}, (5120, 13824, 48, 40, 8, 152064), 14770033664),
+    "Qwen2.5-32B": ({**QWEN2, "rms_norm_eps": 1e-5}, (5120, 27648, 64, 40, 8, 152064), 32763876352),
+    "Qwen2.5-72B": ({**QWEN2, "rms_norm_eps": 1e-5}, (8192, 29568, 80, 64, 8, 152064), 72706203648),
+    "Qwen3-4B": (TIED_QWEN3, (2560, 9728, 36, 32, 8, 151936), 4022468096),
+    "Qwen3-8B": (QWEN3, (4096, 12288, 36, 32, 8, 151936), 8190735360),
+    "Qwen3-14B": (QWEN3, (5120, 17408, 40, 40, 8, 151936), 14768307200),
+    "Qwen3-32B": (QWEN3, (5120, 25600, 64, 64, 8, 151936), 32762123264),
+    "gemma-2-2b": (GEMMA2, (2304, 9216, 26, 8, 4, 256000), 2614341888),
+    "OLMo-2-13B": (OLMO2, (5120, 13824, 40, 40, 40, 100352), 13716198400),
+    "Phi-3-medium-4k": (
+        {**PHI3, "rope_scaling": None, "sliding_window": 2047},
+        (5120, 17920, 40, 40, 10, 32064),
+        13960238080,
+    ),
+    "pythia-410m": (NEOX, (1024, 4096, 24, 16, 50304), 405334016),
+    "pythia-1.4b": (NEOX, (2048, 8192, 24, 16, 50304), 1414647808),
+    "pythia-6.9b": (NEOX, (4096, 16384, 32, 32, 50432), 6857302016),
+    "pythia-12b": (NEOX, (5120, 20480, 36, 40, 50688), 11846072320),
+    "gpt2-xl": (GPT2, (1600, 48, 25), 1557611200),
+    "gpt-j-6b": (GPTJ, (4096, 28, 16, 50400), 6050882784),
+    "c4ai-command-r-v01": (COHERE, (8192, 22528, 40, 64, 64, 256000), 34980831232),
+    "aya-23-8B": ({**COHERE, "rope_theta": 10000}, (4096, 14336, 32, 32, 8, 256000), 8028033024),
+    "c4ai-command-r7b": (COHERE2, (4096, 14336, 32, 32, 8, 256000), 8028033024),
+    "c4ai-command-a": (COHERE2, (12288, 36864, 64, 96, 8, 256000), 111057580032),
+    "granite-4.0-350m": (
+        granite4(28, 2048, residual_multiplier=0.263, logits_scaling=4.0),
+        (1024, 2048, 28, 16, 4, 100352),
+        352379904,
+    ),
+    "granite-4.0-1b": (
+        granite4(40, 4096, attention_multiplier=0.0078125, logits_scaling=8.0),
+        (2048, 4096, 40, 16, 4, 100352),
+        1631750144,
+    ),
+    "granite-4.0-micro": (
+        granite4(40, 8192, logits_scaling=10.0),
+        (2560, 8192, 40, 40, 8, 100352),
+        3402836480,
+    ),
+    "MiniCPM-2B": (MINICPM, (2304, 5760, 40, 36, 36, 122753), 2724880896),
+    "MiniCPM4-0.5B": (
+        {**MINICPM, "rope_scaling": MINICPM4_ROPE, "max_position_embeddings": 32768},
+        (1024, 4096, 24, 16, 2, 73448),
+        433873920,
+    ),
+    "t5-base": (FIRST_T5, (768, 64, 3072, 12, 12), 222903552),
+    "flan-t5-xxl": (T5_11, (4096, 64, 10240, 24, 64), 11135332352),
 }
 
 
 def config_of(name):
     options, sizes, _ = PUBLISHED[name]
-    keys = SIZE_KEYS.get(options["model_type"], LLAMA_SIZES).split()
+    keys = SIZE_KEYS.get(options.get("model_type"), LLAMA_SIZES).split()
     return {**options, **dict(zip(keys, sizes, strict=True))}
 
 
 def parameters_of(content):
-    family = family_of(content["model_type"])
+    family = family_in(content)
     anatomy = dissect(build(family.read_config(content)), family.rows)
     return sum(math.prod(weight.shape) for weight in anatomy.weights.values())
 
@@ -428,8 +542,9 @@ def test_published_config_has_the_published_number_of_parameters(name):
 
 def test_published_configs_are_read_as_transformers_reads_them():
     transformers = pytest.importorskip("transformers")
-    # Transformers 5 rejects the older form of their rope_scaling, and `kimi_k2` as a type.
-    for name in set(PUBLISHED) - {"Phi-3-mini-128k", "Phi-4-mini", "Kimi-K2-Instruct"}:
+    # Transformers 5 rejects the older form of their rope_scaling, and has no class of the others.
+    rejected = {"Phi-3-mini-128k", "Phi-4-mini", "Kimi-K2-Instruct", "MiniCPM-2B", "MiniCPM4-0.5B"}
+    for name in set(PUBLISHED) - rejected:
         content = config_of(name)
         family = family_of(content["model_type"])
         theirs = transformers.AutoConfig.for_model(**content).to_dict()
@@ -489,6 +604,16 @@ OPTIONS = [
     ("stablelm", "qk_layernorm", False, True),
     ("stablelm", "hidden_dropout", 0.0, 0.1),
     ("smollm3", "no_rope_layers", [1, 0, 1, 0], [1, 0]),
+    ("gptj", "rotary", True, False),
+    ("gptj", "rotary_dim", 2, 3),
+    ("cohere", "use_qk_norm", False, True),
+    ("cohere2", "sliding_window", 4, None),
+    ("cohere2", "layer_types", None, ["mamba"] * 5),
+    ("granitemoehybrid", "num_local_experts", 0, 8),
+    ("granitemoehybrid", "layer_types", ["full_attention"] * 3, ["mamba"] * 3),
+    ("granitemoehybrid", "position_embedding_type", "rope", "alibi"),
+    ("minicpm", "head_dim", 2, 4),
+    ("minicpm", "sparse_config", None, {"kernel_size": 32}),
     ("phi3", "lm_head_bias", False, True),
     ("phi3", "full_attn_mod", 1, 2),
     ("llama", "residual_multiplier", 1.0, 0.22),
