@@ -296,9 +296,9 @@ class CountingSource:
     def dtype(self, name):
         return np.dtype(np.float32)
 
-    def tensor(self, name):
+    def read(self, name, ranges):
         self.reads.append(name)
-        return np.broadcast_to(np.float32(0), self.shapes[name])
+        return np.broadcast_to(np.float32(0), [stop - start for start, stop in ranges])
 
 
 def read_with_peak(monkeypatch, layers, place):

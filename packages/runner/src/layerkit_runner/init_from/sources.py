@@ -20,6 +20,7 @@ from layerkit.base.base_model import BaseModel
 from layerkit.config import build, is_config
 from layerkit.errors import hub_hint
 from layerkit.interop.hugging_face import families, folder, importing, tensors
+from layerkit.interop.hugging_face.compressed.tensors import open_tensors
 from layerkit.interop.hugging_face.other_forms import other_form
 from layerkit_runner.checkpointing import CheckpointManager, folders
 from layerkit_runner.checkpointing.integrity import require_sound, verify_together
@@ -200,7 +201,7 @@ class StoredHuggingFace:
             if like is not None and not self._chosen.weights.keys() <= set(like):
                 ways = [self._chosen, self._anatomy(repeated=False), *self._anatomy_of(model)]
                 self._chosen = max(ways, key=lambda way: len(way.weights.keys() & set(like)))
-            source = folder.SafetensorsFolder(directory)
+            source = open_tensors(directory)
             dtypes = importing.stored_dtypes(source, self._family, self._chosen)
         self.leaves: Mapping[LeafPath, LeafSpec] = {
             path: LeafSpec(tuple(weight.shape), dtypes[path])  # the dtype in the files
@@ -211,7 +212,7 @@ class StoredHuggingFace:
     def read(self, like: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
         """Read some of the weights, slice by slice, each into the sharding of `like`."""
         with as_usage_error(OSError, ValueError, owner=self.label):
-            source, tree = folder.SafetensorsFolder(self._directory), unflatten_dict(like)
+            source, tree = open_tensors(self._directory), unflatten_dict(like)
             read = importing.read_weights(source, self._family, self._chosen, like=tree)
         return flatten_dict(read)
 

@@ -13,6 +13,7 @@ from layerkit.interop.hugging_face.families import FAMILIES as FAMILIES
 from layerkit.interop.hugging_face.folder import TensorFileError as TensorFileError
 from layerkit.interop.hugging_face.folder import eos_id as eos_id
 from layerkit.interop.hugging_face.folder import max_length as max_length
+from layerkit.interop.hugging_face.folder import stored_dtype as stored_dtype
 from layerkit.interop.hugging_face.folder import tokenizer_file as tokenizer_file
 from layerkit.interop.hugging_face.generation import decoder_config as decoder_config
 from layerkit.interop.hugging_face.generation import generation_notes as generation_notes
@@ -20,5 +21,4 @@ from layerkit.interop.hugging_face.importing import TensorMismatchError as Tenso
 from layerkit.interop.hugging_face.importing import import_model as import_model
 from layerkit.interop.hugging_face.importing import load_weights as load_weights
 from layerkit.interop.hugging_face.importing import model_config as model_config
-from layerkit.interop.hugging_face.importing import stored_dtype as stored_dtype
 from layerkit.interop.hugging_face.keys import UnsupportedModelError as UnsupportedModelError

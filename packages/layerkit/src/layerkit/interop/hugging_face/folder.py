@@ -8,15 +8,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from layerkit.base.weights import floating_dtype
 from layerkit.errors import ConfigError, first_names, hub_hint, pip_install, short_repr
 from layerkit.interop.hugging_face.other_forms import other_form
+
+# (start, stop) on one axis, and on each axis.
+Range = tuple[int, int]
+Ranges = Sequence[Range]
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -47,6 +52,7 @@ _DTYPES = {
     "BF16": "bfloat16",
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
+    "F8_E8M0": "float8_e8m0fnu",
     "I64": "int64",
     "I32": "int32",
     "I16": "int16",
@@ -124,6 +130,10 @@ class SafetensorsFolder:
         entry, content = self._tensors[name]
         start, stop = entry["data_offsets"]
         return content[start:stop].view(self.dtype(name)).reshape(self.shape(name))
+
+    def read(self, name: str, ranges: Ranges) -> np.ndarray:
+        """Return the part of a tensor in the range (start, stop) of each axis."""
+        return self.tensor(name)[tuple(slice(*bounds) for bounds in ranges)]
 
 
 def _weight_files(folder: Path) -> Mapping[Path, list[str] | None]:
@@ -224,6 +234,22 @@ def read_json(folder: str | os.PathLike[str], name: str = CONFIG) -> dict[str, A
             owner=str(path), field="type", value=type(content).__name__, expected="a JSON object"
         )
     return content
+
+
+def stored_dtype(folder: str | os.PathLike[str]) -> str:
+    """Return the dtype of the weights as stated in config.json.
+
+    If it states none, that is float32, or bfloat16 for compressed weights.
+
+    Raises:
+      FileNotFoundError: The folder has no config.json.
+      ConfigError: config.json states another dtype than a floating one.
+    """
+    content = read_json(folder)
+    usual = "bfloat16" if content.get("quantization_config") else "float32"
+    stated = str(content.get("dtype") or content.get("torch_dtype") or usual)
+    owner = str(Path(folder) / CONFIG)
+    return floating_dtype(stated.removeprefix("torch."), field="dtype", owner=owner).name
 
 
 def eos_id(folder: str | os.PathLike[str]) -> int | tuple[int, ...] | None:

@@ -19,16 +19,18 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.base.base_layer import NON_TRAINABLE, PARAMS, BaseLayer
-from layerkit.base.weights import floating_dtype
 from layerkit.config import Config, build, field_names
 from layerkit.errors import ConfigError
+from layerkit.interop.hugging_face.compressed.tensors import KEY, compression_of, open_tensors
 from layerkit.interop.hugging_face.families import family_in
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.folder import (
     CONFIG,
+    Ranges,
     SafetensorsFolder,
     read_json,
     same_tensor,
+    stored_dtype,
     tensor_count,
 )
 from layerkit.interop.hugging_face.keys import UnsupportedModelError
@@ -44,8 +46,6 @@ from layerkit.interop.hugging_face.tensors import (
 )
 from layerkit.layers.transformer.stacks import unrolled_stack
 
-# Range (start, stop) of each axis.
-Ranges = tuple[tuple[int, int], ...]
 # Largest number of differences between a folder and a model that an error lists.
 _MOST_PROBLEMS = 50
 
@@ -79,7 +79,8 @@ def model_config(
         family = family_in(content)
         if num_tensors is not None:
             family.check_layers(content, num_tensors=num_tensors)
-        model = family.read_config(content)
+        compression_of(content)
+        model = family.read_config({key: content[key] for key in content if key != KEY})
         if num_tensors is not None:
             family.check_experts(model, num_tensors=num_tensors)
     except UnsupportedModelError as error:
@@ -117,21 +118,6 @@ def import_model(
     return config, load_weights(folder, build(config), dtype=dtype)
 
 
-def stored_dtype(folder: str | os.PathLike[str]) -> str:
-    """Return the dtype of the weights as stated in config.json, or float32 if it states none.
-
-    Raises:
-      FileNotFoundError: The folder has no config.json.
-      ConfigError: config.json states another dtype than a floating one.
-    """
-    content = read_json(folder)
-    stated = str(content.get("dtype") or content.get("torch_dtype") or "float32")
-    dtype = floating_dtype(
-        stated.removeprefix("torch."), field="dtype", owner=str(pathlib.Path(folder) / CONFIG)
-    )
-    return dtype.name
-
-
 def load_weights(
     folder: str | os.PathLike[str],
     model: BaseLayer,
@@ -161,8 +147,7 @@ def load_weights(
     """
     family = family_in(read_json(folder))
     anatomy = dissect(model, family.rows)
-    source = SafetensorsFolder(folder)
-    return read_weights(source, family, anatomy, dtype=dtype, like=like, fresh=fresh)
+    return read_weights(open_tensors(folder), family, anatomy, dtype=dtype, like=like, fresh=fresh)
 
 
 def read_weights(
@@ -219,11 +204,6 @@ def _make_weight(
     """Return a weight as an array on devices, from the tensors that store it."""
     stacked = len(next(iter(pieces)))
 
-    def read_piece(piece: Piece, ranges: Ranges) -> np.ndarray:
-        part = piece.part_of(source.tensor(piece.name))
-        ours = piece.layout.to_ours(part, piece.shape)
-        return _finite(ours[tuple(slice(*bounds) for bounds in ranges)], piece.name)
-
     @functools.cache  # Replicas of a block are read once.
     def block(ranges: Ranges) -> np.ndarray:
         outer, inner = ranges[:stacked], ranges[stacked:]
@@ -232,7 +212,7 @@ def _make_weight(
         for place in np.ndindex(*(stop - start for start, stop in outer)):
             piece = pieces[tuple(a + b for a, b in zip(starts, place, strict=True))]
             with np.errstate(over="ignore"):
-                result[place] = read_piece(piece, inner)
+                result[place] = _finite(piece.read(source, inner), piece.name)
             if dtype == np.float16:
                 _finite(result[place], f"{piece.name} in float16")
         return result
@@ -334,6 +314,10 @@ def _differences(
             problems.append(f"{name}: dtype={source.dtype(name)}. Expected a floating dtype.")
     for name in surplus:
         if re.search(family.buffers, name):
+            continue
+        # Compression libraries add biases to all layers.
+        is_bias = name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in needed
+        if is_bias and not source.tensor(name).any():
             continue
         original = copies.get(name)
         if original is None or original not in present:

@@ -52,12 +52,13 @@ WITHOUT_EFFECT = {
 # fmt: on
 
 
-# Keys of weights that other libraries have quantized; the second is MLX's.
+# Keys of weights that other libraries have compressed; the second is MLX's.
 _QUANTIZATION = {"quantization_config", "quantization"}
-_QUANTIZED = (
-    "Quantized weights are not read. Use the folder of the same model in float16, bfloat16 or "
-    "float32, or dequantize it: model.dequantize().save_pretrained(…) in Transformers."
+QUANTIZED_HINT = (
+    "Use the folder of the same model in float16, bfloat16 or float32, or dequantize it: "
+    "model.dequantize().save_pretrained(…) in Transformers."
 )
+"""Remedy for weights whose compression is not supported."""
 
 
 class UnsupportedModelError(ConfigError):
@@ -140,7 +141,7 @@ class ConfigFile:
                 "unsupported options, which may change the computation",
                 owner=self.owner,
                 value=rest,
-                hint=_QUANTIZED if _QUANTIZATION & set(rest) else None,
+                hint=QUANTIZED_HINT if _QUANTIZATION & set(rest) else None,
             )
 
 

@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -69,3 +70,29 @@ class Layout:
         names = [name for group in self.theirs for name in group]
         split = tensor.reshape([sizes[name] for name in names])
         return split.transpose([names.index(name) for name in self.ours])
+
+    def locate(
+        self, ranges: Sequence[tuple[int, int]], our_shape: tuple[int, ...]
+    ) -> tuple[list[tuple[int, int]], tuple[int, ...], tuple[slice, ...]]:
+        """Return the part of the stored tensor that holds a part of a weight.
+
+        An axis of the stored tensor is cut along the first of its names only.
+
+        Args:
+          ranges: Range (start, stop) of each axis of the weight.
+          our_shape: Shape of the weight.
+
+        Returns:
+          (range of each axis of the stored tensor, shape of the weight in these, slices of the part
+          in that).
+        """
+        sizes = dict(zip(self.ours, our_shape, strict=True))
+        bounds = dict(zip(self.ours, ranges, strict=True))
+        theirs, held = [], {name: (0, size) for name, size in sizes.items()}
+        for first, *rest in self.theirs:
+            inner = math.prod(sizes[name] for name in rest)
+            theirs.append((bounds[first][0] * inner, bounds[first][1] * inner))
+            held[first] = bounds.pop(first)
+        shape = tuple(stop - start for start, stop in held.values())
+        inside = tuple(slice(*bounds.get(name, (None,))) for name in self.ours)
+        return theirs, shape, inside

@@ -21,6 +21,7 @@ from flax.traverse_util import flatten_dict
 
 from layerkit.base.base_layer import NON_TRAINABLE, PARAMS, BaseLayer
 from layerkit.base.weights import unbox
+from layerkit.interop.hugging_face.folder import Ranges, SafetensorsFolder
 from layerkit.interop.hugging_face.layouts import Layout
 
 # From the collection's name down: ("params", "lm", "softmax", "w"), or ("non_trainable", …).
@@ -87,14 +88,24 @@ class Piece:
         """Shape of the part within the tensor."""
         return self.layout.their_shape(self.shape)
 
-    def part_of(self, tensor: np.ndarray) -> np.ndarray:
-        """Return this part of the tensor, of the shape `their_shape`."""
-        if self.joined_axis is None:
-            return tensor
-        stretches = self.split(tensor)
-        stop = self.offset + self.their_shape[self.joined_axis] // self.repeats
-        outer = (slice(None),) * (self.joined_axis + 1)
-        return stretches[(*outer, slice(self.offset, stop))].reshape(self.their_shape)
+    def read(self, source: SafetensorsFolder, ranges: Ranges) -> np.ndarray:
+        """Return a range of each axis of this part, reading little else of the tensor."""
+        theirs, shape, inside = self.layout.locate(ranges, self.shape)
+        axis = self.joined_axis
+        if axis is None or self.repeats == 1:
+            if axis is not None:
+                theirs[axis] = (theirs[axis][0] + self.offset, theirs[axis][1] + self.offset)
+            return self.layout.to_ours(source.read(self.name, theirs), shape)[inside]
+        width = self.their_shape[axis] // self.repeats
+        total = source.shape(self.name)[axis] // self.repeats
+        first, last = (bound // width for bound in theirs[axis])
+        theirs[axis] = (first * total, last * total)
+        stretches = dataclasses.replace(self, repeats=last - first).split(
+            source.read(self.name, theirs)
+        )
+        outer = (slice(None),) * (axis + 1)
+        part = stretches[(*outer, slice(self.offset, self.offset + width))]
+        return self.layout.to_ours(part, shape)[inside]
 
     def split(self, tensor: np.ndarray) -> np.ndarray:
         """Split the joined axis of a tensor or part into [repeats, width]."""
