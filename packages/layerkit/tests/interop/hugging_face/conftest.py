@@ -308,6 +308,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_bias": False,
         "residual_dropout": 0.0,
     },
+    "ernie4_5": {**SIZES, **ROPE, **SILU, "head_dim": 4, "use_bias": True},
     "t5": {
         "vocab_size": 12,
         "d_model": 8,

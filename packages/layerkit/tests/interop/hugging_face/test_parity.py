@@ -338,6 +338,8 @@ CASES = [
     ),
     Case("SeedOss", sizes=WIDE_HEADS),
     Case("SeedOss", {"attention_out_bias": True, "mlp_bias": True}, WIDE_HEADS, "biases"),
+    Case("Ernie4_5", sizes=WIDE_HEADS),
+    Case("Ernie4_5", {"use_bias": True, "tie_word_embeddings": False}, WIDE_HEADS, "biases"),
     Case("T5", sizes=T5),
     Case(
         "T5",

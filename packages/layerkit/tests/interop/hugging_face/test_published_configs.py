@@ -431,6 +431,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         (5120, 27648, 64, 80, 8, 155136),
         36151104512,
     ),
+    "ERNIE-4.5-0.3B": (
+        {**ANY, "model_type": "ernie4_5", "head_dim": 128, "rope_theta": 500000, "use_bias": False},
+        (1024, 3072, 18, 16, 2, 103424),
+        360748032,
+    ),
     "t5-small": (FIRST_T5, (512, 64, 2048, 6, 8), 60506624),
     "t5-v1_1-base": (T5_11, (768, 64, 2048, 12, 12), 247577856),
     "flan-t5-small": (

@@ -9,6 +9,7 @@ from layerkit.interop.hugging_face.families.cohere import COHERE
 from layerkit.interop.hugging_face.families.cohere2 import COHERE2
 from layerkit.interop.hugging_face.families.deepseek_v2 import DEEPSEEK_V2
 from layerkit.interop.hugging_face.families.deepseek_v3 import DEEPSEEK_V3, KIMI_K2
+from layerkit.interop.hugging_face.families.ernie4_5 import ERNIE4_5
 from layerkit.interop.hugging_face.families.gemma import GEMMA
 from layerkit.interop.hugging_face.families.gemma2 import GEMMA2
 from layerkit.interop.hugging_face.families.gemma3 import GEMMA3
@@ -72,6 +73,7 @@ FAMILIES: tuple[Family, ...] = (
     COHERE2,
     STARCODER2,
     SEED_OSS,
+    ERNIE4_5,
     T5,
 )
 
