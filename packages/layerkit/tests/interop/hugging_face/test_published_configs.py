@@ -604,6 +604,7 @@ OPTIONS = [
     ("gemma", "hidden_activation", "gelu_pytorch_tanh", "relu"),
     ("gemma2", "use_bidirectional_attention", False, True),
     ("olmo3", "rope_parameters", {}, {"rope_type": "default", "rope_theta": 1e4}),
+    ("gemma3_text", "rope_parameters", {}, {"rope_type": "default", "rope_theta": 1e4}),
     ("gpt_neox", "attention_probs_dropout_prob", 0, 0.1),
     ("gpt_neox", "rotary_pct", 1.0, 0.3),
     ("stablelm", "qk_layernorm", False, True),

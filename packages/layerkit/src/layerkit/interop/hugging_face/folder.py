@@ -17,6 +17,7 @@ import numpy as np
 
 from layerkit.base.weights import floating_dtype
 from layerkit.errors import ConfigError, first_names, hub_hint, pip_install, short_repr
+from layerkit.interop.hugging_face.keys import NEWER_SPELLINGS
 from layerkit.interop.hugging_face.other_forms import other_form
 
 # (start, stop) on one axis, and on each axis.
@@ -247,7 +248,8 @@ def stored_dtype(folder: str | os.PathLike[str]) -> str:
     """
     content = read_json(folder)
     usual = "bfloat16" if content.get("quantization_config") else "float32"
-    stated = str(content.get("dtype") or content.get("torch_dtype") or usual)
+    newer = content.get(NEWER_SPELLINGS["torch_dtype"])
+    stated = str(newer or content.get("torch_dtype") or usual)
     owner = str(Path(folder) / CONFIG)
     return floating_dtype(stated.removeprefix("torch."), field="dtype", owner=owner).name
 

@@ -42,6 +42,10 @@ NEUTRAL = frozenset({
     "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
 })
 
+# Keys that versions of Transformers spell differently. Export writes the older ones, which all
+# versions read. The newer ones take precedence in a file with both.
+NEWER_SPELLINGS = {"rope_scaling": "rope_parameters", "torch_dtype": "dtype"}
+
 # Options that our families lack, with the value that has no effect. That of any other option is
 # null, false, 0 or empty.
 WITHOUT_EFFECT = {

@@ -11,15 +11,18 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.keys import (
+    NEWER_SPELLINGS,
     ConfigFile,
     Entry,
     UnsupportedModelError,
     get_field,
     set_field,
 )
+from layerkit.interop.hugging_face.layer_types import FAR, NEAR
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
 from layerkit.ops.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
 
+_SPELLINGS = ("rope_scaling", NEWER_SPELLINGS["rope_scaling"])
 _LENGTH = "original_max_position_embeddings"
 _SCALINGS: dict[str, Any] = {
     "linear": LinearScaling,
@@ -64,12 +67,11 @@ def rotary(
     """
 
     def read(file: ConfigFile, network: Config) -> None:
-        parameters: dict[str, Any] = {
+        parameters = {
             "partial_rotary_factor": float(file.get(fraction, default_fraction)),
             "rope_theta": float(file.get(theta, default_theta)),
+            **(read_scaling(file) or default_scaling or {}),
         }
-        older, newer = (file.get(name, None) for name in ("rope_scaling", "rope_parameters"))
-        parameters |= (older or {}) | (newer or {}) or (default_scaling or {})
         rotated = parameters["partial_rotary_factor"]
         if rotated != 1.0 and not has_fraction:
             raise file.invalid(fraction, "1 in this family", value=rotated)
@@ -90,6 +92,25 @@ def rotary(
         return content | ({fraction: config.fraction} if has_fraction else {})
 
     return Entry(read, write)
+
+
+def read_scaling(file: ConfigFile, kind: str | None = None) -> dict[str, Any]:
+    """Return the parameters under both spellings of the key.
+
+    Args:
+      file: File to read.
+      kind: Type of the layers that are rotated, if the newer key has parameters for each type. The
+        older key is for layers of full attention.
+
+    Raises:
+      UnsupportedModelError: The newer key has parameters for other types.
+    """
+    older, newer = (file.get(key, None) or {} for key in _SPELLINGS)
+    if kind is None:
+        return {**older, **newer}
+    if not set(newer) <= {NEAR, FAR}:
+        raise file.invalid(_SPELLINGS[1], f"keys {NEAR!r} and {FAR!r}")
+    return {**(older if kind == FAR else {}), **(newer.get(kind) or {})}
 
 
 def rotary_config(file: ConfigFile, parameters: Mapping[str, Any]) -> Config:

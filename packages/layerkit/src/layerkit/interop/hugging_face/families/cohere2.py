@@ -19,6 +19,13 @@ from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types
 from layerkit.interop.hugging_face.rotary import rotary, rotary_keys
 
 _ROTARY = rotary(pairing="neighbors")
+# Keys of Cohere's own code in published folders, which Transformers does not read.
+# fmt: off
+_NEUTRAL = frozenset({
+    "layer_switch", "order_of_interleaved_layers", "position_embedding_type", "rotary_pct",
+    "use_embedding_sharing", "use_gated_activation", "use_parallel_block", "use_parallel_embedding",
+})
+# fmt: on
 
 
 def _one_of_four(file: ConfigFile, layer: int) -> str:
@@ -47,18 +54,6 @@ COHERE2 = llama_family(
         layer_types(_one_of_four, default_window=4096, write_more=_write_rotary),
         Entry(_remove_far_rotary, lambda network: {}),
     ),
-    # Keys of Cohere's own code in published folders, which Transformers does not read.
-    neutral=frozenset(
-        {
-            "layer_switch",
-            "order_of_interleaved_layers",
-            "position_embedding_type",
-            "rotary_pct",
-            "use_embedding_sharing",
-            "use_gated_activation",
-            "use_parallel_block",
-            "use_parallel_embedding",
-        }
-    ),
+    neutral=_NEUTRAL,
     token_ids=COHERE_TOKENS,
 )

@@ -17,7 +17,7 @@ from layerkit.interop.hugging_face.families.gemma2 import (
 from layerkit.interop.hugging_face.families.llama import llama_family
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, set_field
 from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types
-from layerkit.interop.hugging_face.rotary import rotary_config, rotary_keys
+from layerkit.interop.hugging_face.rotary import read_scaling, rotary_config, rotary_keys
 
 _FAR_THETA, _NEAR_THETA = 1_000_000.0, 10_000.0
 
@@ -28,17 +28,15 @@ def _one_of_six(file: ConfigFile, layer: int) -> str:
 
 
 def _far_rotary(file: ConfigFile, network: Config) -> None:
-    newer = (file.get("rope_parameters", None) or {}).get(FAR)
-    older = {"rope_theta": file.get("rope_theta", _FAR_THETA)}
-    scaling = file.get("rope_scaling", None) or {}
-    rotary = rotary_config(file, {**older, **scaling, **(newer or {})})
+    theta = file.get("rope_theta", _FAR_THETA)
+    rotary = rotary_config(file, {"rope_theta": theta, **read_scaling(file, FAR)})
     set_field(network, "layer.attention_tpl.rotary_tpl", rotary)
 
 
 def _near_rotary(file: ConfigFile, template: Config) -> None:
-    newer = (file.get("rope_parameters", None) or {}).get(NEAR)
-    older = {"rope_theta": file.get("rope_local_base_freq", _NEAR_THETA)}
-    template.attention_tpl.rotary_tpl = rotary_config(file, {**older, **(newer or {})})
+    theta = file.get("rope_local_base_freq", _NEAR_THETA)
+    parameters = {"rope_theta": theta, **read_scaling(file, NEAR)}
+    template.attention_tpl.rotary_tpl = rotary_config(file, parameters)
 
 
 def _thetas(near: Config | None, far: Config | None) -> dict[str, Any]:

@@ -27,6 +27,13 @@ from layerkit.interop.hugging_face.layouts import LINEAR
 from layerkit.interop.hugging_face.rotary import rotary
 from layerkit.interop.hugging_face.tensors import Row
 
+# fmt: off
+_NEUTRAL = frozenset({
+    "init_method", "mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head",
+    "mamba_d_state", "mamba_expand", "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias",
+    "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef", "time_step_limit",
+})
+# fmt: on
 _ROTARY, _ROTARY_TPL = rotary(), "layer.attention_tpl.rotary_tpl"
 
 
@@ -79,22 +86,5 @@ GRANITE_MOE_HYBRID = llama_family(
         Row(f"{_MLP}input_linear.weight", f"{_OURS}up/w", LINEAR, joined_axis=0),
         Row(f"{_MLP}output_linear.weight", f"{_OURS}down/w", LINEAR),
     ),
-    neutral=frozenset(
-        {
-            "init_method",
-            "mamba_chunk_size",
-            "mamba_conv_bias",
-            "mamba_d_conv",
-            "mamba_d_head",
-            "mamba_d_state",
-            "mamba_expand",
-            "mamba_n_groups",
-            "mamba_n_heads",
-            "mamba_proj_bias",
-            "num_experts_per_tok",
-            "output_router_logits",
-            "router_aux_loss_coef",
-            "time_step_limit",
-        }
-    ),
+    neutral=_NEUTRAL,
 )

@@ -18,7 +18,7 @@ from layerkit.interop.hugging_face.families.llama import (
 from layerkit.interop.hugging_face.families.olmo2 import OLMO2
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, set_field
 from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types
-from layerkit.interop.hugging_face.rotary import rotary_config, rotary_keys
+from layerkit.interop.hugging_face.rotary import read_scaling, rotary_config, rotary_keys
 
 _THETA, _UNSCALED = 500_000.0, {"rope_type": "default"}
 
@@ -29,13 +29,8 @@ def _one_of_four(file: ConfigFile, layer: int) -> str:
 
 
 def _rotary(file: ConfigFile, kind: str) -> Config:
-    newer = file.get("rope_parameters", None) or {}
-    if not set(newer) <= {NEAR, FAR}:
-        raise file.invalid("rope_parameters", f"keys {NEAR!r} and {FAR!r}")
-    theta = {"rope_theta": file.get("rope_theta", _THETA)}
-    scaling = file.get("rope_scaling", None) or {}
-    parameters = newer.get(kind) or {}
-    return rotary_config(file, {**theta, **(scaling if kind == FAR else {}), **parameters})
+    theta = file.get("rope_theta", _THETA)
+    return rotary_config(file, {"rope_theta": theta, **read_scaling(file, kind)})
 
 
 def _read_far(file: ConfigFile, network: Config) -> None:
