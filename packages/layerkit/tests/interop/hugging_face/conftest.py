@@ -351,6 +351,8 @@ def make_folder(tmp_path):
             name: draw.normal(size=shape).astype(np.float32 if name in state else dtype)
             for name, shape in their_shapes(pieces).items()
         }
+        names = {piece.path: piece.name for piece in pieces if not piece.is_copy}
+        tensors |= {p.name: tensors[names[p.path]] for p in pieces if p.is_copy}
         if change is not None:
             change(tensors)
         folder = tmp_path / f"folder of {family}"

@@ -390,3 +390,27 @@ def test_weights_of_adapters_are_not_loaded(raises, make_folder, kind):
     assert "['lm']['stack']['repeat']['sub']['attention']['query']['w']" in names
     with raises(TensorMismatchError):
         load_weights(folder, model)
+
+
+def test_modules_of_multi_token_prediction_can_be_left_out(make_folder):
+    whole = make_folder("deepseek_v3")
+    config, variables = import_model(whole)
+    assert config.lm_tpl.mtp_tpl.depth == 1
+    config.lm_tpl.mtp_tpl = None
+    smaller = load_weights(whole, build(config))
+    assert "mtp" in variables["params"]["lm"] and "mtp" not in smaller["params"]["lm"]
+
+    def without(tensors):
+        for name in [name for name in tensors if name.startswith("model.layers.3.")]:
+            del tensors[name]
+
+    folder = make_folder("deepseek_v3", change=without)
+    imported, again = import_model(folder)
+    assert imported.lm_tpl.mtp_tpl is None
+    jax.tree.map(np.testing.assert_array_equal, again, smaller)
+
+    def damage(tensors):
+        tensors["model.layers.3.embed_tokens.weight"] = -tensors["model.embed_tokens.weight"]
+
+    with pytest.raises(TensorMismatchError, match="same values as model.embed_tokens"):
+        import_model(make_folder("deepseek_v3", change=damage))

@@ -20,8 +20,10 @@ from layerkit.config import build
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import SampleDecoder
 from layerkit.interop.hugging_face import FAMILIES, export_model, import_model
+from layerkit.interop.hugging_face.families import family_of
 from layerkit.interop.hugging_face.families.mixtral import MIXTRAL
 from layerkit.interop.hugging_face.parts import ACTIVATIONS
+from layerkit.layers import AttentionMask
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -549,6 +551,57 @@ def test_packed_rows_equal_separate_rows(theirs):
     separate, logits = run(ids), run(packed, **packing)[0]
     expected = jnp.concatenate([row[:n] for row, n in zip(separate, lengths, strict=True)])
     np.testing.assert_allclose(logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("DeepseekV3", LATENT), ("Glm4Moe", GLM)], ids=["DeepseekV3", "Glm4Moe"]
+)
+def test_modules_of_multi_token_prediction_agree(family, sizes, parity_table, tmp_path):
+    made = getattr(transformers, f"{family}Config")(**sizes, num_nextn_predict_layers=2)
+    ours = family_of(made.model_type).read_config(made.to_dict())
+    drawn = build(ours).init(jax.random.key(0))
+    draw = np.random.default_rng(0)
+    drawn = jax.tree.map(lambda leaf: leaf + 0.1 * draw.normal(size=leaf.shape), drawn)
+    drawn = jax.tree.map(lambda leaf: leaf.astype(np.float32), drawn)
+    export_model(tmp_path, ours, drawn)
+    theirs = getattr(transformers, f"{family}ForCausalLM").from_pretrained(tmp_path).eval()
+    first = theirs.config.num_hidden_layers
+    # Those of Transformers are the numbers of published models.
+    theirs._keys_to_ignore_on_load_unexpected = [
+        rf"model\.layers\.{first + module}\." for module in (0, 1)
+    ]
+    modules = transformers.modeling_layers.MtpModel.from_pretrained(theirs).eval()
+    config, variables = import_model(tmp_path)
+    ids, length = inputs(9), 9 - 2
+
+    def logits_of(model):
+        lm = model.lm
+        hidden, found = lm.hidden(jnp.asarray(ids))[:, :length], []
+        for depth, module in enumerate(lm.mtp.layers, start=1):
+            hidden = module(
+                hidden,
+                lm.embedding(jnp.asarray(ids[:, depth : length + depth])),
+                mask=AttentionMask.causal_mask(2, length),
+                positions=jnp.broadcast_to(jnp.arange(length), (2, length)),
+            )
+            found.append(lm.softmax.logits(hidden))
+        return found
+
+    found = build(config).apply(variables, method=logits_of)
+    with torch.no_grad():
+        hidden = theirs.model(torch.tensor(ids)).last_hidden_state[:, :length]
+        for depth in (1, 2):
+            hidden = modules.forward_layer(
+                depth - 1,
+                hidden,
+                torch.arange(length)[None],
+                None,
+                input_ids=torch.tensor(ids[:, depth : length + depth]),
+            )
+            expected = theirs.lm_head(hidden).numpy()
+            error = float(np.abs(found[depth - 1] - expected).max() / np.abs(expected).max())
+            parity_table.append((made.model_type, f"multi-token prediction {depth}", error))
+            assert error <= TOLERANCE
 
 
 def test_transformers_loads_an_exported_model(theirs, tmp_path):

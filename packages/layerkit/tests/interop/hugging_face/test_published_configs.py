@@ -86,9 +86,14 @@ DEEPSEEK2 |= {"aux_loss_alpha": 0.001, "n_shared_experts": 2, "num_experts_per_t
 DEEPSEEK2 |= {"norm_topk_prob": False, "scoring_func": "softmax"}
 DEEPSEEK3 = {**LATENT, "model_type": "deepseek_v3", "moe_intermediate_size": 2048}
 DEEPSEEK3 |= {"n_shared_experts": 1, "num_experts_per_tok": 8, "norm_topk_prob": True}
-DEEPSEEK3 |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 0}
+DEEPSEEK3 |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1}
 KIMI2 = {**DEEPSEEK3, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "seq_aux": True}
-KIMI2 |= {"aux_loss_alpha": 0.001, "rope_theta": 50000.0, "pretraining_tp": 1}
+KIMI2 |= {
+    "num_nextn_predict_layers": 0,
+    "aux_loss_alpha": 0.001,
+    "rope_theta": 50000.0,
+    "pretraining_tp": 1,
+}
 ALTERNATING = ["sliding_attention", "full_attention"]
 GLM = {**LLAMA, "model_type": "glm4_moe", "attention_bias": True, "attention_dropout": 0.0}
 GLM |= {"head_dim": 128, "norm_topk_prob": True, "n_group": 1, "topk_group": 1}
@@ -264,7 +269,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         (2048, 10944, 27, 16, 16, 102400),
         15706484224,
     ),
-    # Here without the layer of multi-token prediction, and without fp8 weights.
+    # Here without fp8 weights. Some count the 11.6 billion of multi-token prediction separately.
     "DeepSeek-V3": (
         {
             **DEEPSEEK3,
@@ -276,7 +281,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
             "routed_scaling_factor": 2.5,
         },
         (7168, 18432, 61, 128, 128, 129280),
-        671026419200,
+        671026419200 + 11610068224,
     ),
     "Kimi-K2-Instruct": (
         {
@@ -315,7 +320,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
             "use_qk_norm": True,
         },
         (5120, 12288, 92, 96, 8, 151552),
-        352797829024,
+        352797829024 + 3988069792,
     ),
     "GLM-4.5-Air": (
         {
@@ -327,7 +332,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
             "use_qk_norm": False,
         },
         (4096, 10944, 46, 96, 8, 151552),
-        106852251264,
+        106852251264 + 2375059584,
     ),
     "gpt-oss-20b": (
         {**OSS, "num_local_experts": 32, "layer_types": ALTERNATING * 12},

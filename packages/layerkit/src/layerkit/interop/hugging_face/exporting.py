@@ -60,8 +60,8 @@ _NO_EFFECT = frozenset({
     "capacity_factor", "chunk_size", "circular_repeats", "context_parallel", "decoder", "down_init",
     "dropout_rate", "droppath_rate", "dtype", "embedding_axes", "exchange_buffer_factor",
     "expert_exchange", "fprop_dtype", "gather_weights_once", "grouped_matmul", "jitter",
-    "kernel_blocks", "label_smoothing", "load_balance_weight", "microbatch_size", "num_groups",
-    "num_microbatches", "num_stages", "params_init", "remat", "router_z_weight",
+    "kernel_blocks", "label_smoothing", "load_balance_weight", "loss_weight", "microbatch_size",
+    "num_groups", "num_microbatches", "num_stages", "params_init", "remat", "router_z_weight",
     "score_bias_rate", "sharding", "stacked_shape", "stage_remat", "stream_inputs", "train",
     "unroll", "weight_axes", "weight_init", "z_loss_weight",
 })

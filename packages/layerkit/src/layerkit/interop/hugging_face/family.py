@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from layerkit.config import Config
@@ -40,6 +40,8 @@ class Family:
       token_ids: Special tokens of Transformers if the keys are left out, where they may be beyond a
         small vocabulary.
       counts: Keys of config.json with the numbers of layers.
+      extra_layers: Keys of config.json with the number of layers behind the others, which a folder
+        may lack.
     """
 
     model_type: str
@@ -57,6 +59,21 @@ class Family:
     model_entries: tuple[Entry, ...] = ()
     token_ids: Mapping[str, int] = dataclasses.field(default_factory=dict)
     counts: tuple[str, ...] = ("num_hidden_layers",)
+    extra_layers: tuple[str, ...] = ()
+
+    def without_absent_layers(
+        self, content: dict[str, Any], names: Collection[str]
+    ) -> dict[str, Any]:
+        """Return the content of a config.json without extra layers if a folder lacks them.
+
+        Args:
+          content: Content of config.json.
+          names: Names of the tensors in the folder.
+        """
+        start = f"{self.prefix}layers.{content.get('num_hidden_layers')}."
+        if any(name.startswith(start) for name in names):
+            return content
+        return {**content, **dict.fromkeys(self.extra_layers, 0)}
 
     def read_config(self, content: Mapping[str, Any]) -> Config:
         """Return the config of the model that the content of a config.json describes.
@@ -91,7 +108,7 @@ class Family:
         Raises:
           UnsupportedModelError: The model has more layers than tensors.
         """
-        for key in self.counts:
+        for key in (*self.counts, *self.extra_layers):
             self._check_count(key, content.get(key), num_tensors)
 
     def check_experts(self, model: Config, *, num_tensors: int) -> None:

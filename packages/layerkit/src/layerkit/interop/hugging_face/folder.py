@@ -189,8 +189,8 @@ def _check_count(path: Path, number: int) -> None:
         )
 
 
-def tensor_count(folder: str | os.PathLike[str]) -> int | None:
-    """Return the number of tensors that a folder declares; None for a folder without tensors.
+def tensor_names(folder: str | os.PathLike[str]) -> list[str] | None:
+    """Return the names of the tensors that a folder declares; None for a folder without tensors.
 
     Raises:
       TensorFileError: A file or the index is invalid; see `SafetensorsFolder`.
@@ -198,9 +198,9 @@ def tensor_count(folder: str | os.PathLike[str]) -> int | None:
     folder = Path(folder)
     if (folder / INDEX).is_file() and not (folder / WEIGHTS).is_file():
         # Its files may be absent, since a plan needs no weights.
-        return sum(len(names) for names in _read_index(folder).values())
+        return [name for names in _read_index(folder).values() for name in names]
     try:
-        return len(SafetensorsFolder(folder).names())
+        return SafetensorsFolder(folder).names()
     except FileNotFoundError:
         return None
 

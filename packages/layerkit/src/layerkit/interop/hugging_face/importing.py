@@ -31,7 +31,7 @@ from layerkit.interop.hugging_face.folder import (
     read_json,
     same_tensor,
     stored_dtype,
-    tensor_count,
+    tensor_names,
 )
 from layerkit.interop.hugging_face.keys import UnsupportedModelError
 from layerkit.interop.hugging_face.tensors import (
@@ -74,15 +74,16 @@ def model_config(
       UnsupportedModelError: The family or an option is not supported, or the config declares more
         layers or experts than the folder has tensors for.
     """
-    content, num_tensors = read_json(folder), tensor_count(folder)
+    content, names = read_json(folder), tensor_names(folder)
     try:
         family = family_in(content)
-        if num_tensors is not None:
-            family.check_layers(content, num_tensors=num_tensors)
+        if names is not None:
+            family.check_layers(content, num_tensors=len(names))
+            content = family.without_absent_layers(content, names)
         compression_of(content)
         model = family.read_config({key: content[key] for key in content if key != KEY})
-        if num_tensors is not None:
-            family.check_experts(model, num_tensors=num_tensors)
+        if names is not None:
+            family.check_experts(model, num_tensors=len(names))
     except UnsupportedModelError as error:
         error.owner = str(pathlib.Path(folder, error.owner or CONFIG))
         raise
@@ -261,11 +262,15 @@ def _stored_pieces(source: SafetensorsFolder, family: Family, anatomy: Anatomy) 
     Raises:
       TensorMismatchError: The tensors of the folder do not match the model.
     """
-    pieces = pieces_of(anatomy, family.rows)
+    both = pieces_of(anatomy, family.rows)
+    pieces = [piece for piece in both if not piece.is_copy]
+    named = {piece.path: piece.name for piece in pieces}
+    repeated = {piece.name: named[piece.path] for piece in both if piece.is_copy}
     needed, present = {piece.name for piece in pieces}, set(source.names())
     # A model that was saved without its head has no prefix.
     is_bare = not any(name.startswith(family.prefix) for name in present)
-    copies = {name: of for name, of in family.copies.items() if name in present - needed}
+    both_copies = {**family.copies, **repeated}
+    copies = {name: of for name, of in both_copies.items() if name in present - needed}
 
     def stored(name: str) -> str:
         plain = name.removeprefix(family.prefix) if is_bare else name
@@ -313,7 +318,7 @@ def _differences(
         if not jax.numpy.issubdtype(source.dtype(name), jax.numpy.floating):
             problems.append(f"{name}: dtype={source.dtype(name)}. Expected a floating dtype.")
     for name in surplus:
-        if re.search(family.buffers, name):
+        if re.search(family.buffers, name) or _is_left_out(name, family, anatomy):
             continue
         # Compression libraries add biases to all layers.
         is_bias = name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in needed
@@ -325,6 +330,14 @@ def _differences(
         elif not same_tensor(source, name, original):
             problems.append(f"{name}: expected the same values as {original}")
     return problems
+
+
+def _is_left_out(name: str, family: Family, anatomy: Anatomy) -> bool:
+    """Return whether a tensor belongs to an extra layer, of which the model has none."""
+    layer = re.match(rf"{re.escape(family.prefix)}layers\.(\d+)\.", name)
+    count = len(anatomy.layers.get("lm/stack", ()))
+    has_extra = bool(anatomy.layers.get("lm/mtp"))
+    return bool(family.extra_layers and layer and int(layer[1]) >= count and not has_extra)
 
 
 def _unroll(network: Config) -> None:

@@ -48,6 +48,9 @@ class Row:
         concatenates the weights for each of its indices, such as each head; None for whole weights.
       beside: Path of a weight that must exist for the row to apply, such as a separate embedding.
       instead_of: Path of a weight that must not exist for the row to apply.
+      behind: Path of another stack, whose layers come first in the numbers of `{layer}`.
+      copied_for: Path of a stack. The tensor repeats a weight for each layer of it. Export writes
+        it, and import compares it if the folder has it.
     """
 
     name: str
@@ -57,6 +60,8 @@ class Row:
     joined_per: str | None = None
     beside: str | None = None
     instead_of: str | None = None
+    behind: str | None = None
+    copied_for: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +77,7 @@ class Piece:
       joined_axis: Axis of the tensor that concatenates several parts; None if there is one.
       offset: Start of the part on the joined axis, in each of its repeats.
       repeats: Number of equal stretches of the joined axis, each of which concatenates the parts.
+      is_copy: True for a tensor that repeats the weight of another piece.
     """
 
     name: str
@@ -82,6 +88,7 @@ class Piece:
     joined_axis: int | None
     offset: int
     repeats: int = 1
+    is_copy: bool = False
 
     @property
     def their_shape(self) -> tuple[int, ...]:
@@ -120,7 +127,8 @@ class Anatomy:
 
     Attributes:
       weights: Shapes and dtypes of the weights by path.
-      layers: Locations of the layers of each stack, by the path of the stack (`lm/stack`).
+      layers: Locations of the layers of each stack, by the path of the stack (`lm/stack`). A stack
+        that the model lacks has none.
     """
 
     weights: dict[Path, jax.ShapeDtypeStruct]
@@ -147,8 +155,11 @@ def dissect(model: BaseLayer, rows: tuple[Row, ...]) -> Anatomy:
 
     def look(model: BaseLayer) -> None:
         for path in stacks:
-            stack: Any = functools.reduce(getattr, path.split("/"), model)
-            layers[path] = [stack.locate_layer(i) for i in range(stack.num_layers)]
+            stack: Any = model
+            for name in path.split("/"):
+                stack = getattr(stack, name, None)
+            size = 0 if stack is None else stack.num_layers
+            layers[path] = [stack.locate_layer(i) for i in range(size)]
 
     boxed = jax.eval_shape(lambda: model.init_boxed(jax.random.key(0), method=look))
     variables = unbox(boxed)
@@ -172,8 +183,8 @@ def pieces_of(anatomy: Anatomy, rows: Sequence[Row]) -> list[Piece]:
             if row.joined_axis is not None:
                 offset = offsets.get(name, 0)
                 offsets[name] = offset + layout.their_shape(shape)[row.joined_axis] // repeats
-            piece = Piece(name, path, index, shape, layout, row.joined_axis, offset, repeats)
-            pieces.append(piece)
+            joined = row.joined_axis, offset, repeats
+            pieces.append(Piece(name, path, index, shape, layout, *joined, bool(row.copied_for)))
     return pieces
 
 
@@ -202,7 +213,10 @@ def _expand(row: Row, anatomy: Anatomy) -> Iterator[tuple[str, Path, Index, tupl
     """Yield (tensor, weight, index on its leading axes, shape of the part) for each layer."""
     stack, has_layers, _ = row.path.partition(f"/{_LAYER}")
     places: list[tuple[Path, Index]] = anatomy.layers[stack] if has_layers else [((), ())]
-    for layer, (place, index) in enumerate(places):
+    if row.copied_for is not None:
+        places *= len(anatomy.layers[row.copied_for])
+    start = len(anatomy.layers[row.behind]) if row.behind is not None else 0
+    for layer, (place, index) in enumerate(places, start):
 
         def absolute(path: str, place: Path = place) -> Path:
             names = path.replace(_LAYER, "/".join(place)).split("/")

@@ -10,7 +10,7 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.expert_layers import EXPERTS
-from layerkit.interop.hugging_face.families.deepseek_v3 import (
+from layerkit.interop.hugging_face.families.latent_attention import (
     LATENT_NEUTRAL,
     LATENT_ROWS,
     ROUTER,

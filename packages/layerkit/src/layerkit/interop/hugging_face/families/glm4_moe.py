@@ -1,8 +1,7 @@
 """GLM-4.5 to 4.7 and GLM-4.5-Air (GLM-4.5 team, 2025): the experts of DeepSeek V3, partial rotary.
 
 Half of each head is rotated, and queries and keys may have norms (arXiv:2508.06471). The published
-folders also have a layer for multi-token prediction. As in Transformers it is not read, and export
-writes `num_nextn_predict_layers: 0`.
+folders also have a layer for multi-token prediction.
 """
 
 from __future__ import annotations
@@ -11,16 +10,19 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.expert_layers import expert_layers
-from layerkit.interop.hugging_face.families.deepseek_v3 import (
-    DEEPSEEK_EXPERT_ROWS,
-    sigmoid_routing,
-)
+from layerkit.interop.hugging_face.families.deepseek_v3 import sigmoid_routing
+from layerkit.interop.hugging_face.families.latent_attention import DEEPSEEK_EXPERT_ROWS
 from layerkit.interop.hugging_face.families.llama import (
     ATTENTION_BIAS,
     llama_entries,
     llama_family,
 )
 from layerkit.interop.hugging_face.families.mixtral import mixture_network
+from layerkit.interop.hugging_face.families.multi_token import (
+    EXTRA_LAYERS,
+    MULTI_TOKEN,
+    add_module_rows,
+)
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, get_field
 from layerkit.interop.hugging_face.rotary import rotary
 
@@ -46,12 +48,6 @@ def _write_qk_norm(network: Config) -> dict[str, Any]:
     return {"use_qk_norm": get_field(network, _ATTENTION).qk_norm_tpl is not None}
 
 
-def _read_predicted(file: ConfigFile, network: Config) -> None:
-    del network
-    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
-        file.get(name, 1)
-
-
 GLM4_MOE = llama_family(
     "glm4_moe",
     "Glm4MoeForCausalLM",
@@ -62,15 +58,14 @@ GLM4_MOE = llama_family(
         ),
         ATTENTION_BIAS,
         Entry(_read_qk_norm, _write_qk_norm),
-        Entry(_read_predicted, lambda network: {"num_nextn_predict_layers": 0}),
+        MULTI_TOKEN,
         expert_layers(
             sigmoid_routing(hidden=1408, experts=128, scale=1.0, groups=1, chosen=1),
             is_dense=lambda file, layer: layer < file.get("first_k_dense_replace", 1),
             write_dense=lambda layers: {"first_k_dense_replace": len(layers)},
         ),
     ),
-    rows=DEEPSEEK_EXPERT_ROWS,
+    rows=add_module_rows(DEEPSEEK_EXPERT_ROWS),
     neutral=frozenset({"output_router_logits"}),
-    # The layers for multi-token prediction, by the numbers of layers of the published models.
-    buffers=r"^model\.layers\.(46|92)\.",
+    extra_layers=EXTRA_LAYERS,
 )

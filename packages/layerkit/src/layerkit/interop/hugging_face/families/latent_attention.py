@@ -1,0 +1,143 @@
+"""Entries and rows of DeepSeek V2 and V3: latent attention, and the layers of experts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layerkit.config import Config
+from layerkit.interop.hugging_face.expert_layers import EXPERTS, expert_layers
+from layerkit.interop.hugging_face.families.llama import (
+    ATTENTION_BIAS,
+    LAYER,
+    THEIR_LAYER,
+)
+from layerkit.interop.hugging_face.families.mixtral import mixture_network
+from layerkit.interop.hugging_face.families.qwen2_moe import EXPERT_ROWS
+from layerkit.interop.hugging_face.keys import ConfigFile, Entry, fixed, get_field, key, set_field
+from layerkit.interop.hugging_face.layouts import INTO_HEADS, LINEAR
+from layerkit.interop.hugging_face.parts import activation, tied_embedding
+from layerkit.interop.hugging_face.rotary import rotary
+from layerkit.interop.hugging_face.tensors import Row
+from layerkit.layers.attention.latent import MultiHeadLatentAttention
+from layerkit.ops.rotary_scaling import yarn_magnitude
+
+_ATTENTION, ROUTER = "layer.attention_tpl.", EXPERTS + "router_tpl."
+_ROTARY_TPL, _ROTARY = _ATTENTION + "rotary_tpl", rotary()
+_SIZES = {
+    "q_lora_rank": ("query_latent_dims", 1536),
+    "kv_lora_rank": ("latent_dims", 512),
+    "qk_nope_head_dim": ("plain_dim_per_head", 128),
+    "qk_rope_head_dim": ("rotary_dim_per_head", 64),
+    "v_head_dim": ("value_dim_per_head", 128),
+}
+
+
+def latent_network(**router: Any) -> Config:
+    """Return a network with latent attention and experts; `router` has fields of the router."""
+    network = mixture_network(attention_tpl=MultiHeadLatentAttention.HParams.config())
+    get_field(network, EXPERTS + "router_tpl").set(**router)
+    return network
+
+
+def _read_heads(file: ConfigFile, network: Config) -> None:
+    # Each head has keys of its own, so that another number cannot be meant.
+    if file.get("num_key_value_heads", None) not in (None, network.num_heads):
+        raise file.invalid("num_key_value_heads", f"num_attention_heads={network.num_heads}")
+
+
+def _read_rotary(file: ConfigFile, network: Config) -> None:
+    size = get_field(network, _ATTENTION + "rotary_dim_per_head")
+    heads = network.clone().set(dim_per_head=size)
+    _ROTARY.read(file, heads)
+    rotary_tpl = get_field(heads, _ROTARY_TPL)
+    rotary_tpl.pairing = "neighbors" if file.get("rope_interleave", default=True) else "halves"
+    set_field(network, _ROTARY_TPL, rotary_tpl)
+    scaling = rotary_tpl.scaling
+    if mscale := getattr(scaling, "mscale_all_dim", None):
+        size += get_field(network, _ATTENTION + "plain_dim_per_head")
+        scale = size**-0.5 * yarn_magnitude(scaling.factor, mscale) ** 2
+        set_field(network, _ATTENTION + "logit_scale", scale)
+
+
+def _write_rotary(network: Config) -> dict[str, Any]:
+    is_interleaved = get_field(network, _ROTARY_TPL).pairing == "neighbors"
+    return {**_ROTARY.write(network), "rope_interleave": is_interleaved}
+
+
+def latent_entries(first_dense: int, experts: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """Return the keys that DeepSeek V2 and V3 share.
+
+    Args:
+      first_dense: Default of `first_k_dense_replace`.
+      experts: Entries of the layers with experts, beyond the shared ones.
+    """
+    return (
+        tied_embedding(default=False),
+        key("vocab_size", "vocab_size"),
+        key("hidden_size", "model_dims"),
+        key("intermediate_size", "hidden_dims"),
+        key("num_hidden_layers", "num_layers"),
+        key("num_attention_heads", "num_heads"),
+        Entry(_read_heads, lambda network: {"num_key_value_heads": network.num_heads}),
+        *(key(name, _ATTENTION + field, default) for name, (field, default) in _SIZES.items()),
+        key("rms_norm_eps", ("final_norm_tpl.epsilon", "layer.norm_tpl.epsilon"), 1e-6),
+        key("attention_dropout", _ATTENTION + "dropout_rate", 0.0),
+        ATTENTION_BIAS,
+        Entry(_read_rotary, _write_rotary),
+        activation("hidden_act", "silu"),
+        fixed("moe_layer_freq", 1),
+        expert_layers(
+            (*experts, key("aux_loss_alpha", EXPERTS + "load_balance_weight", 0.0)),
+            is_dense=lambda file, layer: layer < file.get("first_k_dense_replace", first_dense),
+            # Dense layers elsewhere are read back as others, which export refuses.
+            write_dense=lambda layers: {"first_k_dense_replace": len(layers)},
+        ),
+    )
+
+
+_THEIRS, _OURS = THEIR_LAYER + "self_attn.", LAYER + "attention/"
+_MLP, _EXPERTS = THEIR_LAYER + "mlp.", LAYER + "feed_forward/"
+_SHARED = (
+    Row(_MLP + "gate.e_score_correction_bias", _EXPERTS + "router/score_bias"),
+    *(
+        Row(f"{_MLP}shared_experts.{name}_proj.weight", f"{_EXPERTS}shared/{name}/w", LINEAR)
+        for name in ("gate", "up", "down")
+    ),
+)
+_ROWS = (
+    Row(
+        _THEIRS + "q_proj.weight", _OURS + "query/w", INTO_HEADS, instead_of=_OURS + "query_down/w"
+    ),
+    Row(_THEIRS + "q_b_proj.weight", _OURS + "query/w", INTO_HEADS, beside=_OURS + "query_down/w"),
+    Row(_THEIRS + "q_a_proj.weight", _OURS + "query_down/w", LINEAR),
+    Row(_THEIRS + "q_a_proj.bias", _OURS + "query_down_bias/b"),
+    Row(_THEIRS + "q_a_layernorm.weight", _OURS + "query_norm/scale"),
+    *(
+        Row(f"{_THEIRS}kv_a_proj_with_mqa.{theirs}", _OURS + name + ours, layout, joined_axis=0)
+        for theirs, ours, layout in (("weight", "/w", LINEAR), ("bias", "_bias/b", "dims -> dims"))
+        for name in ("latent_down", "rotary_key")
+    ),
+    Row(_THEIRS + "kv_a_layernorm.weight", _OURS + "latent_norm/scale"),
+    *(
+        Row(_THEIRS + "kv_b_proj.weight", f"{_OURS}{name}/w", INTO_HEADS, 0, joined_per="heads")
+        for name in ("key", "value")
+    ),
+)
+
+
+def _replace_rows(rows: tuple[Row, ...], others: tuple[Row, ...]) -> tuple[Row, ...]:
+    """Return the rows, with others in place of those of the same weights."""
+    paths = {row.path for row in others}
+    return (*others, *(row for row in rows if row.path not in paths))
+
+
+DEEPSEEK_EXPERT_ROWS = _replace_rows(EXPERT_ROWS, _SHARED)
+"""Rows of Llama's attention and the experts of DeepSeek."""
+
+LATENT_ROWS = _replace_rows(DEEPSEEK_EXPERT_ROWS, _ROWS)
+"""Rows of DeepSeek V2 and V3."""
+
+# Transformers derives both sizes of heads itself.
+LATENT_NEUTRAL = frozenset(
+    {"ep_size", "head_dim", "output_router_logits", "qk_head_dim", "seq_aux"}
+)
