@@ -76,16 +76,14 @@ def _read_megatron(path: Path, index: Path) -> tuple[np.ndarray, np.ndarray]:
     is_known = magic == _MEGATRON and version == 1 and code in _MEGATRON_DTYPES
     expected = f"{(_MEGATRON, 1)} and one of {sorted(_MEGATRON_DTYPES)}, the codes of integers"
     _require_file(index, is_known, "header", (magic, version, code), expected)
-    size, sizes_at = index.stat().st_size, _MEGATRON_HEADER.size
-    pointers_at = sizes_at + 4 * num_sequences
-    bounds_at = pointers_at + 8 * num_sequences
-    end = bounds_at + 8 * num_bounds
+    size, at = index.stat().st_size, _MEGATRON_HEADER.size
+    end = at + 12 * num_sequences + 8 * num_bounds
     # Data of several modes have one more byte for each sequence.
     expected = f"{end} or {end + num_sequences}, for {num_sequences} sequences, {num_bounds} bounds"
     _require_file(index, size in (end, end + num_sequences), "size in bytes", size, expected)
-    sizes = _map(index, "<i4", sizes_at, num_sequences)
-    pointers = _map(index, "<i8", pointers_at, num_sequences)
-    bounds = _map(index, "<i8", bounds_at, num_bounds)
+    sizes = _map(index, "<i4", at, num_sequences)
+    pointers = _map(index, "<i8", at + 4 * num_sequences, num_sequences)
+    bounds = _map(index, "<i8", at + 12 * num_sequences, num_bounds)
     stops = np.append(0, np.cumsum(sizes, dtype=np.int64))
     dtype = np.dtype(_MEGATRON_DTYPES[code])
     is_whole = (
@@ -106,16 +104,15 @@ def _map_numpy(path: Path) -> np.ndarray:
         reason = str(error).partition("\n")[0]
         raise BadRecordError(f"cannot read the array ({reason})", owner=str(path)) from None
     is_right = ids.ndim == 1 and ids.dtype.kind in "iu"
-    kind = f"{ids.dtype}{list(ids.shape)}"
-    _require_file(path, is_right, "array", kind, "one dimension of integers")
+    _require_file(path, is_right, "array", (ids.dtype, ids.shape), "one dimension of integers")
     return np.asarray(ids)
 
 
 def _map_ids(path: Path, dtype: str, begin: int, count: int) -> np.ndarray:
     """Map the ids that follow `begin` bytes to the end of a file."""
-    size, expected = path.stat().st_size, begin + count * np.dtype(dtype).itemsize
-    expected_text = f"{expected}, of {count} ids of {np.dtype(dtype).name}"
-    _require_file(path, size == expected, "size in bytes", size, expected_text)
+    size, end = path.stat().st_size, begin + count * np.dtype(dtype).itemsize
+    expected = f"{end}, for {count} ids of {np.dtype(dtype).name}"
+    _require_file(path, size == end, "size in bytes", size, expected)
     return _map(path, dtype, begin, count)
 
 

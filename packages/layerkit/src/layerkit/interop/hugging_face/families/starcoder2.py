@@ -23,6 +23,10 @@ def _network() -> Config:
     return network
 
 
+# Keys of the published folders that Transformers does not read.
+_NOT_READ = frozenset(["activation_function", "layer_norm_epsilon", "mlp_type", "norm_type"])
+_NOT_READ |= {"attention_softmax_in_fp32", "scale_attention_softmax_in_fp32", "scale_attn_weights"}
+
 STARCODER2 = llama_family(
     "starcoder2",
     "Starcoder2ForCausalLM",
@@ -60,17 +64,6 @@ STARCODER2 = llama_family(
             )
         ),
     ),
-    # Keys of the published folders that Transformers does not read.
-    neutral=frozenset(
-        {
-            "activation_function",
-            "attention_softmax_in_fp32",
-            "layer_norm_epsilon",
-            "mlp_type",
-            "norm_type",
-            "scale_attention_softmax_in_fp32",
-            "scale_attn_weights",
-        }
-    ),
+    neutral=_NOT_READ,
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
 )
