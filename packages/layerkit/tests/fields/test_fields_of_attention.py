@@ -92,6 +92,9 @@ EXAMPLES = [
             value=True, others={"qk_norm_tpl": Config(RmsNorm), "rotary_tpl": ROTARY}
         ),
         window=2,
+        chunk=2,
+        query_growth=0.5,
+        query_growth_step=Change(2, others={"query_growth": 0.5}),
         relative_bias_tpl=Config(RelativeBias),
         qkv_tpl=Change(
             CombinedProjection.HParams.config(dtype="bfloat16"), others={"combined_qkv": True}

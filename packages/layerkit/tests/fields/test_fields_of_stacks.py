@@ -131,6 +131,7 @@ EXAMPLES = [
         grouped_matmul="ragged_dot",
         # The exchange has an effect on a mesh that splits experts.
         expert_exchange=Change("ring", refusal="expert_exchange"),
+        weigh_inputs=True,
         exchange_buffer_factor=Change(-1.0, refusal="exchange_buffer_factor"),
         use_shared_gate=Change(value=True, others=SHARED),
         shared_tpl=Change(Config(L.TransformerFeedForward, dtype="bfloat16"), others=SHARED),

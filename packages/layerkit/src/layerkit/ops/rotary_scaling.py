@@ -179,16 +179,16 @@ class Llama3Scaling(RotaryScaling):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        expected = f"a number above 0 and below high_freq_factor={self.high_freq_factor}"
-        is_valid = 0 < self.low_freq_factor < self.high_freq_factor
+        expected = f"a number above 0 and at most high_freq_factor={self.high_freq_factor}"
+        is_valid = 0 < self.low_freq_factor <= self.high_freq_factor
         require(is_valid, "Llama3Scaling", "low_freq_factor", self.low_freq_factor, expected)
 
     def frequencies(self, frequencies: np.ndarray) -> np.ndarray:
         """Divide each frequency of `[pairs]` by 1 to `factor`."""
         waves_in_context = self.original_max_position * frequencies / (2.0 * math.pi)
-        ramp = (waves_in_context - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
+        # Equal factors are a step instead of a ramp.
+        width = max(self.high_freq_factor - self.low_freq_factor, 1e-9)
+        ramp = (waves_in_context - self.low_freq_factor) / width
         kept = np.clip(ramp, 0.0, 1.0)
         return kept * frequencies + (1.0 - kept) * frequencies / self.factor
 

@@ -19,7 +19,12 @@ import pytest
 from layerkit.config import build
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import SampleDecoder
-from layerkit.interop.hugging_face import FAMILIES, export_model, import_model
+from layerkit.interop.hugging_face import (
+    FAMILIES,
+    UnsupportedModelError,
+    export_model,
+    import_model,
+)
 from layerkit.interop.hugging_face.families import family_of
 from layerkit.interop.hugging_face.families.mixtral import MIXTRAL
 from layerkit.interop.hugging_face.parts import ACTIVATIONS
@@ -58,6 +63,8 @@ LATENT |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_
 del LATENT["num_experts"]
 GLM = {**WIDE_HEADS, "moe_intermediate_size": 12, "n_routed_experts": 6, "n_group": 3}
 GLM |= {"num_experts_per_tok": 2, "topk_group": 1, "n_shared_experts": 2}
+LLAMA4 = {**WIDE_HEADS, "num_local_experts": 4, "intermediate_size_mlp": 20, "floor_scale": 3}
+LLAMA4 |= {"attention_chunk_size": 5, "attn_scale": 0.7}
 OSS = {**WIDE_HEADS, "num_experts": 5, "num_experts_per_tok": 3, "sliding_window": 4}
 WIDE = {**SIZES, "hidden_size": 32}
 NEOX = {key: value for key, value in WIDE.items() if key != "num_key_value_heads"}
@@ -187,6 +194,22 @@ CASES = [
         },
         GLM,
         "norms of queries, biases",
+    ),
+    Case("Llama4", {"num_hidden_layers": 8, "interleave_moe_layer_step": 2}, LLAMA4),
+    Case(
+        "Llama4",
+        {
+            "attention_bias": True,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "num_experts_per_tok": 2,
+            "moe_layers": [0, 2],
+            "no_rope_layers": [0, 1, 1],
+            "layer_types": ["chunked_attention", "chunked_attention", "full_attention"],
+            "rope_parameters": {**LLAMA3, "high_freq_factor": 1.0, "rope_theta": 1e4},
+        },
+        LLAMA4,
+        "Llama 3 rope, two experts",
     ),
     Case("GptOss", sizes=OSS, note="YaRN"),
     Case(
@@ -374,7 +397,7 @@ def theirs(request, tmp_path_factory):
     """A case, the model of Transformers and its folder."""
     case = request.param
     config_class = getattr(
-        transformers, f"{case.family}{'Text' if case.family == 'Gemma3' else ''}Config"
+        transformers, f"{case.family}{'Text' if case.family in ('Gemma3', 'Llama4') else ''}Config"
     )
     head = {"GPT2": "LMHeadModel", "T5": "ForConditionalGeneration"}
     model_class = getattr(transformers, case.family + head.get(case.family, "ForCausalLM"))
@@ -528,7 +551,7 @@ def test_cached_greedy_decoding_gives_the_same_tokens(theirs):
     [
         pytest.param(case, id=name_of(case))
         for case in CASES
-        if ({"num_experts", "n_routed_experts"} & {*case.sizes, *case.options})
+        if ({"num_experts", "num_local_experts", "n_routed_experts"} & {*case.sizes, *case.options})
         or case.family in ("Cohere2", "GPTJ")
         if not case.is_slow
     ],
@@ -602,6 +625,29 @@ def test_modules_of_multi_token_prediction_agree(family, sizes, parity_table, tm
             error = float(np.abs(found[depth - 1] - expected).max() / np.abs(expected).max())
             parity_table.append((made.model_type, f"multi-token prediction {depth}", error))
             assert error <= TOLERANCE
+
+
+@pytest.mark.slow
+def test_the_text_of_a_model_of_text_and_images_is_read(tmp_path):
+    text, vision = {**LLAMA4, "interleave_moe_layer_step": 2}, {"hidden_size": 16, "patch_size": 4}
+    vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    vision |= {"image_size": 8, "vision_output_dim": 16}
+    torch.manual_seed(0)
+    config = transformers.Llama4Config(text_config=text, vision_config=vision)
+    model = transformers.Llama4ForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "both")
+    model_config, variables = import_model(tmp_path / "both")
+    ids = torch.tensor(inputs(9))
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits.numpy()
+    found = our_logits(Case("Llama4"), build(model_config), variables, 9)
+    np.testing.assert_allclose(found, expected, atol=1e-4 * np.abs(expected).max())
+    with pytest.raises(UnsupportedModelError, match="llama4_text"):
+        export_model(tmp_path / "text", model_config, variables, family="llama4")
+    export_model(tmp_path / "text", model_config, variables, tokenizer_folder=tmp_path / "both")
+    again = transformers.Llama4ForCausalLM.from_pretrained(tmp_path / "text").eval()
+    with torch.no_grad():
+        np.testing.assert_array_equal(again(ids).logits.numpy(), expected)
 
 
 def test_transformers_loads_an_exported_model(theirs, tmp_path):

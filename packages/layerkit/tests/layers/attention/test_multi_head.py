@@ -79,7 +79,18 @@ def normed(heads, scale, over):
 
 
 def by_loops(
-    theta, x, *, segments=None, rotary=False, norm=None, cap=None, scale=None, window=None, bias=0.0
+    theta,
+    x,
+    *,
+    segments=None,
+    rotary=False,
+    norm=None,
+    cap=None,
+    scale=None,
+    window=None,
+    bias=0.0,
+    chunk=LENGTH,
+    growth=(0.0, 1),
 ):
     """float64; `norm` is (whether before the rotation, extent)."""
     bias = np.broadcast_to(bias, (HEADS, LENGTH, LENGTH))
@@ -112,9 +123,13 @@ def by_loops(
         first = 0 if window is None else max(0, i - window + 1)
         group = HEADS // key.shape[2]
         seen = [
-            j for j in range(first, i + 1) if segments is None or segments[b, i] == segments[b, j]
+            j
+            for j in range(first, i + 1)
+            if segments is None or segments[b, i] == segments[b, j]
+            if i // chunk == j // chunk or (segments is not None and segments[b, i] == 0)
         ]
-        logits = np.array([(query[b, i, h] * factors) @ key[b, j, h // group] for j in seen])
+        grown = factors * (1.0 + growth[0] * np.log(1 + (i + 1) // growth[1]))
+        logits = np.array([(query[b, i, h] * grown) @ key[b, j, h // group] for j in seen])
         logits += bias[h, i, seen]
         if cap is not None:
             logits = cap * np.tanh(logits / cap)
@@ -138,6 +153,8 @@ def by_loops(
         ({"logit_scale": 1.0}, {"scale": 1.0}),
         ({"per_dim_scale": True}, {}),
         ({"window": 2}, {"window": 2}),
+        ({"chunk": 2}, {"chunk": 2}),
+        ({"query_growth": 0.5, "query_growth_step": 2}, {"growth": (0.5, 2)}),
         ({"use_sinks": True}, {}),
         ({"relative_bias_tpl": ALIBI}, {"bias": ALIBI_OF_HEADS}),
         (

@@ -101,7 +101,7 @@ def test_steps_equal_fprop(kv_heads, rotary):
 
 # One of each kind of difference that a cache could make; then the others.
 OPTIONS = [
-    {"window": 3},
+    {"window": 3, "chunk": 4, "query_growth": 0.5, "query_growth_step": 2},
     {"combined_qkv": True, "use_bias": True},
     {"relative_bias_tpl": RELATIVE_BIAS},
     {"qk_norm_tpl": RMS_NORM, "qk_norm_before_rotary": True, "qk_norm_over": "projection"},

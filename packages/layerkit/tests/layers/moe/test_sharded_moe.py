@@ -90,7 +90,7 @@ def expected():
     known = {}
 
     def results(fields):
-        names = ("capacity_factor", "router_tpl", "use_bias", "kind")
+        names = ("capacity_factor", "router_tpl", "use_bias", "kind", "weigh_inputs")
         key = tuple(name in fields for name in names)
         if key not in known:
             layer, weights = make(**fields)
@@ -199,7 +199,8 @@ def test_buffer_of_all_rows_and_evaluation_drop_nothing(expected):
 
 
 @pytest.mark.parametrize("fields", [DROPLESS, EXCHANGED], ids=["gathered", "exchanged"])
-def test_biases_on_a_mesh_equal_one_device(expected, fields):
+def test_biases_and_weighed_inputs_on_a_mesh_equal_one_device(expected, fields):
+    check(expected, CUBE_OF_FSDP, {"weigh_inputs": True, **fields})
     gradients, _ = check(expected, CUBE_OF_FSDP, {**BIASED, **fields})
     assert gradients["down_bias"].addressable_shards[0].data.shape == (4, DIMS // 2)
 

@@ -79,8 +79,19 @@ CLAMPED = {
 }
 
 
-def by_loops(params, x, *, k, activation=silu, use_gate=True, gated=None, slots=None):
-    """One token after the other in float64; with `slots`, choices beyond them are dropped."""
+LLAMA4 = {
+    "weigh_inputs": True,
+    "router_tpl": TopKRouter.HParams.config(score="sigmoid", renormalize=False),
+}
+
+
+def by_loops(
+    params, x, *, k, activation=silu, use_gate=True, gated=None, slots=None, sigmoid=False
+):
+    """One token after the other in float64; with `slots`, choices beyond them are dropped.
+
+    With `sigmoid`, sigmoids of the logits weigh the inputs.
+    """
     params = jax.tree.map(lambda w: np.asarray(w, np.float64), params)
     x = np.asarray(x, np.float64)
 
@@ -106,7 +117,11 @@ def by_loops(params, x, *, k, activation=silu, use_gate=True, gated=None, slots=
                 if slots is None or taken[e] <= slots:
                     own = {n: w[e] for n, w in params.items() if n not in ("router", "shared")}
                     weight = probs[i, e] / probs[i, chosen[i]].sum()
-                    output[row, i] += weight * expert(token, own)
+                    if sigmoid:
+                        scale = 1.0 / (1.0 + np.exp(-logits[i, e]))
+                        output[row, i] += expert(scale * token, own)
+                    else:
+                        output[row, i] += weight * expert(token, own)
         if "shared" in params:
             shared = {n: w["w"] for n, w in params["shared"].items()}
             output[row] += np.array([expert(token, shared) for token in x[row]])
@@ -123,6 +138,8 @@ def by_loops(params, x, *, k, activation=silu, use_gate=True, gated=None, slots=
             {"k": 2, "use_gate": False, "activation": lambda x: np.maximum(x, 0.0)},
         ),
         (CLAMPED, {"k": 2, "gated": clamped}),
+        ({**LLAMA4, "num_experts_per_token": 1}, {"k": 1, "sigmoid": True}),
+        ({**LLAMA4, "capacity_factor": float(EXPERTS)}, {"k": 2, "sigmoid": True}),
         ({**CLAMPED, "grouped_matmul": "ragged_dot"}, {"k": 2, "gated": clamped}),
         ({**CLAMPED, "capacity_factor": float(EXPERTS)}, {"k": 2, "gated": clamped}),
     ],

@@ -80,6 +80,7 @@ def expert_layers(
     *,
     is_dense: Callable[[ConfigFile, int], bool],
     write_dense: Callable[[list[int]], dict[str, Any]],
+    dense_size: str = "intermediate_size",
 ) -> Entry:
     """Return the entry of layers with experts among layers with a dense feed-forward.
 
@@ -91,6 +92,7 @@ def expert_layers(
         whose `hidden_dims` is the size of an expert.
       is_dense: Function (file, layer) → True for a layer without experts.
       write_dense: Function from the indices of the dense layers to their keys.
+      dense_size: Key of the hidden size of the dense layers.
     """
 
     def read(file: ConfigFile, network: Config) -> None:
@@ -128,7 +130,7 @@ def expert_layers(
         sparse.hidden_dims = mixtures[0].hidden_dims or network.hidden_dims
         content = write_dense(dense)
         if dense:
-            content["intermediate_size"] = layers[dense[0]].hidden_dims or network.hidden_dims
+            content[dense_size] = layers[dense[0]].hidden_dims or network.hidden_dims
         for entry in entries:
             content |= entry.write(sparse)
         return content

@@ -42,6 +42,8 @@ class Family:
       counts: Keys of config.json with the numbers of layers.
       extra_layers: Keys of config.json with the number of layers behind the others, which a folder
         may lack.
+      text_of: For a model of text and images, of which the text alone is read: `model_type` of the
+        family that export writes instead.
     """
 
     model_type: str
@@ -60,6 +62,7 @@ class Family:
     token_ids: Mapping[str, int] = dataclasses.field(default_factory=dict)
     counts: tuple[str, ...] = ("num_hidden_layers",)
     extra_layers: tuple[str, ...] = ()
+    text_of: str | None = None
 
     def without_absent_layers(
         self, content: dict[str, Any], names: Collection[str]
@@ -139,6 +142,10 @@ class Family:
         Raises:
           UnsupportedModelError, AttributeError: The model has a structure that the family lacks.
         """
+        if self.text_of is not None:
+            raise UnsupportedModelError(
+                field="family", value=self.model_type, expected=f"{self.text_of}, its text alone"
+            )
         network = getattr(model, self.network_field)
         content: dict[str, Any] = {
             "model_type": self.model_type,

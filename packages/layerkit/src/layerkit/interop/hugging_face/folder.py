@@ -208,6 +208,9 @@ def tensor_names(folder: str | os.PathLike[str]) -> list[str] | None:
 def read_json(folder: str | os.PathLike[str], name: str = CONFIG) -> dict[str, Any]:
     """Read a JSON object from a file of a folder.
 
+    The keys of `text_config`, which the config.json of a model of text and images has, are added to
+    those of the object.
+
     Raises:
       FileNotFoundError: The file does not exist.
       ConfigError: The file is too long, or holds no JSON object.
@@ -234,7 +237,8 @@ def read_json(folder: str | os.PathLike[str], name: str = CONFIG) -> dict[str, A
         raise ConfigError(
             owner=str(path), field="type", value=type(content).__name__, expected="a JSON object"
         )
-    return content
+    text = content.get("text_config") if name == CONFIG else None
+    return {**text, **content} if isinstance(text, dict) else content
 
 
 def stored_dtype(folder: str | os.PathLike[str]) -> str:

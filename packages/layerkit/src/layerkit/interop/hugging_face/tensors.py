@@ -64,6 +64,12 @@ class Row:
     copied_for: str | None = None
 
 
+def replace_rows(rows: Sequence[Row], others: Sequence[Row]) -> tuple[Row, ...]:
+    """Return the rows, with others in place of those of the same weights."""
+    paths = {row.path for row in others}
+    return (*others, *(row for row in rows if row.path not in paths))
+
+
 @dataclasses.dataclass(frozen=True)
 class Piece:
     """A part of a weight that is stored in one tensor.

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.sharding import is_single_cpu
 from layerkit.base.weights import WeightHParams, WeightInit
-from layerkit.config import Config, sub_config_field
+from layerkit.config import Config, field_names, sub_config_field
 from layerkit.config.checks import check_last_axis, check_positive, check_sizes, require
 from layerkit.config.hparams import Conditions
 from layerkit.layers.basic.dots import Dot, add_bias, create_dot, matmul
@@ -312,7 +312,9 @@ class BaseAttention(AttentionLayer):
             whole = self.qk_norm_over == "projection"
             for name, heads in (("query_norm", self.num_heads), ("key_norm", kv_heads)):
                 dims = heads * head_dim if whole else head_dim
-                self.create_child(name, self.qk_norm_tpl, dims=dims)
+                # A norm without weights has no size.
+                has_size = "dims" in field_names(self.qk_norm_tpl)
+                self.create_child(name, self.qk_norm_tpl, **({"dims": dims} if has_size else {}))
         zeros = WeightInit.Constant(0.0)
         if self.per_dim_scale:
             self.create_variable("scale", WeightHParams((head_dim,), ("head_dim",), init=zeros))

@@ -138,6 +138,12 @@ class MultiHeadAttention(BaseAttention):
       window: Number of positions that a query sees: itself, those before it and, unless the mask
         is causal, as many after it; None for all that the mask allows. A stack alternates layers
         with different windows by its pattern.
+      chunk: Number of positions of a chunk, within which queries see keys; None for no chunks. A
+        segment of a packed row starts at position 0 of its first chunk (Llama 4).
+      query_growth: Growth g of the factor 1 + g·ln(1 + ⌊(position + 1)/query_growth_step⌋) of
+        queries, which keeps attention over many keys sharp (Nakanishi, 2025, arXiv:2501.19399;
+        Llama 4); 0 for no factor.
+      query_growth_step: Number of positions of equal factor.
       relative_bias_tpl: Bias of this layer that depends on the distance of query and key, such as
         `RelativeBias` or `Alibi`; None for no bias, or for one that the stack passes in.
       combined_qkv: Computes queries, keys and values by one product and one weight, child `qkv`,
@@ -156,11 +162,15 @@ class MultiHeadAttention(BaseAttention):
         "key_tpl": "not combined_qkv",
         "value_tpl": "not combined_qkv",
         "qkv_tpl": "combined_qkv",
+        "query_growth_step": "query_growth",
     }
 
     rotary_tpl: Config[BaseLayer] | None = sub_config_field(None)
     qk_norm_before_rotary: bool = False
     window: int | None = None
+    chunk: int | None = None
+    query_growth: float = 0.0
+    query_growth_step: int = 8192
     relative_bias_tpl: Config[BaseLayer] | None = sub_config_field(None)
     combined_qkv: bool = False
     qkv_tpl: Config[BaseLayer] = sub_config_field(CombinedProjection.HParams)
@@ -218,7 +228,7 @@ class MultiHeadAttention(BaseAttention):
             from layerkit.layers.attention.biases import add_bias_of_rows
 
             bias = add_bias_of_rows(self.relative_bias, bias, mask)
-        mask = mask.within(self.window)
+        mask = mask.within(self.window).in_chunks(self.chunk, positions)
         return self._read(query, key, value, mask, bias, cached=False)
 
     def init_cache(self, batch_size: int, max_length: int) -> None:
@@ -290,7 +300,8 @@ class MultiHeadAttention(BaseAttention):
         if self.relative_bias_tpl is not None:
             relative = self.relative_bias(mask.query_positions[:1], mask.key_positions[:1])
             bias = relative if bias is None else relative + bias
-        outputs = self._read(query, keys, values, mask.within(self.window), bias, cached=True)
+        mask = mask.within(self.window).in_chunks(self.chunk)
+        outputs = self._read(query, keys, values, mask, bias, cached=True)
         return jnp.where(time_step + num_tokens <= max_length, outputs, jnp.nan)
 
     def _project(
@@ -311,6 +322,10 @@ class MultiHeadAttention(BaseAttention):
             query, key = self.rotary(query, positions), self.rotary(key, positions)
         if has_norm and not norm_first:
             query, key = self._normalize_both(query, key)
+        if self.query_growth:
+            steps = (positions + 1) // self.query_growth_step
+            factor = 1.0 + self.query_growth * jnp.log1p(steps.astype(jnp.float32))
+            query = self.cast(query * factor[..., None, None])
         return (
             name_activation(query, "query"),
             name_activation(key, "key"),
@@ -331,4 +346,5 @@ class MultiHeadAttention(BaseAttention):
 
     def _check_options(self) -> None:
         super()._check_options()
-        check_sizes(self, window=self.window)
+        check_sizes(self, window=self.window, chunk=self.chunk)
+        check_sizes(self, query_growth_step=self.query_growth_step)

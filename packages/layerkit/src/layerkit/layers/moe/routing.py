@@ -8,6 +8,7 @@ arXiv:1701.06538). The routers of published models are configurations of `TopKRo
   softmax over all of them;
 - gpt-oss: `use_bias=True`;
 - Qwen 2 MoE and OLMoE: `renormalize=False`;
+- Llama 4: `score="sigmoid", renormalize=False, num_experts_per_token=1`;
 - DeepSeek V3 (arXiv:2412.19437): `score="sigmoid", use_score_bias=True, num_expert_groups=8,
   num_chosen_groups=4, weight_scale=2.5`;
 - DeepSeek V2 (arXiv:2405.04434): `renormalize=False, num_expert_groups=8, num_chosen_groups=3,
@@ -244,8 +245,11 @@ class TopKRouter(BaseRouter):
           is_token: bool `[...]`, False for padding, which is neither routed nor counted.
         """
         x, logits = self.inputs_and_logits(x)
-        scores = self._scores(self._add_noise(logits, x))
-        experts = self._choose(scores)
+        noisy = self._add_noise(logits, x)
+        scores = self._scores(noisy)
+        # Scores of large logits may round to equal numbers.
+        by_scores = self.use_score_bias or self.num_chosen_groups is not None
+        experts = self._choose(scores if by_scores else noisy)
         weights = jnp.einsum(
             "...ke,...e->...k",
             jax.nn.one_hot(experts, self.num_experts),

@@ -13,6 +13,7 @@ the outputs of whole rows.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any, ClassVar, Literal
 
@@ -64,6 +65,8 @@ class MoeFeedForward(BaseMoeFeedForward):
         which balanced routing fills a small part. A number bounds them, in training, by
         exchange_buffer_factor · tokens · num_experts_per_token rows; tokens are those of a device.
         Choices beyond the bound add nothing and count in the summary `fraction_dropped`.
+      weigh_inputs: Multiplies the input of an expert by the weight of the choice, instead of its
+        output (Llama 4). A capacity then counts choices as tokens.
       load_balance_weight: Weight of the load-balancing loss, see `layerkit.layers.moe.losses`; 0
         for none.
       balance_all_choices: Balances all choices of a token instead of the first choice.
@@ -85,6 +88,7 @@ class MoeFeedForward(BaseMoeFeedForward):
     grouped_matmul: Literal["auto", "blocks", "ragged_dot", "pallas"] = "auto"
     expert_exchange: Literal["auto", "ragged_all_to_all", "all_gather"] = "auto"
     exchange_buffer_factor: float | None = None
+    weigh_inputs: bool = False
     load_balance_weight: float = 0.01
     balance_all_choices: bool = False
     balance_per_group: bool = False
@@ -104,9 +108,21 @@ class MoeFeedForward(BaseMoeFeedForward):
         has_capacity = self.capacity_factor is not None and (in_evaluation or self.is_training)
         num_groups = self._count_groups(x) if has_capacity else 1
         self._report(routing, num_groups=num_groups if self.balance_per_group else 1)
+        inputs, of_choices = (x, routing) if not self.weigh_inputs else self._weigh(x, routing)
         if has_capacity:
-            return self._run_with_capacity(x, routing, num_groups=num_groups)
-        return self._run_dropless(x, routing)
+            outputs = self._run_with_capacity(inputs, of_choices, num_groups=num_groups)
+        else:
+            outputs = self._run_dropless(inputs, of_choices)
+        if self.weigh_inputs:
+            outputs = jnp.sum(outputs.reshape(*x.shape[:2], -1, x.shape[2]), axis=2)
+        return outputs
+
+    def _weigh(self, x: jax.Array, routing: Routing) -> tuple[jax.Array, Routing]:
+        """Return a token `[batch, length·choices, dims]` for each choice, with a single choice."""
+        inputs = self.cast(x[..., None, :] * routing.weights[..., None])
+        experts = routing.experts.reshape(x.shape[0], -1, 1)
+        single = dataclasses.replace(routing, experts=experts, weights=jnp.ones(experts.shape))
+        return inputs.reshape(x.shape[0], -1, x.shape[2]), single
 
     def _router_fields(self) -> dict[str, Any]:
         return {"num_experts_per_token": self.num_experts_per_token}

@@ -183,6 +183,38 @@ class AttentionMask:
         narrower = window if self.window is None else min(window, self.window)
         return dataclasses.replace(self, window=narrower)
 
+    def in_chunks(self, size: int | None, positions: jax.Array | None = None) -> AttentionMask:
+        """Return this mask, narrowed to pairs in one chunk; None returns the mask unchanged.
+
+        Chunks of a segment are segments here, which every backend supports. The window, which
+        hides nothing more, lets fused kernels skip blocks.
+
+        Args:
+          size: Number of positions per chunk, counted from position 0.
+          positions: int32 `[batch, tokens]`, positions from the start of each segment, if queries
+            and keys are the same tokens; None for the positions of the mask.
+
+        Raises:
+          ConfigError: The size is below 1.
+        """
+        check_sizes(None, chunk=size)
+        if size is None:
+            return self
+        # Consecutive positions of a row reach fewer chunks.
+        most = max(self.query_positions.shape[1], self.key_positions.shape[1]) // size + 2
+
+        def split(segments: jax.Array | None, own: jax.Array) -> jax.Array:
+            chunks = (own if positions is None else positions) // size
+            if segments is None:
+                return chunks + 1
+            return jnp.where(segments == 0, 0, segments * most + chunks % most)
+
+        return dataclasses.replace(
+            self.within(size),
+            query_segments=split(self.query_segments, self.query_positions),
+            key_segments=split(self.key_segments, self.key_positions),
+        )
+
     def part(self, queries: slice, keys: slice) -> AttentionMask:
         """Return the mask of some of the queries and keys of each row.
 

@@ -21,6 +21,7 @@ from layerkit.interop.hugging_face.families.gptj import GPTJ
 from layerkit.interop.hugging_face.families.granite import GRANITE
 from layerkit.interop.hugging_face.families.granite_moe_hybrid import GRANITE_MOE_HYBRID
 from layerkit.interop.hugging_face.families.llama import LLAMA
+from layerkit.interop.hugging_face.families.llama4 import LLAMA4, LLAMA4_TEXT
 from layerkit.interop.hugging_face.families.minicpm import MINICPM
 from layerkit.interop.hugging_face.families.mistral import MISTRAL
 from layerkit.interop.hugging_face.families.mixtral import MIXTRAL
@@ -55,6 +56,7 @@ FAMILIES: tuple[Family, ...] = (
     KIMI_K2,
     GPT_OSS,
     GLM4_MOE,
+    LLAMA4_TEXT,
     GEMMA,
     GEMMA2,
     GEMMA3,
@@ -78,7 +80,9 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 
-_BY_TYPE = {family.model_type: family for family in FAMILIES}
+# Models of which the text is read, and exported as another family.
+_IMPORTED_ONLY = (LLAMA4,)
+_BY_TYPE = {family.model_type: family for family in (*FAMILIES, *_IMPORTED_ONLY)}
 
 
 def family_of(model_type: str) -> Family:

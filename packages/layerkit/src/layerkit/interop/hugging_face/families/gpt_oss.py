@@ -22,14 +22,8 @@ from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types
 from layerkit.interop.hugging_face.rotary import rotary
 from layerkit.interop.hugging_face.tensors import Row
 
-_YARN = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
+_YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+_YARN |= {"truncate": False, "original_max_position_embeddings": 4096}
 
 
 def _network() -> Config:
@@ -46,7 +40,7 @@ def _near_first(file: ConfigFile, layer: int) -> str:
 
 
 _MLP, _OURS = THEIR_LAYER + "mlp.", LAYER + "feed_forward/"
-_WIDE = _MLP + "experts.gate_up_proj"
+_EXPERTS = _MLP + "experts."
 
 GPT_OSS = llama_family(
     "gpt_oss",
@@ -75,25 +69,15 @@ GPT_OSS = llama_family(
         Row(_MLP + "router.bias", _OURS + "router/b"),
         # Columns of the two projections alternate.
         *(
-            Row(_WIDE, _OURS + name, "experts embed mlp -> experts embed mlp", 2, joined_per="mlp")
-            for name in ("gate", "up")
-        ),
-        *(
-            Row(
-                f"{_WIDE}_bias",
-                f"{_OURS}{name}_bias",
-                "experts mlp -> experts mlp",
-                1,
-                joined_per="mlp",
+            Row(_EXPERTS + theirs, _OURS + name + ours, f"{axes} -> {axes}", last, joined_per="mlp")
+            for theirs, ours, axes, last in (
+                ("gate_up_proj", "", "experts embed mlp", 2),
+                ("gate_up_proj_bias", "_bias", "experts mlp", 1),
             )
             for name in ("gate", "up")
         ),
-        Row(
-            _MLP + "experts.down_proj",
-            _OURS + "down",
-            "experts mlp embed -> experts mlp embed",
-        ),
-        Row(_MLP + "experts.down_proj_bias", _OURS + "down_bias", "experts embed -> experts embed"),
+        Row(_EXPERTS + "down_proj", _OURS + "down", "experts mlp embed -> experts mlp embed"),
+        Row(_EXPERTS + "down_proj_bias", _OURS + "down_bias", "experts embed -> experts embed"),
     ),
     # Keys of OpenAI's own code that repeat others.
     neutral=frozenset({"output_router_logits", "experts_per_token", "initial_context_length"}),

@@ -17,7 +17,7 @@ from layerkit.interop.hugging_face.keys import ConfigFile, Entry, fixed, get_fie
 from layerkit.interop.hugging_face.layouts import INTO_HEADS, LINEAR
 from layerkit.interop.hugging_face.parts import activation, tied_embedding
 from layerkit.interop.hugging_face.rotary import rotary
-from layerkit.interop.hugging_face.tensors import Row
+from layerkit.interop.hugging_face.tensors import Row, replace_rows
 from layerkit.layers.attention.latent import MultiHeadLatentAttention
 from layerkit.ops.rotary_scaling import yarn_magnitude
 
@@ -124,17 +124,10 @@ _ROWS = (
     ),
 )
 
-
-def _replace_rows(rows: tuple[Row, ...], others: tuple[Row, ...]) -> tuple[Row, ...]:
-    """Return the rows, with others in place of those of the same weights."""
-    paths = {row.path for row in others}
-    return (*others, *(row for row in rows if row.path not in paths))
-
-
-DEEPSEEK_EXPERT_ROWS = _replace_rows(EXPERT_ROWS, _SHARED)
+DEEPSEEK_EXPERT_ROWS = replace_rows(EXPERT_ROWS, _SHARED)
 """Rows of Llama's attention and the experts of DeepSeek."""
 
-LATENT_ROWS = _replace_rows(DEEPSEEK_EXPERT_ROWS, _ROWS)
+LATENT_ROWS = replace_rows(DEEPSEEK_EXPERT_ROWS, _ROWS)
 """Rows of DeepSeek V2 and V3."""
 
 # Transformers derives both sizes of heads itself.
