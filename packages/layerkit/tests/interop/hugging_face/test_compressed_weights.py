@@ -35,10 +35,6 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
-def repeat(scale, blocks, shape):
-    return np.kron(scale, np.ones(blocks, np.float32))[: shape[0], : shape[1]]
-
-
 def pack(values, axis, bits=4, order=None):
     """Pack integers [rows, columns] into int32 along an axis, one by one."""
     values = values if axis == 1 else values.T
@@ -54,23 +50,16 @@ def pack(values, axis, bits=4, order=None):
     return np.ascontiguousarray(packed if axis == 1 else packed.T)
 
 
-def fp8_blocks(weight):
-    scale = DRAW.uniform(0.5, 2, [-(-size // 48) for size in weight.shape]).astype(np.float32)
-    values = weight.astype(FP8)
-    dense = values.astype(np.float32) * repeat(scale, (48, 48), weight.shape)
-    return {"weight": values, "weight_scale_inv": scale}, dense
+def fp8(name, blocks=(None, None), dtype=np.float32, **more):
+    def compress(weight):
+        sizes = [block or size for block, size in zip(blocks, weight.shape, strict=True)]
+        shape = [-(-size // block) for size, block in zip(weight.shape, sizes, strict=True)]
+        scale, values = DRAW.uniform(0.5, 2, shape).astype(dtype), weight.astype(FP8)
+        factors = np.kron(scale.astype(np.float32), np.ones(sizes, np.float32))
+        dense = values.astype(np.float32) * factors[: weight.shape[0], : weight.shape[1]]
+        return {"weight": values, name: scale if blocks[0] else scale.reshape(()), **more}, dense
 
-
-def fp8_rows(weight):
-    scale = DRAW.uniform(0.5, 2, (len(weight), 1)).astype(ml_dtypes.bfloat16)
-    tensors = {"weight": weight.astype(FP8), "weight_scale": scale}
-    return tensors, weight.astype(FP8).astype(np.float32) * scale.astype(np.float32)
-
-
-def fp8_whole(weight):
-    tensors = {"weight": weight.astype(FP8), "weight_scale_inv": np.float32(1.5)}
-    tensors["activation_scale"] = np.float32(2)
-    return tensors, weight.astype(FP8).astype(np.float32) * np.float32(1.5)
+    return compress
 
 
 def int8_rows(weight):
@@ -155,12 +144,14 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "z
 INTS = {"quant_method": "compressed-tensors", "format": "pack-quantized", "sparsity_config": {}}
 FLOATS = {**INTS, "format": "float-quantized", "kv_cache_scheme": None, "config_groups": {"a": {}}}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [48, 48], "fmt": "e4m3"}
+WHOLE = {**BLOCKS, "weight_block_size": None, "activation_scheme": "static"}
 NF4 = {"_load_in_4bit": True, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 CASES = {
-    "fp8": (fp8_blocks, BLOCKS),
-    "fp8 whole": (fp8_whole, {**BLOCKS, "weight_block_size": None, "activation_scheme": "static"}),
-    "fp8 rows": (fp8_rows, FLOATS),
-    "fbgemm": (fp8_rows, {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}),
+    "fp8": (fp8("weight_scale_inv", (48, 48)), BLOCKS),
+    "fp8 whole": (fp8("weight_scale_inv", activation_scale=np.float32(2)), WHOLE),
+    "fp8 rows": (fp8("weight_scale", (1, None), ml_dtypes.bfloat16), FLOATS),
+    "fp8 groups": (fp8("weight_scale", (1, 32)), FLOATS),
+    "fbgemm": (fp8("weight_scale", (1, None)), {"quant_method": "fbgemm_fp8"}),
     "int8": (int8_rows, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "gptq": (gptq(), GPTQ),
     "gptq of old files": (gptq(with_index=False), {**GPTQ, "checkpoint_format": "gptq"}),
@@ -265,6 +256,26 @@ def test_biases_of_zeros_are_neutral(make_compressed):
         import_model(make(edit=lambda tensors: tensors.update({name: np.ones(96, np.float16)})))
 
 
+# quantization_config of DeepSeek-V3, gpt-oss-20b, Qwen2.5-7B-Instruct-GPTQ-Int4, a folder of
+# GPTQModel, Qwen2.5-7B-Instruct-AWQ, a 4-bit folder of Unsloth, and Kimi-K2-Thinking.
+PUBLISHED = """
+{"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+{"modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"], "quant_method": "mxfp4"}
+{"batch_size": 1, "bits": 4, "block_name_to_quantize": null, "cache_block_outputs": true, "damp_percent": 0.01, "dataset": null, "desc_act": false, "exllama_config": {"version": 1}, "group_size": 128, "max_input_length": null, "model_seqlen": null, "module_name_preceding_first_block": null, "modules_in_block_to_quantize": null, "pad_token_id": null, "quant_method": "gptq", "sym": true, "tokenizer": null, "true_sequential": true, "use_cuda_fp16": false, "use_exllama": true}
+{"bits": 4, "checkpoint_format": "gptq", "desc_act": true, "dynamic": null, "group_size": 128, "lm_head": false, "meta": {"damp_percent": 0.01, "quantizer": ["gptqmodel:1.4.5"]}, "pack_dtype": "int32", "quant_method": "gptq", "sym": true}
+{"bits": 4, "group_size": 128, "modules_to_not_convert": null, "quant_method": "awq", "version": "gemm", "zero_point": true}
+{"_load_in_4bit": true, "_load_in_8bit": false, "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8", "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": true, "llm_int8_enable_fp32_cpu_offload": false, "llm_int8_has_fp16_weight": false, "llm_int8_skip_modules": null, "llm_int8_threshold": 6.0, "load_in_4bit": true, "load_in_8bit": false, "quant_method": "bitsandbytes"}
+{"config_groups": {"group_0": {"input_activations": null, "output_activations": null, "targets": ["Linear"], "weights": {"actorder": null, "block_structure": null, "dynamic": false, "group_size": 32, "num_bits": 4, "observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": true, "type": "int"}}}, "format": "pack-quantized", "ignore": ["lm_head", "re:.*self_attn.*"], "kv_cache_scheme": null, "quant_method": "compressed-tensors", "quantization_status": "compressed"}
+"""  # noqa: E501
+
+
+def test_published_compressions_are_read():
+    for text in PUBLISHED.strip().splitlines():
+        options = json.loads(text)
+        read = compressed.tensors.compression_of({"quantization_config": options})
+        assert read == (compressed.tensors.METHODS[options["quant_method"]], options)
+
+
 @pytest.mark.parametrize(
     ("case", "keys", "named"),
     [
@@ -363,7 +374,7 @@ def test_logits_are_those_of_transformers(tmp_path, read_tensors, case):
     if case == "fp8":
         tensors = read_tensors(tmp_path)
         for name in [name for name in tensors if "_proj.weight" in name]:
-            parts = fp8_blocks(tensors.pop(name))[0]
+            parts = CASES["fp8"][0](tensors.pop(name))[0]
             tensors.update({name.removesuffix("weight") + part: parts[part] for part in parts})
         numpy.save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
         content = json.loads((tmp_path / "config.json").read_text())

@@ -22,8 +22,6 @@ _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -
 _MXFP4_BLOCK, _MXFP4_BIAS = 32, 127
 # Position in an int32 of each of eight consecutive outputs, as AutoAWQ's kernel needs them.
 AWQ_POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)
-# bitsandbytes stores the first of two numbers in the upper half of a byte.
-_UPPER_FIRST = (1, 0)
 _MAX_STATE_BYTES = 4096
 
 
@@ -91,6 +89,14 @@ def unpack(
     return values[(*before, slice(bounds[0] - start * count, bounds[1] - start * count))]
 
 
+def look_up(table: np.ndarray, codes: np.ndarray, *, is_upper_first: bool = False) -> np.ndarray:
+    """Return the float32 numbers of a table of 16 for both halves of bytes, `[..., 2 * bytes]`."""
+    halves = [np.arange(256) & 15, np.arange(256) >> 4]
+    # A pair of float32 is read as one float64, which is four times as fast.
+    pairs = table[np.stack(halves[::-1] if is_upper_first else halves, 1)].view(np.float64)[:, 0]
+    return pairs[codes].view(np.float32)
+
+
 def decode_scaled(
     parts: StoredParts, options: Mapping[str, Any], *, scales: str, factor: float = 1.0
 ) -> CompressedWeight:
@@ -103,6 +109,11 @@ def decode_scaled(
       factor: Number by which all weights are multiplied in addition.
     """
     values, scale = parts.get(".weight", np.generic, (None, None)), parts.arrays[scales]
+    if values.dtype.itemsize != 1:
+        field, expected = f"dtype of {parts.stem}.weight", "a dtype of 8 bits"
+        raise TensorFileError(field=field, value=f"{values.dtype}", expected=expected)
+    # Four times as fast as a conversion of each number.
+    table = np.arange(256, dtype=np.uint8).view(values.dtype).astype(np.float32)
     scale = scale.reshape(-1, 1) if scale.ndim < 2 else scale
     blocks = [int(size) for size in options.get("weight_block_size") or ()]
     if not blocks or scale.size == 1:
@@ -112,8 +123,9 @@ def decode_scaled(
     scale = StoredParts(parts.stem, {scales: scale}).get(scales, jnp.floating, counts)
 
     def read(ranges: Ranges) -> np.ndarray:
-        index = [np.arange(*bounds) // block for bounds, block in zip(ranges, blocks, strict=True)]
-        part = values[cut(ranges)].astype(np.float32) * scale.astype(np.float32)[np.ix_(*index)]
+        rows, columns = (np.arange(*one) // size for one, size in zip(ranges, blocks, strict=True))
+        used = scale[rows[0] : rows[-1] + 1].astype(np.float32)[:, columns]
+        part = table[values[cut(ranges)].view(np.uint8)] * used[rows - rows[0]]
         return part if factor == 1 else part * np.float32(factor)
 
     return values.shape, read
@@ -133,9 +145,9 @@ def decode_mxfp4(parts: StoredParts, options: Mapping[str, Any]) -> CompressedWe
         chosen, (start, stop), columns = ranges
         first = start // _MXFP4_BLOCK
         place = cut((chosen, columns, (first, -(-stop // _MXFP4_BLOCK))))
-        part = _FP4[unpack(blocks[place], 3, 4, (0, _MXFP4_BLOCK))]
-        part = np.ldexp(part, scales[place][..., None].astype(np.int32) - _MXFP4_BIAS)
-        part = part.reshape(*part.shape[:2], part.shape[2] * _MXFP4_BLOCK).swapaxes(1, 2)
+        powers = np.ldexp(np.float32(1), scales[place].astype(np.int32) - _MXFP4_BIAS)
+        part = look_up(_FP4, blocks[place]) * powers[..., None]
+        part = part.reshape(*powers.shape[:2], powers.shape[2] * _MXFP4_BLOCK).swapaxes(1, 2)
         return part[:, start - first * _MXFP4_BLOCK :][:, : stop - start]
 
     return (experts, groups * _MXFP4_BLOCK, outputs), read
@@ -266,7 +278,8 @@ def decode_bitsandbytes(parts: StoredParts, options: Mapping[str, Any]) -> Compr
         scale = absmax[first:last]
         if is_nested:
             scale = outer_table[scale] * outer[np.arange(first, last) // outer_block] + offset
-        part = table[unpack(packed, 0, 4, (start, stop), _UPPER_FIRST)]
+        part = look_up(table, packed[start // 2 : -(-stop // 2)], is_upper_first=True)
+        part = part[start % 2 :][: stop - start]
         part *= np.repeat(scale, block)[start - first * block :][: stop - start]
         part = part.reshape(ranges[0][1] - ranges[0][0], *shape[1:])
         return part[(slice(None), *cut(ranges[1:]))]
