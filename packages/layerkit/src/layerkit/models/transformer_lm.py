@@ -94,19 +94,20 @@ class TransformerLm(BaseLayer):
             self.create_child("final_norm", self.final_norm_tpl, dims=self.model_dims)
         self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
         if self.mtp_tpl is not None:
-            sizes = {**layer_sizes(self), "hidden_dims": self.hidden_dims or None}
-            self.create_child("mtp", self._mtp_template(), **sizes)
+            self.create_child("mtp", self._sized_modules())
 
-    def _mtp_template(self) -> Config:
+    def _sized_modules(self) -> Config:
         expected = "None for a causal model without relative biases in its stack"
         is_valid = self.is_causal and getattr(self.stack_tpl, "relative_bias_tpl", None) is None
         require(is_valid, self, "mtp_tpl", "MultiTokenPrediction", expected)
-        stack: Any = self.stack_tpl
-        pattern, mtp = stack.block_tpls or (stack.layer_tpl,), cast(Any, self.mtp_tpl)
-        template: Any = mtp.clone()
-        if template.layer_tpl is None:
-            template.layer_tpl = pattern[(self.num_layers - 1) % len(pattern)].clone()
-        return template
+        stack, template = cast(Any, self.stack_tpl), cast(Any, self.mtp_tpl).clone()
+        pattern = stack.block_tpls or (stack.layer_tpl,)
+        sizes = {**layer_sizes(self), "hidden_dims": self.hidden_dims or None}
+        if template.module_tpl.layer_tpl is None:
+            sizes["layer_tpl"] = pattern[(self.num_layers - 1) % len(pattern)].clone()
+        template.module_tpl = derive_fields(template.module_tpl, self.path_name, **sizes)
+        result: Config = template
+        return result
 
     @nn.nowrap
     def locate_layer(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:

@@ -70,27 +70,12 @@ EXPERTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [1],
 }
-LATENT = {
-    **SIZES,
-    **ROPE,
-    **SILU,
-    "num_key_value_heads": 4,
-    "q_lora_rank": 6,
-    "kv_lora_rank": 5,
-    "qk_nope_head_dim": 3,
-    "qk_rope_head_dim": 2,
-    "v_head_dim": 7,
-    "attention_bias": True,
-    "moe_intermediate_size": 6,
-    "n_routed_experts": 4,
-    "n_shared_experts": 2,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "moe_layer_freq": 1,
-    "aux_loss_alpha": 0.001,
-}
+LATENT = {**SIZES, **ROPE, **SILU, "num_key_value_heads": 4, "q_lora_rank": 6, "kv_lora_rank": 5}
+LATENT |= {"qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 7, "attention_bias": True}
+LATENT |= {"moe_intermediate_size": 6, "n_routed_experts": 4, "n_shared_experts": 2, "n_group": 2}
+LATENT |= {"num_experts_per_tok": 2, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT |= {"moe_layer_freq": 1, "aux_loss_alpha": 0.001}
+SOFTMAX = {"scoring_func": "softmax", "topk_method": "group_limited_greedy"}
 SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True}
 SIGMOID |= {"routed_scaling_factor": 2.5, "norm_topk_prob": True}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -142,13 +127,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "use_sliding_window": False,
     },
-    "deepseek_v2": {
-        **LATENT,
-        "scoring_func": "softmax",
-        "topk_method": "group_limited_greedy",
-        "routed_scaling_factor": 16.0,
-        "norm_topk_prob": False,
-    },
+    "deepseek_v2": {**LATENT, **SOFTMAX, "routed_scaling_factor": 16.0, "norm_topk_prob": False},
     "deepseek_v3": {**LATENT, **SIGMOID},
     "kimi_k2": {**LATENT, **SIGMOID, "q_lora_rank": None},
     "glm4_moe": {

@@ -81,19 +81,27 @@ LATENT |= {"q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "v
 LATENT |= {"qk_rope_head_dim": 64, "moe_layer_freq": 1, "max_position_embeddings": 163840}
 LATENT_YARN = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096}
 LATENT_YARN |= {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+LATENT["rope_scaling"] = LATENT_YARN
 DEEPSEEK2 = {**LATENT, "model_type": "deepseek_v2", "first_k_dense_replace": 1, "seq_aux": True}
 DEEPSEEK2 |= {"aux_loss_alpha": 0.001, "n_shared_experts": 2, "num_experts_per_tok": 6}
 DEEPSEEK2 |= {"norm_topk_prob": False, "scoring_func": "softmax"}
+IN_GROUPS = {"n_routed_experts": 160, "topk_method": "group_limited_greedy", "n_group": 8}
+IN_GROUPS |= {"routed_scaling_factor": 16.0}
+DEEPSEEK2_LITE = {**DEEPSEEK2, "n_routed_experts": 64, "q_lora_rank": None, "topk_method": "greedy"}
+DEEPSEEK2_LITE |= {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
+DEEPSEEK2_LITE |= {"moe_intermediate_size": 1408}
+DEEPSEEK2_LITE |= {"rope_scaling": {**LATENT_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}
 DEEPSEEK3 = {**LATENT, "model_type": "deepseek_v3", "moe_intermediate_size": 2048}
 DEEPSEEK3 |= {"n_shared_experts": 1, "num_experts_per_tok": 8, "norm_topk_prob": True}
 DEEPSEEK3 |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1}
+DEEPSEEK3 |= {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
 KIMI2 = {**DEEPSEEK3, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "seq_aux": True}
-KIMI2 |= {
-    "num_nextn_predict_layers": 0,
-    "aux_loss_alpha": 0.001,
-    "rope_theta": 50000.0,
-    "pretraining_tp": 1,
-}
+KIMI2 |= {"num_nextn_predict_layers": 0, "aux_loss_alpha": 0.001, "rope_theta": 50000.0}
+KIMI2 |= {"pretraining_tp": 1, "max_position_embeddings": 131072, "routed_scaling_factor": 2.827}
+KIMI2 |= {"rope_scaling": {**LATENT_YARN, "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0}}
+MOONLIGHT = {**KIMI2, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "q_lora_rank": None}
+MOONLIGHT |= {"rope_scaling": None, "moe_intermediate_size": 1408, "n_routed_experts": 64}
+MOONLIGHT |= {"n_shared_experts": 2, "num_experts_per_tok": 6, "routed_scaling_factor": 2.446}
 ALTERNATING = ["sliding_attention", "full_attention"]
 GLM = {**LLAMA, "model_type": "glm4_moe", "attention_bias": True, "attention_dropout": 0.0}
 GLM |= {"head_dim": 128, "norm_topk_prob": True, "n_group": 1, "topk_group": 1}
@@ -248,75 +256,23 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
     ),
     "OLMoE-1B-7B": (OLMOE, (2048, 1024, 16, 16, 16, 50304), 6919161856),
     "DeepSeek-V2": (
-        {
-            **DEEPSEEK2,
-            "rope_scaling": LATENT_YARN,
-            "moe_intermediate_size": 1536,
-            "n_routed_experts": 160,
-            "n_group": 8,
-            "topk_group": 3,
-            "topk_method": "group_limited_greedy",
-            "routed_scaling_factor": 16.0,
-        },
+        {**DEEPSEEK2, **IN_GROUPS, "topk_group": 3, "moe_intermediate_size": 1536},
         (5120, 12288, 60, 128, 128, 102400),
         235741434880,
     ),
-    "DeepSeek-V2-Lite": (
-        {
-            **DEEPSEEK2,
-            "rope_scaling": {**LATENT_YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
-            "moe_intermediate_size": 1408,
-            "n_routed_experts": 64,
-            "q_lora_rank": None,
-            "n_group": 1,
-            "topk_group": 1,
-            "topk_method": "greedy",
-            "routed_scaling_factor": 1.0,
-        },
-        (2048, 10944, 27, 16, 16, 102400),
-        15706484224,
-    ),
+    "DeepSeek-V2-Lite": (DEEPSEEK2_LITE, (2048, 10944, 27, 16, 16, 102400), 15706484224),
     # Here without fp8 weights. Some count the 11.6 billion of multi-token prediction separately.
     "DeepSeek-V3": (
-        {
-            **DEEPSEEK3,
-            "rope_scaling": LATENT_YARN,
-            "first_k_dense_replace": 3,
-            "n_routed_experts": 256,
-            "n_group": 8,
-            "topk_group": 4,
-            "routed_scaling_factor": 2.5,
-        },
+        {**DEEPSEEK3, "first_k_dense_replace": 3, "n_routed_experts": 256},
         (7168, 18432, 61, 128, 128, 129280),
         671026419200 + 11610068224,
     ),
     "Kimi-K2-Instruct": (
-        {
-            **KIMI2,
-            "model_type": "kimi_k2",
-            "rope_scaling": {**LATENT_YARN, "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
-            "max_position_embeddings": 131072,
-            "n_routed_experts": 384,
-            "routed_scaling_factor": 2.827,
-        },
+        {**KIMI2, "model_type": "kimi_k2", "n_routed_experts": 384},
         (7168, 18432, 61, 64, 64, 163840),
         1026408232448,
     ),
-    "Moonlight-16B-A3B": (
-        {
-            **KIMI2,
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 8192,
-            "q_lora_rank": None,
-            "moe_intermediate_size": 1408,
-            "n_routed_experts": 64,
-            "n_shared_experts": 2,
-            "num_experts_per_tok": 6,
-            "routed_scaling_factor": 2.446,
-        },
-        (2048, 11264, 27, 16, 16, 163840),
-        15960110208,
-    ),
+    "Moonlight-16B-A3B": (MOONLIGHT, (2048, 11264, 27, 16, 16, 163840), 15960110208),
     "GLM-4.5": (
         {
             **GLM,

@@ -24,12 +24,22 @@ from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_non_negative, check_sizes
 from layerkit.layers.basic.linears import Linear
 from layerkit.layers.basic.normalizations import BaseNormalization, RmsNorm
-from layerkit.layers.transformer.transformer import Transformer
 from layerkit.ops.attention.masks import AttentionMask, row_positions
 
 
 class MultiTokenModule(BaseLayer):
-    """One module of `MultiTokenPrediction`, whose fields and sizes it has."""
+    """One module, which a `TransformerLm` gives its sizes.
+
+    Attributes:
+      input_dims: Size of the model dimension.
+      hidden_dims: Size of the hidden dimension of the feed-forward; None if the layer sets it.
+      num_heads: Query heads.
+      num_kv_heads: Key and value heads; None for as many as query heads.
+      dim_per_head: Size of a head; None for input_dims / num_heads.
+      norm_tpl: All norms.
+      projection_tpl: Projection of a token's embedding and of a hidden state to the layer.
+      layer_tpl: Layer; None for the template of the last layer of the model.
+    """
 
     input_dims: int = 0
     hidden_dims: int | None = None
@@ -38,7 +48,7 @@ class MultiTokenModule(BaseLayer):
     dim_per_head: int | None = None
     norm_tpl: Config[BaseNormalization] = sub_config_field(RmsNorm.HParams)
     projection_tpl: Config[BaseLayer] = sub_config_field(Linear.HParams)
-    layer_tpl: Config[BaseLayer] = sub_config_field(Transformer.HParams)
+    layer_tpl: Config[BaseLayer] | None = sub_config_field(None)
 
     def setup(self) -> None:
         """Create the norms, the projection and the layer."""
@@ -81,48 +91,22 @@ class MultiTokenModule(BaseLayer):
 class MultiTokenPrediction(BaseLayer):
     """Modules that predict tokens further ahead, with their training losses.
 
-    A `TransformerLm` sets the sizes.
-
     Attributes:
       depth: Number of modules, which is that of further tokens that each position predicts.
       loss_weight: Weight λ of the mean of the losses of the modules in the training loss. DeepSeek
         V3 has 0.3 at first and 0.1 for the last third of its tokens.
-      input_dims: Size of the model dimension.
-      hidden_dims: Size of the hidden dimension of the feed-forward; None if the layer sets it.
-      num_heads: Query heads.
-      num_kv_heads: Key and value heads; None for as many as query heads.
-      dim_per_head: Size of a head; None for input_dims / num_heads.
-      norm_tpl: All norms.
-      projection_tpl: Projection of a token's embedding and of a hidden state to the layer.
-      layer_tpl: Layer of a module; None for the template of the last layer of the model.
+      module_tpl: Module, with weights of its own for each depth.
     """
 
     depth: int = 1
     loss_weight: float = 0.1
-    input_dims: int = 0
-    hidden_dims: int | None = None
-    num_heads: int = 0
-    num_kv_heads: int | None = None
-    dim_per_head: int | None = None
-    norm_tpl: Config[BaseNormalization] = sub_config_field(RmsNorm.HParams)
-    projection_tpl: Config[BaseLayer] = sub_config_field(Linear.HParams)
-    layer_tpl: Config[BaseLayer] | None = sub_config_field(None)
+    module_tpl: Config[MultiTokenModule] = sub_config_field(MultiTokenModule.HParams)
 
     def setup(self) -> None:
         """Create the modules."""
         check_sizes(self, depth=self.depth)
         check_non_negative(self, loss_weight=self.loss_weight)
-        names = ("norm_tpl", "projection_tpl", "layer_tpl")
-        template = MultiTokenModule.HParams.config(**{name: getattr(self, name) for name in names})
-        self.create_children(
-            "layers",
-            [template] * self.depth,
-            input_dims=self.input_dims,
-            hidden_dims=self.hidden_dims,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            dim_per_head=self.dim_per_head,
-        )
+        self.create_children("layers", [self.module_tpl] * self.depth)
 
     @property
     def num_layers(self) -> int:

@@ -27,8 +27,8 @@ _MODULE = _MODULES + "/{layer}/"
 def _read_modules(file: ConfigFile, network: Config) -> None:
     depth = file.get(EXTRA_LAYERS[0], file.get(EXTRA_LAYERS[1], 1))
     if depth:
-        norm = network.final_norm_tpl.clone()
-        network.mtp_tpl = MultiTokenPrediction.HParams.config(depth=depth, norm_tpl=norm)
+        network.mtp_tpl = MultiTokenPrediction.HParams.config(depth=depth)
+        network.mtp_tpl.module_tpl.norm_tpl = network.final_norm_tpl.clone()
 
 
 def _write_modules(network: Config) -> dict[str, Any]:
