@@ -24,7 +24,8 @@ SIZE_KEYS = {
 LLAMA_SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
 LLAMA_SIZES += " num_key_value_heads vocab_size"
 
-# Options that all files of a family have, of which sizes are left out.
+# Options of the files of a family, without sizes. Those without effect on the model, such as
+# `max_window_layers` without a window, may differ from those of a single file.
 ANY = {"torch_dtype": "bfloat16", "use_cache": True, "initializer_range": 0.02}
 LLAMA = {**ANY, "model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5}
 LLAMA3 = {**LLAMA, "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False}
@@ -150,6 +151,7 @@ NEAR5 = (["sliding_attention"] * 5 + ["full_attention"]) * 3
 LLAMA31 = {**LLAMA3, "rope_scaling": {**SCALED, "factor": 8.0}}
 LLAMA32 = {**LLAMA3, "rope_scaling": {**SCALED, "factor": 32.0}, "tie_word_embeddings": True}
 FALCON3 = {**LLAMA3, "rms_norm_eps": 1e-6, "rope_theta": 1000042, "head_dim": 256}
+FALCON3 |= {"max_position_embeddings": 32768}
 NEMO = {**MISTRAL, "attention_dropout": 0.0, "head_dim": 128, "sliding_window": None}
 NEMO |= {"rope_theta": 1e6, "max_position_embeddings": 131072, "tie_word_embeddings": False}
 TIED_QWEN2, TIED_QWEN3 = ({**QWEN, "tie_word_embeddings": True} for QWEN in (QWEN2, QWEN3))
@@ -163,7 +165,7 @@ COHERE2 |= {"sliding_window_pattern": 4, "use_gated_activation": True, "use_para
 GRANITE4 = {**GRANITE, "model_type": "granitemoehybrid", "attention_dropout": 0.0}
 GRANITE4 |= {"num_local_experts": 0, "num_experts_per_tok": 0, "output_router_logits": False}
 GRANITE4 |= {"attention_multiplier": 0.015625, "normalization_function": "rmsnorm"}
-GRANITE4 |= {"mamba_d_state": 256, "position_embedding_type": "rope", "rope_theta": 10000000}
+GRANITE4 |= {"position_embedding_type": "rope", "rope_theta": 10000000}
 MINICPM = {"architectures": ["MiniCPMForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
 MINICPM |= {"scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4}
 MINICPM4_ROPE = {"rope_type": "longrope", "long_factor": [2.0] * 32, "short_factor": [1.0] * 32}
@@ -437,11 +439,19 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
     "Llama-2-70b": (LLAMA, (8192, 28672, 80, 64, 8, 32000), 68976648192),
     "CodeLlama-34b": ({**LLAMA, "rope_theta": 1e6}, (8192, 22016, 48, 64, 8, 32000), 33743970304),
     "TinyLlama-1.1B": (LLAMA, (2048, 5632, 22, 32, 4, 32000), 1100048384),
-    "Llama-3-8B": (LLAMA3, (4096, 14336, 32, 32, 8, 128256), 8030261248),
+    "Llama-3-8B": (
+        {**LLAMA3, "max_position_embeddings": 8192},
+        (4096, 14336, 32, 32, 8, 128256),
+        8030261248,
+    ),
     "Llama-3.3-70B": (LLAMA31, (8192, 28672, 80, 64, 8, 128256), 70553706496),
     "Llama-3.1-405B": (LLAMA31, (16384, 53248, 126, 128, 8, 128256), 405853388800),
     "Llama-3.2-3B": (LLAMA32, (3072, 8192, 28, 24, 8, 128256), 3212749824),
-    "Falcon3-1B": (FALCON3, (2048, 8192, 18, 8, 4, 131072), 1669408768),
+    "Falcon3-1B": (
+        {**FALCON3, "max_position_embeddings": 4096},
+        (2048, 8192, 18, 8, 4, 131072),
+        1669408768,
+    ),
     "Falcon3-3B": (FALCON3, (3072, 9216, 22, 12, 4, 131072), 3227655168),
     "Falcon3-7B": (FALCON3, (3072, 23040, 28, 12, 4, 131072), 7455550464),
     "Falcon3-10B": (FALCON3, (3072, 23040, 40, 12, 4, 131072), 10305653760),
