@@ -108,6 +108,13 @@ EXAMPLES = [
     of(L.Bias, {"dims": DIMS}, on_inputs("dims"), axes=("embed",)),
     of(L.FeedForward, DENSE, on_inputs(), activation_tpl=Config(L.GELU)),
     of(
+        L.NormalizedFeedForward,
+        DENSE,
+        on_inputs(),
+        activation_tpl=Config(L.GELU),
+        norm_tpl=Config(L.RmsNorm),
+    ),
+    of(
         L.Einsum,
         {
             "equation": "bld,dhk->blhk",
@@ -133,6 +140,7 @@ EXAMPLES = [
     ),
     of(L.RmsNorm, {"dims": DIMS}, on_inputs("dims")),
     of(L.RmsNormNoScale, {}, lambda layer: layer(inputs(DIMS))),
+    of(L.IdentityNorm, {"dims": DIMS}, on_inputs("dims")),
     of(L.LayerNorm, {"dims": DIMS}, on_inputs("dims")),
     of(
         L.BatchNorm,

@@ -10,6 +10,7 @@ import pytest
 
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
+from layerkit.layers.basic.embeddings import Embedding
 from layerkit.layers.basic.positions import TrainablePositionalEmbedding
 from layerkit.models.bert import BertModel
 from layerkit.models.transformer_lm import TransformerLm
@@ -73,6 +74,26 @@ def test_rows_of_padding_are_not_masked(variables):
     batch = NestedMap(ids=np.where(fills[:, None], 0, IDS), eval_sample_weights=1.0 - fills)
     weights = jax.jit(partial(model.apply, method="compute_predictions"))(variables, batch).weights
     assert weights[:6].any() and not weights[6:].any()
+
+
+def test_types_of_tokens_are_added_to_their_embeddings(raises, variables):
+    plain = bert()
+    types = Embedding.HParams.config(num_classes=3)
+    typed = plain.clone(lm_tpl=plain.lm_tpl.clone(token_type_tpl=types))
+    table = RANDOM.normal(size=(3, 16)).astype(np.float32)
+    params = dict(variables["params"]["lm"], token_type={"w": table})
+
+    def hidden(model, params, **types):
+        run = partial(model.apply, method=lambda m, ids: m.lm.hidden(ids, **types))
+        return jax.jit(run)({"params": {"lm": params}}, IDS)
+
+    for kind, arguments in ((0, {}), (2, {"token_type_ids": np.full_like(IDS, 2)})):
+        shifted = dict(variables["params"]["lm"])
+        shifted["softmax"] = {"w": shifted["softmax"]["w"] + table[kind]}
+        expected = hidden(plain, shifted)
+        np.testing.assert_allclose(hidden(typed, params, **arguments), expected, atol=1e-5)
+    with raises(ConfigError, field="token_type_tpl", value=None):
+        plain.apply(variables, NestedMap(ids=IDS, token_type_ids=IDS))
 
 
 def test_training_reduces_the_loss(variables):

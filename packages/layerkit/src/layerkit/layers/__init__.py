@@ -45,8 +45,10 @@ if TYPE_CHECKING:
     from layerkit.layers.basic.linears import Bias as Bias
     from layerkit.layers.basic.linears import FeedForward as FeedForward
     from layerkit.layers.basic.linears import Linear as Linear
+    from layerkit.layers.basic.linears import NormalizedFeedForward as NormalizedFeedForward
     from layerkit.layers.basic.masked_lm_augmenter import MaskedLmAugmenter as MaskedLmAugmenter
     from layerkit.layers.basic.normalizations import BaseNormalization as BaseNormalization
+    from layerkit.layers.basic.normalizations import IdentityNorm as IdentityNorm
     from layerkit.layers.basic.normalizations import LayerNorm as LayerNorm
     from layerkit.layers.basic.normalizations import RmsNorm as RmsNorm
     from layerkit.layers.basic.normalizations import RmsNormNoScale as RmsNormNoScale

@@ -13,6 +13,7 @@ from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.masked_lm_augmenter import MaskedLmAugmenter
+from layerkit.layers.transformer.transformer import drop_none
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.models.weighted_metrics import token_metrics
 
@@ -21,7 +22,8 @@ class BertModel(BaseModel):
     """A masked language model (Devlin et al., 2018, arXiv:1810.04805).
 
     A batch has `ids` int32 `[batch, length]`, and either `paddings` `[batch, length]` (1 is
-    padding) or, for packed rows, `segment_ids` and `segment_pos`. The model draws which tokens are
+    padding) or, for packed rows, `segment_ids` and `segment_pos`. For networks with types of tokens
+    it may have `token_type_ids` int32 `[batch, length]`. The model draws which tokens are
     masked, unless the batch has `masked_ids` int32 and `masked_weights` float32 `[batch, length]`.
     Rows whose `eval_sample_weights` `[batch]` are 0 are not masked.
 
@@ -68,6 +70,7 @@ class BertModel(BaseModel):
             weights=weights,
             segment_ids=segments,
             segment_pos=batch.get("segment_pos"),
+            **drop_none(token_type_ids=batch.get("token_type_ids")),
         )
         outputs.weights = weights
         return outputs

@@ -52,11 +52,14 @@ class TransformerEncoderDecoder(BaseLayer):
       source_embedding_tpl: Embedding of source ids; None to use that of the target.
       position_tpl: Positional embedding that is added to the embeddings of both sides, with
         separate weights; None for models whose attention encodes positions.
+      embedding_norm_tpl: Norm of the embeddings of both sides before the stacks, with separate
+        weights (BART); None for no norm.
       encoder_stack_tpl: Layers of the encoder.
       decoder_stack_tpl: Layers of the decoder, with a `cross_attention_tpl`.
       encoder_norm_tpl: Norm after the encoder; None if its layers end in a norm (`post`).
       decoder_norm_tpl: Norm before the softmax; None if the decoder's layers end in a norm.
       dropout_rate: Dropout rate of the embeddings and of both stacks' outputs in training.
+      output_dropout_rate: Dropout rate of both stacks' outputs; None for `dropout_rate`.
 
     Raises:
       ConfigError: `embedding_tpl` is None although the softmax cannot embed ids, or the source has
@@ -78,6 +81,7 @@ class TransformerEncoderDecoder(BaseLayer):
     embedding_tpl: Config[BaseLayer] | None = sub_config_field(None)
     source_embedding_tpl: Config[BaseLayer] | None = sub_config_field(None)
     position_tpl: Config[BaseLayer] | None = sub_config_field(None)
+    embedding_norm_tpl: Config[BaseNormalization] | None = sub_config_field(None)
     encoder_stack_tpl: Config[BaseLayer] = sub_config_field(StackedTransformer.HParams)
     decoder_stack_tpl: Config[BaseLayer] = sub_config_field(
         StackedTransformer.HParams, layer_tpl=_DECODER_LAYER
@@ -85,12 +89,15 @@ class TransformerEncoderDecoder(BaseLayer):
     encoder_norm_tpl: Config[BaseNormalization] | None = sub_config_field(LayerNorm.HParams)
     decoder_norm_tpl: Config[BaseNormalization] | None = sub_config_field(LayerNorm.HParams)
     dropout_rate: float = 0.0
+    output_dropout_rate: float | None = None
 
     def setup(self) -> None:
         """Create the embeddings, both stacks, the norms and the softmax."""
         self._create_embeddings()
-        for side in ("source", "target") if self.position_tpl is not None else ():
-            self.create_child(f"{side}_position", self.position_tpl, dims=self.model_dims)
+        for name in ("position", "embedding_norm"):
+            if (template := getattr(self, f"{name}_tpl")) is not None:
+                for side in ("source", "target"):
+                    self.create_child(f"{side}_{name}", template, dims=self.model_dims)
         for side in ("encoder", "decoder"):
             template = getattr(self, f"{side}_stack_tpl")
             num_layers = getattr(self, f"num_{side}_layers")
@@ -98,6 +105,8 @@ class TransformerEncoderDecoder(BaseLayer):
             if (norm_tpl := getattr(self, f"{side}_norm_tpl")) is not None:
                 self.create_child(f"{side}_norm", norm_tpl, dims=self.model_dims)
         self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
+        if (rate := self.output_dropout_rate) is not None:
+            self.create_child("output_dropout", Dropout.HParams.config(rate=rate))
 
     def fprop(
         self,
@@ -163,7 +172,7 @@ class TransformerEncoderDecoder(BaseLayer):
                 target_ids, memory, target_segment_ids, source_segment_ids
             ),
         )
-        return self.dropout(self._normalize("decoder", x))
+        return self._normalize("decoder", x)
 
     def encode(
         self,
@@ -184,7 +193,7 @@ class TransformerEncoderDecoder(BaseLayer):
         positions = row_positions(batch, length) if segment_pos is None else segment_pos
         mask = AttentionMask.bidirectional_mask(batch, length, segment_ids=segment_ids)
         x = self.encoder(self._embed("source", ids, segment_pos), mask=mask, positions=positions)
-        return self.dropout(self._normalize("encoder", x))
+        return self._normalize("encoder", x)
 
     def init_cache(
         self, source_ids: jax.Array, max_length: int, *, segment_ids: jax.Array | None = None
@@ -279,7 +288,9 @@ class TransformerEncoderDecoder(BaseLayer):
     def _normalize(self, side: str, x: jax.Array) -> jax.Array:
         if getattr(self, f"{side}_norm_tpl") is not None:
             x = getattr(self, f"{side}_norm")(x)
-        return gather_positions(self, x)
+        drop = self.dropout if self.output_dropout_rate is None else self.output_dropout
+        outputs: jax.Array = drop(gather_positions(self, x))
+        return outputs
 
     def _embed(self, side: str, ids: jax.Array, positions: jax.Array | None) -> jax.Array:
         if side == "source" and self.source_embedding_tpl is not None:
@@ -290,5 +301,7 @@ class TransformerEncoderDecoder(BaseLayer):
             if positions is None:
                 positions = row_positions(*ids.shape)
             x = x + getattr(self, f"{side}_position")(positions)
+        if self.embedding_norm_tpl is not None:
+            x = getattr(self, f"{side}_embedding_norm")(x)
         x = self.dropout(self.cast(x))
         return self.constrain(x, "batch", "residual_length", "act_embed")

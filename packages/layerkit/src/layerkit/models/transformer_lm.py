@@ -1,8 +1,9 @@
 """TransformerLm: a Transformer from token ids to hidden states, logits and losses.
 
-Embedding (+ positions) → dropout → stack of Transformer layers → norm → softmax. The embedding is
-tied to the weight of the softmax (Press and Wolf, 2017) unless `embedding_tpl` is set. The stack
-may unroll, scan or pipeline its layers. The functions below are shared with encoder-decoders.
+Embedding (+ positions) → dropout → stack of Transformer layers → norm (→ head) → softmax. The
+embedding is tied to the weight of the softmax (Press and Wolf, 2017) unless `embedding_tpl` is set.
+The stack may unroll, scan or pipeline its layers. The functions below are shared with
+encoder-decoders.
 """
 
 from __future__ import annotations
@@ -50,9 +51,13 @@ class TransformerLm(BaseLayer):
       embedding_multiplier: Factor of the token embeddings (Granite).
       position_tpl: Positional embedding that is added to the token embeddings; None for models
         whose attention encodes positions (rotary).
+      token_type_tpl: Embedding of the type of each token, such as its sentence (BERT), with its
+        number of types (`num_classes`); it is added to the token embeddings. None for no types.
       embedding_norm_tpl: Norm of the embeddings before the stack (BERT, BLOOM); None for no norm.
       stack_tpl: Stack of layers, such as `StackedTransformer` or `StackedTransformerRepeated`.
       final_norm_tpl: Norm before the softmax; None if the layers end in a norm (`post`).
+      head_tpl: Layer between the hidden states and the softmax, such as `NormalizedFeedForward`
+        (BERT); None for none.
       is_causal: True lets a position attend to positions up to itself. False lets it attend to its
         whole document, as in a masked language model, which cannot decode.
       mtp_tpl: Multi-token prediction, which adds a loss in training; None for none.
@@ -75,9 +80,11 @@ class TransformerLm(BaseLayer):
     embedding_tpl: Config[BaseLayer] | None = sub_config_field(None)
     embedding_multiplier: float = 1.0
     position_tpl: Config[BaseLayer] | None = sub_config_field(None)
+    token_type_tpl: Config[BaseLayer] | None = sub_config_field(None)
     embedding_norm_tpl: Config[BaseNormalization] | None = sub_config_field(None)
     stack_tpl: Config[BaseLayer] = sub_config_field(StackedTransformer.HParams)
     final_norm_tpl: Config[BaseNormalization] | None = sub_config_field(LayerNorm.HParams)
+    head_tpl: Config[BaseLayer] | None = sub_config_field(None)
     is_causal: bool = True
     mtp_tpl: Config[MultiTokenPrediction] | None = sub_config_field(None)
     dropout_rate: float = 0.0
@@ -87,11 +94,16 @@ class TransformerLm(BaseLayer):
         create_token_layers(self)
         if self.position_tpl is not None:
             self.create_child("position", self.position_tpl, dims=self.model_dims)
+        if self.token_type_tpl is not None:
+            self.create_child("token_type", self.token_type_tpl, input_dims=self.model_dims)
         if self.embedding_norm_tpl is not None:
             self.create_child("embedding_norm", self.embedding_norm_tpl, dims=self.model_dims)
         self.create_child("stack", self.stack_tpl, **stack_sizes(self, num_layers=self.num_layers))
         if self.final_norm_tpl is not None:
             self.create_child("final_norm", self.final_norm_tpl, dims=self.model_dims)
+        if self.head_tpl is not None:
+            sizes = {"input_dims": self.model_dims, "output_dims": self.model_dims}
+            self.create_child("head", self.head_tpl, **sizes)
         self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
         if self.mtp_tpl is not None:
             self.create_child("mtp", self._sized_modules())
@@ -152,11 +164,11 @@ class TransformerLm(BaseLayer):
                 segment_ids=packing.get("segment_ids"),
                 segment_pos=packing.get("segment_pos"),
             )
-        return self.softmax(hidden, weights=weights, **targets)
+        return self.softmax(self._apply_head(hidden), weights=weights, **targets)
 
     def logits(self, ids: jax.Array, **packing: Any) -> jax.Array:
         """Compute the logits float32 `[batch, length, vocab]` of the token after each position."""
-        return self.softmax.logits(self.hidden(ids, **packing))
+        return self.softmax.logits(self._apply_head(self.hidden(ids, **packing)))
 
     def hidden(
         self,
@@ -165,6 +177,7 @@ class TransformerLm(BaseLayer):
         segment_ids: jax.Array | None = None,
         segment_pos: jax.Array | None = None,
         in_prefix: jax.Array | None = None,
+        token_type_ids: jax.Array | None = None,
     ) -> jax.Array:
         """Compute normalized hidden states `[batch, length, dims]`.
 
@@ -176,9 +189,11 @@ class TransformerLm(BaseLayer):
             start of the row.
           in_prefix: True for tokens of the prefix, bool `[batch, length]`. All positions of the
             document attend to the prefix in a prefix language model. None for no prefix.
+          token_type_ids: Type of each token, int32 `[batch, length]`; None for type 0.
 
         Raises:
-          ConfigError: `in_prefix` is given although the model is not causal.
+          ConfigError: `in_prefix` is given although the model is not causal, or `token_type_ids`
+            although the model has no `token_type_tpl`.
         """
         batch, length = ids.shape
         if segment_pos is None:
@@ -191,7 +206,7 @@ class TransformerLm(BaseLayer):
             is_causal, expected = self.is_causal, "True for inputs with a prefix (in_prefix)"
             require(in_prefix is None, self, "is_causal", is_causal, expected)
             mask = AttentionMask.bidirectional_mask(batch, length, segment_ids=segment_ids)
-        x = self._embed(ids, segment_pos)
+        x = self._embed(ids, segment_pos, token_type_ids)
         if segment_ids is not None and switching_length(self.stack_tpl) is not None:
             # Padding makes no row longer.
             segment_pos = jnp.where(segment_ids > 0, segment_pos, 0)
@@ -230,18 +245,29 @@ class TransformerLm(BaseLayer):
         x = self.stack.extend_step(
             x, time_step=time_step, positions=positions, **drop_none(prefix_lengths=prefix_lengths)
         )
-        return self.softmax.logits(self._normalize(x))
+        return self.softmax.logits(self._apply_head(self._normalize(x)))
 
     def _normalize(self, x: jax.Array) -> jax.Array:
         x = x if self.final_norm_tpl is None else self.final_norm(x)
         return gather_positions(self, x)
 
-    def _embed(self, ids: jax.Array, positions: jax.Array) -> jax.Array:
+    def _apply_head(self, hidden: jax.Array) -> jax.Array:
+        return hidden if self.head_tpl is None else self.head(hidden)
+
+    def _embed(
+        self, ids: jax.Array, positions: jax.Array, token_type_ids: jax.Array | None = None
+    ) -> jax.Array:
         x = embed_tokens(self, ids)
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
         if self.position_tpl is not None:
             x = x + self.position(positions)
+        if self.token_type_tpl is not None:
+            types = jnp.zeros_like(ids) if token_type_ids is None else token_type_ids
+            x = x + self.token_type(types)
+        else:
+            expected = "a template, for token_type_ids"
+            require(token_type_ids is None, self, "token_type_tpl", None, expected)
         if self.embedding_norm_tpl is not None:
             x = self.embedding_norm(x)
         x = self.dropout(self.cast(x))

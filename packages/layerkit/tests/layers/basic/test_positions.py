@@ -53,6 +53,10 @@ def test_trainable_positions_are_rows_of_the_weight():
     np.testing.assert_array_equal(layer.apply(variables, positions), table[positions])
     inside_and_beyond = layer.apply(variables, jnp.array([[4, 5]]))[0]
     assert np.isfinite(inside_and_beyond[0]).all() and np.isnan(inside_and_beyond[1]).all()
+    shifted, variables = layer.clone(max_length=3, offset=2), {"params": {"w": table}}
+    expected = np.concatenate([np.full((1, 3), np.nan), table[2:], np.full((1, 3), np.nan)])
+    positions = jnp.array([[-1, 0, 1], [1, 2, 3]])
+    np.testing.assert_array_equal(shifted.apply(variables, positions), expected[positions + 1])
 
 
 def rotate_by_complex_numbers(x, positions, smallest, largest):

@@ -17,6 +17,7 @@ from layerkit.config.checks import check_last_axis, check_sizes
 from layerkit.config.hparams import Conditions
 from layerkit.layers.basic.dots import Dot, add_bias, create_dot, matmul
 from layerkit.layers.basic.elementwise import BaseActivation, ReLU
+from layerkit.layers.basic.normalizations import BaseNormalization, LayerNorm
 
 
 class Linear(BaseLayer):
@@ -116,3 +117,25 @@ class FeedForward(BaseLayer):
         if self.has_bias:
             outputs = self.bias(outputs)
         return self.activation(outputs)
+
+
+class NormalizedFeedForward(FeedForward):
+    """A dense layer norm(activation(x·w + b)), which BERT applies before its softmax.
+
+    The other fields are those of `FeedForward`.
+
+    Attributes:
+      norm_tpl: Norm of the outputs.
+    """
+
+    norm_tpl: Config[BaseNormalization] = sub_config_field(LayerNorm.HParams)
+
+    def setup(self) -> None:
+        """Create the dense layer and the norm."""
+        super().setup()
+        self.create_child("norm", self.norm_tpl, dims=self.output_dims)
+
+    def fprop(self, inputs: jax.Array) -> jax.Array:
+        """Map `[..., input_dims]` to `[..., output_dims]`."""
+        outputs: jax.Array = self.norm(super().fprop(inputs))
+        return outputs

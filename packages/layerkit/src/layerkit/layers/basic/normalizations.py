@@ -25,6 +25,21 @@ class BaseNormalization(BaseLayer):
     """Base of the layers that normalize `[..., dims]`; templates of norms accept its subclasses."""
 
 
+class IdentityNorm(BaseNormalization):
+    """No normalization, for a norm that a layer leaves out (ModernBERT).
+
+    Attributes:
+      dims: Size of the last axis.
+    """
+
+    dims: int = 0
+
+    def fprop(self, inputs: jax.Array) -> jax.Array:
+        """Return `[..., dims]` in the compute dtype."""
+        check_last_axis(self, inputs, dims=self.dims)
+        return self.cast(inputs)
+
+
 class RmsNorm(BaseNormalization):
     """RMS normalization y = x / √(mean(x²) + ε) · (offset + w) (Zhang and Sennrich, 2019).
 

@@ -25,6 +25,7 @@ from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import Config, assigned_fields
 from layerkit.config.checks import (
     check_integer_arrays,
+    check_integers,
     check_last_axis,
     check_sizes,
     require,
@@ -102,22 +103,26 @@ class TrainablePositionalEmbedding(BaseLayer):
     Attributes:
       dims: Size of a vector.
       max_length: Number of positions.
-      weight_axes: Logical axes of `w`, `[max_length, dims]`.
+      offset: Number of rows of the table before that of position 0, which are not used (2 in BART
+        and RoBERTa).
+      weight_axes: Logical axes of `w`, `[offset + max_length, dims]`.
       weight_init: Initializer of `w`; None for the inherited `params_init`, or else normal with
         standard deviation 1/√dims.
     """
 
     dims: int = 0
     max_length: int = 0
+    offset: int = 0
     weight_axes: tuple[str | None, ...] = ("positions", "embed")
     weight_init: WeightInit | None = None
 
     def setup(self) -> None:
         """Create the table."""
         check_sizes(self, max_length=self.max_length, dims=self.dims)
+        check_integers(self, minimum=0, offset=self.offset)
         default = WeightInit.Gaussian(1.0 / math.sqrt(self.dims))
         init = self.weight_init or self.inherited("params_init") or default
-        shape = (self.max_length, self.dims)
+        shape = (self.offset + self.max_length, self.dims)
         weight = WeightHParams(shape, axes=self.weight_axes, init=init, decays=False)
         self.create_variable("w", weight)
 
@@ -136,7 +141,7 @@ class TrainablePositionalEmbedding(BaseLayer):
         check_integer_arrays(self, positions=positions)
         # Features that are split stay so, since whole vectors of all tokens may be too large.
         table = self.constrain(self.theta.w, self.weight_axes[0], "act_embed")
-        return lookup(table, positions)
+        return lookup(table[self.offset :], positions)
 
 
 class RotaryPositionalEmbedding(BaseLayer):

@@ -38,8 +38,8 @@ class StackedTransformer(BaseLayer):
     """A sequence of `num_layers` layers, each compiled separately.
 
     The layers inherit the sizes of the stack. A template must leave a size out or set the same
-    value. It may set `hidden_dims` if this is 0 on the stack, and `num_kv_heads` and `dim_per_head`
-    if these are None.
+    value. It may set `hidden_dims` and `num_heads` if these are 0 on the stack, and `num_kv_heads`
+    and `dim_per_head` if these are None.
 
     Attributes:
       layer_tpl: Layer that is repeated `num_layers` times.
@@ -209,7 +209,7 @@ class StackedTransformer(BaseLayer):
         return {
             "input_dims": self.input_dims,
             "hidden_dims": self.hidden_dims or None,
-            "num_heads": self.num_heads,
+            "num_heads": self.num_heads or None,
             "num_kv_heads": self.num_kv_heads,
             "dim_per_head": self.dim_per_head,
         }
