@@ -110,6 +110,7 @@ def test_example_of_hugging_face_folders_runs_by_itself(
     pytest.importorskip("safetensors")
     from layerkit.config import build
     from layerkit.interop.hugging_face import export_model, import_model
+    from layerkit.interop.hugging_face.families.bert import BERT
     from layerkit.interop.hugging_face.families.llama import LLAMA
 
     content = {"model_type": "llama", "vocab_size": 12, "hidden_size": 8, "intermediate_size": 10}
@@ -123,6 +124,13 @@ def test_example_of_hugging_face_folders_runs_by_itself(
     exec(compile(block[1], "hugging_face.md", "exec"), names)
     assert names["logits"].shape == (1, 3, 12)
     import_model("my-llama")
+    content |= {"model_type": "bert", "num_hidden_layers": 2, "num_attention_heads": 2}
+    bert = BERT.read_config(content | {"architectures": ["BertModel"]})
+    export_model("bge-small-en-v1.5", bert, build(bert).init(jax.random.key(0)))
+    block = BLOCK.search(section.partition("## Encoders and embeddings\n")[2])
+    assert block is not None
+    exec(compile(block[1], "hugging_face.md", "exec"), names)
+    assert names["sentences"].shape == (2, 8)
 
 
 @pytest.mark.slow

@@ -79,6 +79,35 @@ def test_weights_of_a_pipelined_model(folder: tuple[Path, dict[str, Any]], begin
     assert drawn
 
 
+ENCODER = {"vocab_size": 32, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 3}
+ENCODER |= {"num_attention_heads": 2, "max_position_embeddings": 16}
+BART = {"vocab_size": 32, "d_model": 8, "encoder_layers": 2, "decoder_layers": 2}
+BART |= {"encoder_ffn_dim": 12, "decoder_ffn_dim": 10, "max_position_embeddings": 16}
+BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {**ENCODER, "model_type": "bert"},
+        {**ENCODER, "model_type": "modernbert", "architectures": ["ModernBertModel"]},
+        {**BART, "model_type": "bart"},
+    ],
+    ids=lambda content: content["model_type"],
+)
+def test_weights_of_encoders_and_encoder_decoders(
+    content: dict[str, Any], tmp_path: Path, begin: Any
+):
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = model_config(tmp_path, dtype="float32")
+    variables = jax.jit(lambda: build(config).init(jax.random.key(5)))()
+    export_model(tmp_path / "written", config, variables)
+    first = plan_first_state(*begin.bound(config, begin=begin.init_from(tmp_path / "written")))()
+    found = begin.leaves({"params": first.state.params})
+    for name, value in begin.leaves({"params": variables["params"]}).items():
+        np.testing.assert_array_equal(found[name], value, err_msg=name)
+
+
 def test_unsupported_model_type_is_an_error(raises, tmp_path: Path, begin: Any):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt3"}))
     (tmp_path / "model.safetensors").touch()

@@ -62,7 +62,7 @@ class HuggingFaceLm(TrainedExperiment, abstract=True):
             decoder = hugging_face.decoder_config(self.HF_FOLDER)
         except OSError as error:
             raise ConfigError(str(error), owner="HF_FOLDER") from error
-        if "lm_tpl" not in field_names(model):
+        if not {"lm_tpl", "decoder"} <= set(field_names(model)):
             raise ConfigError(
                 field="HF_FOLDER",
                 value=self.HF_FOLDER,

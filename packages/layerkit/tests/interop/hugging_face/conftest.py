@@ -78,6 +78,17 @@ LATENT |= {"moe_layer_freq": 1, "aux_loss_alpha": 0.001}
 SOFTMAX = {"scoring_func": "softmax", "topk_method": "group_limited_greedy"}
 SIGMOID = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "rope_interleave": True}
 SIGMOID |= {"routed_scaling_factor": 2.5, "norm_topk_prob": True}
+BERT = {
+    **{key: value for key, value in SIZES.items() if key not in _LLAMA_ONLY},
+    "hidden_act": "gelu_new",
+    "layer_norm_eps": 1e-12,
+    "type_vocab_size": 2,
+    "hidden_dropout_prob": 0.1,
+    "attention_probs_dropout_prob": 0.1,
+    "position_embedding_type": "absolute",
+    "tie_word_embeddings": True,
+}
+del BERT["attention_dropout"]
 CONFIGS: dict[str, dict[str, Any]] = {
     "gpt2": {
         "vocab_size": 12,
@@ -318,6 +329,48 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "feed_forward_proj": "gated-gelu",
         "tie_word_embeddings": False,
         "is_encoder_decoder": True,
+    },
+    "bart": {
+        "vocab_size": 12,
+        "d_model": 8,
+        "encoder_ffn_dim": 10,
+        "decoder_ffn_dim": 9,
+        "encoder_layers": 2,
+        "decoder_layers": 3,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 2,
+        "max_position_embeddings": 16,
+        "activation_function": "gelu_new",
+        "dropout": 0.1,
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.0,
+        "encoder_layerdrop": 0.0,
+        "scale_embedding": False,
+        "tie_word_embeddings": True,
+        "decoder_start_token_id": 2,
+        "is_encoder_decoder": True,
+    },
+    "bert": BERT,
+    "roberta": {**BERT, "pad_token_id": 1},
+    "xlm-roberta": {**BERT, "type_vocab_size": 1},
+    "modernbert": {
+        **{key: value for key, value in SIZES.items() if key not in _LLAMA_ONLY},
+        "num_hidden_layers": 5,
+        "norm_eps": 1e-5,
+        "norm_bias": False,
+        "hidden_activation": "gelu_new",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "mlp_dropout": 0.0,
+        "embedding_dropout": 0.0,
+        "decoder_bias": True,
+        "classifier_bias": False,
+        "classifier_activation": "gelu_new",
+        "global_attn_every_n_layers": 3,
+        "global_rope_theta": 160000.0,
+        "local_rope_theta": 10000.0,
+        "local_attention": 6,
+        "tie_word_embeddings": True,
     },
 }
 for _name, _config in CONFIGS.items():

@@ -304,3 +304,10 @@ def test_tokenizer_files_and_token_ids_are_copied(make_folder, tmp_path):
     assert not (again / "notes.txt").exists()
     content = json.loads((again / "config.json").read_text())
     assert (content["eos_token_id"], content["max_position_embeddings"]) == (2, 32)
+
+
+def test_bare_encoder_network_is_exported_as_bert(make_folder, tmp_path):
+    model, variables = import_model(make_folder("bert"))
+    export_model(tmp_path, model.lm_tpl, {"params": variables["params"]["lm"]})
+    jax.tree.map(np.testing.assert_array_equal, import_model(tmp_path)[1], variables)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "bert"

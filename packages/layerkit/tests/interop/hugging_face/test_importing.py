@@ -127,6 +127,7 @@ def test_each_key_changes_the_config_or_raises(configs):
 
 
 PACKED = ["gemma", "olmo3", "smollm3", "granite", "gpt_neox", "stablelm"]
+PACKED += ["bert", "roberta", "modernbert", "bart"]
 
 
 @pytest.mark.parametrize("family", PACKED)
@@ -135,7 +136,10 @@ def test_packed_rows_equal_separate_rows(make_folder, family):
     model, ids = build(config), np.random.default_rng(0).integers(1, 12, (1, 11))
 
     def logits(ids, **packing):
-        return model.apply(variables, ids, method=lambda m, ids: m.lm.logits(ids, **packing))
+        if family != "bart":
+            return model.apply(variables, ids, method=lambda m, ids: m.lm.logits(ids, **packing))
+        sides = {f"{side}_{k}": v for k, v in packing.items() for side in ("source", "target")}
+        return model.apply(variables, ids, method=lambda m, x: m.model.logits(x, x, **sides))
 
     segments, positions = [[1] * 4 + [2] * 7], [[*range(4), *range(7)]]
     packed = logits(ids, segment_ids=np.array(segments), segment_pos=np.array(positions))
@@ -200,6 +204,34 @@ def test_t5_without_a_head_has_the_embedding_in_its_place(make_folder):
 
     weights = import_model(make_folder("t5", change=change))[1]["params"]["model"]
     np.testing.assert_array_equal(weights["softmax"]["w"], weights["embedding"]["w"].T)
+
+
+def test_bert_with_a_pooler_and_older_names_of_norms_is_read(make_folder):
+    def change(tensors):
+        for name in [name for name in tensors if "LayerNorm" in name]:
+            older = {"weight": "gamma", "bias": "beta"}
+            stem, _, kind = name.rpartition(".")
+            tensors[f"{stem}.{older[kind]}"] = tensors.pop(name)
+        tensors["bert.pooler.dense.weight"] = tensors["cls.seq_relationship.weight"] = np.ones(3)
+        tensors["bert.embeddings.position_ids"] = np.arange(16)
+
+    whole = import_model(make_folder("bert"))[1]
+    older = import_model(make_folder("bert", change=change))[1]
+    jax.tree.map(np.testing.assert_array_equal, older, whole)
+
+
+def test_bart_without_prefix_and_with_a_bias_of_zeros_is_read(make_folder):
+    def change(tensors, bias=0.0):
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+        tensors["encoder.embed_tokens.weight"] = tensors["shared.weight"]
+        tensors["final_logits_bias"] = np.full((1, 12), bias, np.float32)
+
+    whole = import_model(make_folder("bart"))[1]
+    bare = import_model(make_folder("bart", change=change))[1]
+    jax.tree.map(np.testing.assert_array_equal, bare, whole)
+    with pytest.raises(TensorMismatchError, match="final_logits_bias: unexpected"):
+        import_model(make_folder("bart", change=lambda tensors: change(tensors, bias=1.0)))
 
 
 def test_gpt_neox_with_the_head_of_transformers_5_is_read(make_folder):

@@ -54,6 +54,12 @@ GPT2 = {"vocab_size": VOCAB_SIZE, "n_embd": 16, "n_layer": 3, "n_head": 4, "n_po
 GPT2 |= {"bos_token_id": None, "eos_token_id": None}
 T5 = {"vocab_size": VOCAB_SIZE, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2}
 T5 |= {"num_decoder_layers": 3, "num_heads": 2, "decoder_start_token_id": 0, "eos_token_id": None}
+BART = {"vocab_size": VOCAB_SIZE, "d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 20}
+BART |= {"encoder_layers": 2, "decoder_layers": 3, "max_position_embeddings": 32}
+BART |= {"encoder_attention_heads": 4, "decoder_attention_heads": 2, "decoder_start_token_id": 0}
+BART |= {"bos_token_id": None, "eos_token_id": None, "forced_eos_token_id": None}
+EQUAL = {"decoder_ffn_dim": 24, "decoder_attention_heads": 4}
+ENCODER = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
 WIDE_HEADS = {**SIZES, "head_dim": 8}
 MIXTURE = {**SIZES, "moe_intermediate_size": 12, "num_experts": 5, "num_experts_per_tok": 2}
 SHARED = {**MIXTURE, "shared_expert_intermediate_size": 20}
@@ -77,6 +83,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "beta_fast": 2.0, "beta_slow": 0.1}
 YARN |= {"original_max_position_embeddings": 16}
 MSCALED = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.7}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": [4.0, 8.0]}
+
+
+SEQUENCES = ("T5", "Bart")
+HEADS = {"GPT2": "LMHeadModel"} | dict.fromkeys(SEQUENCES, "ForConditionalGeneration")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,6 +384,33 @@ CASES = [
         untied=True,
     ),
     Case("T5", {"tie_word_embeddings": False}, T5, "without a head", is_slow=True),
+    Case("Bart", {"pad_token_id": 0}, BART, "sides of other sizes"),
+    Case("Bart", {"pad_token_id": 0, "scale_embedding": True}, {**BART, **EQUAL}, "scaled"),
+    Case("Bert", sizes=ENCODER),
+    Case("Bert", {"hidden_act": "gelu_new"}, ENCODER, "other GELU", is_slow=True),
+    Case("Roberta", {"type_vocab_size": 1, "hidden_act": "relu"}, ENCODER),
+    Case("XLMRoberta", sizes=ENCODER, is_slow=True),
+    Case("ModernBert", {"local_attention": 6, "num_hidden_layers": 5}, ENCODER),
+    Case(
+        "ModernBert",
+        {
+            "local_attention": 4,
+            "global_attn_every_n_layers": 2,
+            "rope_parameters": {
+                "full_attention": {**YARN, "rope_theta": 1e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+            "norm_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "classifier_bias": True,
+            "classifier_activation": "relu",
+            "decoder_bias": False,
+            "tie_word_embeddings": False,
+        },
+        ENCODER,
+        "biases, YaRN, untied",
+    ),
 ]
 
 
@@ -399,8 +436,8 @@ def theirs(request, tmp_path_factory):
     config_class = getattr(
         transformers, f"{case.family}{'Text' if case.family in ('Gemma3', 'Llama4') else ''}Config"
     )
-    head = {"GPT2": "LMHeadModel", "T5": "ForConditionalGeneration"}
-    model_class = getattr(transformers, case.family + head.get(case.family, "ForCausalLM"))
+    head = HEADS.get(case.family, "ForMaskedLM" if case.sizes is ENCODER else "ForCausalLM")
+    model_class = getattr(transformers, case.family + head)
     torch.manual_seed(0)
     model = model_class(config_class(**{**case.sizes, **case.options})).eval()
     if case.untied:
@@ -423,7 +460,7 @@ def inputs(length, *, seed=0):
 
 def their_logits(case, model, length):
     with torch.no_grad():
-        if case.family != "T5":
+        if case.family not in SEQUENCES:
             return model(torch.tensor(inputs(length))).logits.numpy()
         source, target = inputs(length), inputs(length + 2, seed=1)
         outputs = model(input_ids=torch.tensor(source), decoder_input_ids=torch.tensor(target))
@@ -432,12 +469,12 @@ def their_logits(case, model, length):
 
 def our_logits(case, model, variables, length):
     ids = (jnp.asarray(inputs(length)),)
-    if case.family == "T5":
+    if case.family in SEQUENCES:
         ids = (*ids, jnp.asarray(inputs(length + 2, seed=1)))
 
     @jax.jit
     def run(variables):
-        network = "model" if case.family == "T5" else "lm"
+        network = "model" if case.family in SEQUENCES else "lm"
         return model.apply(variables, *ids, method=lambda m, *ids: getattr(m, network).logits(*ids))
 
     return np.asarray(run(variables))
@@ -480,7 +517,11 @@ def test_missing_keys_have_the_defaults_of_transformers(family):
 
 @pytest.mark.parametrize("family", THEIRS, ids=lambda family: family.model_type)
 def test_copies_are_the_tied_tensors_of_transformers(family):
-    assert family.copies == getattr(transformers, family.architecture)._tied_weights_keys
+    tied = getattr(transformers, family.architecture)._tied_weights_keys
+    if family.model_type == "bart":
+        inner = transformers.BartModel._tied_weights_keys
+        tied = tied | {f"model.{copy}": f"model.{of}" for copy, of in inner.items()}
+    assert family.copies == tied
 
 
 def test_minicpm_is_granite_with_other_keys(tmp_path, parity_table):
@@ -530,17 +571,19 @@ def test_the_balance_loss_of_mixtral_agrees():
 def test_cached_greedy_decoding_gives_the_same_tokens(theirs):
     case, model, folder = theirs
     config, variables = import_model(folder)
+    if case.sizes is ENCODER:
+        pytest.skip("a masked language model does not decode")
     config.decoder = SampleDecoder.HParams.config(max_decode_steps=NEW_TOKENS, temperature=0.0)
     ours, prompts = build(config), inputs(5)
     with torch.no_grad():
         options = {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS, "do_sample": False}
-        # Their cache takes it that both sides of a T5 are equally deep.
-        options["use_cache"] = case.family != "T5"
+        # Their cache takes it that both sides are equally deep.
+        options["use_cache"] = case.family not in SEQUENCES
         expected = model.generate(torch.tensor(prompts), **options).numpy()
     ids = jnp.asarray(prompts, jnp.int32)
     lengths = jnp.full((2,), 5, jnp.int32)
     batch = NestedMap(ids=ids, prompt_lengths=lengths)
-    if case.family == "T5":
+    if case.family in SEQUENCES:
         batch = NestedMap(src=NestedMap(ids=ids, paddings=jnp.zeros((2, 5))))
     decode = jax.jit(lambda variables: ours.apply(variables, batch, method="decode"))
     np.testing.assert_array_equal(decode(variables).ids, expected)
@@ -648,6 +691,44 @@ def test_the_text_of_a_model_of_text_and_images_is_read(tmp_path):
     again = transformers.Llama4ForCausalLM.from_pretrained(tmp_path / "text").eval()
     with torch.no_grad():
         np.testing.assert_array_equal(again(ids).logits.numpy(), expected)
+
+
+ENCODERS = ["Bert", "Roberta", "ModernBert"]
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_hidden_states_and_logits_of_padded_rows_agree(family, tmp_path):
+    options = {**ENCODER, "num_hidden_layers": 5, "pad_token_id": 1, "local_attention": 4}
+    config_class = getattr(transformers, f"{family}Config")
+    options = {key: value for key, value in options.items() if hasattr(config_class(), key)}
+    theirs = getattr(transformers, f"{family}ForMaskedLM")(config_class(**options)).eval()
+    # An encoder without its head, as models for embeddings are saved, and the whole model.
+    theirs.base_model.save_pretrained(tmp_path / "encoder")
+    theirs.save_pretrained(tmp_path / "whole")
+    ids, is_token = inputs(13) // 2 + 2, np.arange(13) < np.array([[13], [9]])
+    ids = np.where(is_token, ids, 1)
+    arrays = {"input_ids": ids, "attention_mask": is_token}
+    if family == "Bert":
+        arrays["token_type_ids"] = ids % 2
+    with torch.no_grad():
+        tensors = {name: torch.tensor(array).long() for name, array in arrays.items()}
+        outputs = theirs(**tensors, output_hidden_states=True)
+    packing = {"segment_ids": is_token.astype(np.int32)}
+    packing |= {name: arrays[name] for name in ("token_type_ids",) if name in arrays}
+    for name in ("encoder", "whole"):
+        config, variables = import_model(tmp_path / name)
+        ours = build(config)
+        hidden = ours.apply(variables, ids, method=lambda m, ids: m.lm.hidden(ids, **packing))
+        expected = outputs.hidden_states[-1].numpy()[is_token]
+        np.testing.assert_allclose(hidden[is_token], expected, atol=1e-5 * np.abs(expected).max())
+    logits = ours.apply(variables, ids, method=lambda m, ids: m.lm.logits(ids, **packing))
+    expected = outputs.logits.numpy()[is_token]
+    np.testing.assert_allclose(logits[is_token], expected, atol=1e-5 * np.abs(expected).max())
+    export_model(tmp_path / "again", *import_model(tmp_path / "encoder"))
+    again = type(theirs.base_model).from_pretrained(tmp_path / "again").eval()
+    with torch.no_grad():
+        hidden = again(**tensors).last_hidden_state.numpy()
+    np.testing.assert_array_equal(hidden, outputs.hidden_states[-1].numpy())
 
 
 def test_transformers_loads_an_exported_model(theirs, tmp_path):

@@ -20,7 +20,10 @@ SIZE_KEYS = {
     "gptj": "n_embd n_layer n_head vocab_size",
     "gpt_neox": "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size",
     "t5": "d_model d_kv d_ff num_layers num_heads",
+    "bart": "d_model encoder_layers decoder_layers vocab_size",
 }
+ENCODER_SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size"
+SIZE_KEYS |= dict.fromkeys(["bert", "roberta", "xlm-roberta", "modernbert"], ENCODER_SIZES)
 LLAMA_SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
 LLAMA_SIZES += " num_key_value_heads vocab_size"
 
@@ -147,6 +150,42 @@ T5 |= {"decoder_start_token_id": 0, "initializer_factor": 1.0, "dropout_rate": 0
 T5 |= {"relative_attention_num_buckets": 32, "layer_norm_epsilon": 1e-6}
 FIRST_T5 = {**T5, "n_positions": 512, "task_specific_params": {"summarization": {}}}
 T5_11 = {**T5, "feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+FLAN = {**T5_11, "n_positions": 512, "is_gated_act": True, "dense_act_fn": "gelu_new"}
+BERT = {**ANY, "model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_act": "gelu"}
+BERT |= {"attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": 0.1, "pad_token_id": 0}
+BERT |= {"layer_norm_eps": 1e-12, "max_position_embeddings": 512, "type_vocab_size": 2}
+BERT |= {"position_embedding_type": "absolute", "gradient_checkpointing": False}
+BERT_MODEL = {**BERT, "architectures": ["BertModel"], "classifier_dropout": None}
+POOLER = {"directionality": "bidi", "pooler_fc_size": 768, "pooler_num_attention_heads": 12}
+POOLER |= {"pooler_num_fc_layers": 3, "pooler_size_per_head": 128}
+POOLER |= {"pooler_type": "first_token_transform"}
+ROBERTA = {**BERT, "model_type": "roberta", "architectures": ["RobertaForMaskedLM"]}
+ROBERTA |= {"bos_token_id": 0, "eos_token_id": 2, "layer_norm_eps": 1e-5, "pad_token_id": 1}
+ROBERTA |= {"max_position_embeddings": 514, "type_vocab_size": 1}
+XLM_ROBERTA = {**ROBERTA, "model_type": "xlm-roberta", "output_past": True}
+MODERN = {**ANY, "model_type": "modernbert", "architectures": ["ModernBertForMaskedLM"]}
+MODERN |= {"attention_bias": False, "attention_dropout": 0.0, "classifier_activation": "gelu"}
+MODERN |= {"classifier_bias": False, "classifier_dropout": 0.0, "classifier_pooling": "mean"}
+MODERN |= {"cls_token_id": 50281, "decoder_bias": True, "deterministic_flash_attn": False}
+MODERN |= {"embedding_dropout": 0.0, "global_attn_every_n_layers": 3, "local_attention": 128}
+MODERN |= {"global_rope_theta": 160000.0, "local_rope_theta": 10000.0, "pad_token_id": 50283}
+MODERN |= {"hidden_activation": "gelu", "initializer_cutoff_factor": 2.0, "layer_norm_eps": 1e-5}
+MODERN |= {"max_position_embeddings": 8192, "mlp_bias": False, "mlp_dropout": 0.0}
+MODERN |= {"norm_bias": False, "norm_eps": 1e-5, "position_embedding_type": "absolute"}
+MODERN |= {"reference_compile": True, "sparse_pred_ignore_index": -100, "sparse_prediction": False}
+BART = {"model_type": "bart", "activation_dropout": 0.1, "activation_function": "gelu"}
+BART |= {"add_bias_logits": False, "add_final_layer_norm": False, "attention_dropout": 0.1}
+BART |= {"bos_token_id": 0, "classif_dropout": 0.1, "decoder_layerdrop": 0.0, "dropout": 0.1}
+BART |= {"classifier_dropout": 0.0, "decoder_start_token_id": 2, "early_stopping": True}
+BART |= {"encoder_layerdrop": 0.0, "forced_bos_token_id": 0, "forced_eos_token_id": 2}
+BART |= {"init_std": 0.02, "is_encoder_decoder": True, "max_position_embeddings": 1024}
+BART |= {"no_repeat_ngram_size": 3, "normalize_before": False, "normalize_embedding": True}
+BART |= {"num_beams": 4, "pad_token_id": 1, "scale_embedding": False, "use_cache": True}
+BASE_BART = {"decoder_attention_heads": 12, "encoder_attention_heads": 12}
+BASE_BART |= {"decoder_ffn_dim": 3072, "encoder_ffn_dim": 3072, "num_hidden_layers": 6}
+LARGE_BART = {"decoder_attention_heads": 16, "encoder_attention_heads": 16}
+LARGE_BART |= {"decoder_ffn_dim": 4096, "encoder_ffn_dim": 4096, "num_hidden_layers": 12}
+CNN = {"extra_pos_embeddings": 2, "force_bos_token_to_be_generated": True, "output_past": True}
 NEAR5 = (["sliding_attention"] * 5 + ["full_attention"]) * 3
 LLAMA31 = {**LLAMA3, "rope_scaling": {**SCALED, "factor": 8.0}}
 LLAMA32 = {**LLAMA3, "rope_scaling": {**SCALED, "factor": 32.0}, "tie_word_embeddings": True}
@@ -524,7 +563,23 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         433873920,
     ),
     "t5-base": (FIRST_T5, (768, 64, 3072, 12, 12), 222903552),
-    "flan-t5-xxl": (T5_11, (4096, 64, 10240, 24, 64), 11135332352),
+    "flan-t5-xxl": (FLAN, (4096, 64, 10240, 24, 64), 11135332352),
+    "t5-v1_1-large": (T5_11, (1024, 64, 2816, 24, 16), 783150080),
+    "flan-t5-xl": (FLAN, (2048, 64, 5120, 24, 32), 2849757184),
+    "bert-base-uncased": (BERT, (768, 3072, 12, 12, 30522), 109514298),
+    "bert-base-multilingual-cased": ({**BERT, **POOLER}, (768, 3072, 12, 12, 119547), 177974523),
+    "bert-large-uncased": (BERT, (1024, 4096, 24, 16, 30522), 335174458),
+    "all-MiniLM-L6-v2": (BERT_MODEL, (384, 1536, 6, 12, 30522), 22565376),
+    "bge-small-en-v1.5": (BERT_MODEL, (384, 1536, 12, 12, 30522), 33212160),
+    "roberta-base": (ROBERTA, (768, 3072, 12, 12, 50265), 124697433),
+    "roberta-large": (ROBERTA, (1024, 4096, 24, 16, 50265), 355412057),
+    "xlm-roberta-base": (XLM_ROBERTA, (768, 3072, 12, 12, 250002), 278295186),
+    "ModernBERT-base": (MODERN, (768, 1152, 22, 12, 50368), 149655232),
+    "ModernBERT-large": (MODERN, (1024, 2624, 28, 16, 50368), 395881664),
+    "bart-base": ({**BART, **BASE_BART}, (768, 6, 6, 50265), 139420416),
+    "bart-large": ({**BART, **LARGE_BART}, (1024, 12, 12, 50265), 406291456),
+    "bart-large-cnn": ({**BART, **LARGE_BART, **CNN}, (1024, 12, 12, 50264), 406290432),
+    "distilbart-cnn-12-6": ({**BART, **LARGE_BART, **CNN}, (1024, 12, 6, 50264), 305510400),
 }
 
 
@@ -626,6 +681,14 @@ OPTIONS = [
     ("minicpm", "sparse_config", None, {"kernel_size": 32}),
     ("phi3", "lm_head_bias", False, True),
     ("phi3", "full_attn_mod", 1, 2),
+    ("bert", "tie_word_embeddings", True, False),
+    ("bert", "position_embedding_type", "absolute", "relative_key"),
+    ("bert", "is_decoder", False, True),
+    ("roberta", "add_cross_attention", False, True),
+    ("modernbert", "attention_dropout", 0.0, 0.1),
+    ("bart", "normalize_embedding", True, False),
+    ("bart", "decoder_layerdrop", 0.0, 0.1),
+    ("bart", "tie_word_embeddings", True, False),
     ("llama", "residual_multiplier", 1.0, 0.22),
     ("llama", "residual_multiplier", None, 0),
     ("llama", "use_rope", True, False),

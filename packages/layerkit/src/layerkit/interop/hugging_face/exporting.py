@@ -49,6 +49,7 @@ from layerkit.layers.quantization.lora import remove_lora
 from layerkit.layers.quantization.mxfp8 import MxFp8Dot
 from layerkit.layers.quantization.nvfp4 import NvFp4Dot
 from layerkit.layers.quantization.stored_weights import dequantize_model
+from layerkit.models.bert import BertModel
 from layerkit.models.language_model import LanguageModel
 from layerkit.models.preference_model import DpoModel
 from layerkit.models.transformer_lm import TransformerLm
@@ -56,13 +57,14 @@ from layerkit.models.transformer_lm import TransformerLm
 # Fields that change how a model is computed, trained or sharded, but not its outputs.
 # fmt: off
 _NO_EFFECT = frozenset({
-    "activation_axes", "axes", "backend", "balance_all_choices", "bias_axes", "cache_format",
-    "capacity_factor", "chunk_size", "circular_repeats", "context_parallel", "decoder", "down_init",
-    "dropout_rate", "droppath_rate", "dtype", "embedding_axes", "exchange_buffer_factor",
-    "expert_exchange", "fprop_dtype", "gather_weights_once", "grouped_matmul", "jitter",
-    "kernel_blocks", "label_smoothing", "load_balance_weight", "loss_weight", "microbatch_size",
-    "num_groups", "num_microbatches", "num_stages", "params_init", "remat", "router_z_weight",
-    "score_bias_rate", "sharding", "stacked_shape", "stage_remat", "stream_inputs", "train",
+    "activation_axes", "augmenter_tpl", "axes", "backend", "balance_all_choices", "bias_axes",
+    "cache_format", "capacity_factor", "chunk_size", "circular_repeats", "context_parallel",
+    "decoder", "down_init", "dropout_rate", "droppath_rate", "dtype", "embedding_axes",
+    "exchange_buffer_factor", "expert_exchange", "fprop_dtype", "gather_weights_once",
+    "grouped_matmul", "jitter", "kernel_blocks", "label_smoothing", "load_balance_weight",
+    "loss_weight", "microbatch_size", "num_groups", "num_microbatches", "num_stages",
+    "output_dropout_rate", "params_init", "remat", "router_z_weight", "score_bias_rate",
+    "sharding", "stacked_shape", "stage_remat", "stream_inputs", "train", "unmasked_ids",
     "unroll", "weight_axes", "weight_init", "z_loss_weight",
 })
 # fmt: on
@@ -343,8 +345,9 @@ def deployed_model(model: Config, variables: Mapping[str, Any]) -> tuple[Config,
     """Return the model that others load, and its weights.
 
     A `DpoModel` becomes a `LanguageModel` of its policy, without the reference. A bare
-    `TransformerLm` becomes the network of a `LanguageModel`. Weights in integers become floats, and
-    LoRA adapters are added to the weights beside them.
+    `TransformerLm` becomes the network of a `LanguageModel`, or of a `BertModel` if it is not
+    causal. Weights in integers become floats, and LoRA adapters are added to the weights beside
+    them.
 
     Args:
       model: Config of a model or of a network.
@@ -357,6 +360,7 @@ def deployed_model(model: Config, variables: Mapping[str, Any]) -> tuple[Config,
         model = model.lm_tpl
         variables = {name: tree["lm"] for name, tree in variables.items() if "lm" in tree}
     if issubclass(target_of(model), TransformerLm):
-        model = LanguageModel.HParams.config(lm_tpl=model)
+        owner = LanguageModel if model.is_causal else BertModel
+        model = owner.HParams.config(lm_tpl=model)
         variables = {name: {"lm": tree} for name, tree in variables.items()}
     return remove_lora(*dequantize_model(model, variables))

@@ -33,7 +33,9 @@ class Family:
       copies: Tensors that a folder may contain although they repeat another: copy → original.
       stand_ins: Tensors that a folder may lack, although config.json says nothing of it: tensor →
         the one that Transformers then takes.
+      older_endings: Endings of names in older folders: ending → older ending.
       buffers: Regular expression of the names of tensors that are not weights.
+      zeros: Regular expression of the names of tensors that are supported if they are 0.
       model_class: Model class that contains the network.
       network_field: Field of the model that holds the network.
       model_entries: Table from keys of config.json to fields of the model itself.
@@ -55,7 +57,9 @@ class Family:
     prefix: str = ""
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stand_ins: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    older_endings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     buffers: str = "(?!)"
+    zeros: str = "(?!)"
     model_class: Any = LanguageModel
     network_field: str = "lm_tpl"
     model_entries: tuple[Entry, ...] = ()

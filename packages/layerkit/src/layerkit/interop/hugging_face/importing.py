@@ -269,11 +269,18 @@ def _stored_pieces(source: SafetensorsFolder, family: Family, anatomy: Anatomy) 
     needed, present = {piece.name for piece in pieces}, set(source.names())
     # A model that was saved without its head has no prefix.
     is_bare = not any(name.startswith(family.prefix) for name in present)
-    both_copies = {**family.copies, **repeated}
-    copies = {name: of for name, of in both_copies.items() if name in present - needed}
+
+    def without_prefix(name: str) -> str:
+        return name.removeprefix(family.prefix) if is_bare else name
+
+    copies = {without_prefix(name): of for name, of in {**family.copies, **repeated}.items()}
+    copies = {name: of for name, of in copies.items() if name in present - needed}
 
     def stored(name: str) -> str:
-        plain = name.removeprefix(family.prefix) if is_bare else name
+        plain = without_prefix(name)
+        for ending, older in family.older_endings.items():
+            if plain not in present and plain.endswith(ending):
+                plain = plain.removesuffix(ending) + older
         # A tied tensor may be stored under the name of any of its copies alone.
         others = [copy for copy, original in copies.items() if original == name]
         return plain if plain in present else [*others, family.stand_ins.get(name, plain)][0]
@@ -322,7 +329,7 @@ def _differences(
             continue
         # Compression libraries add biases to all layers.
         is_bias = name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in needed
-        if is_bias and not source.tensor(name).any():
+        if (is_bias or re.search(family.zeros, name)) and not source.tensor(name).any():
             continue
         original = copies.get(name)
         if original is None or original not in present:

@@ -49,8 +49,9 @@ NEWER_SPELLINGS = {"rope_scaling": "rope_parameters", "torch_dtype": "dtype"}
 # Options that our families lack, with the value that has no effect. That of any other option is
 # null, false, 0 or empty.
 WITHOUT_EFFECT = {
-    "causal": True, "embedding_multiplier": 1, "full_attn_mod": 1, "interpolate_factor": 1,
-    "is_causal": True, "logit_scale": 1, "logits_scaling": 1, "norm_topk_prob": True,
+    "causal": True, "embedding_multiplier": 1, "extra_pos_embeddings": 2, "full_attn_mod": 1,
+    "interpolate_factor": 1, "is_causal": True, "logit_scale": 1, "logits_scaling": 1,
+    "norm_topk_prob": True, "normalize_embedding": True,
     "residual_multiplier": 1, "scale_emb": 1, "use_rope": True,
 }
 # fmt: on

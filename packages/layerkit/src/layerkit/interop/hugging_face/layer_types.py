@@ -18,15 +18,21 @@ def layer_types(
     by_default: Callable[[ConfigFile, int], str],
     *,
     default_window: int | None,
+    window: str = "sliding_window",
+    to_ours: Callable[[int], int] = lambda window: window,
+    to_theirs: Callable[[int], int] = lambda window: window,
     has_switch: bool = False,
     make_near: Callable[[ConfigFile, Config], None] = lambda file, template: None,
     write_more: Callable[[Config | None, Config | None], dict[str, Any]] = lambda near, far: {},
 ) -> Entry:
-    """Return the entry of `layer_types` and `sliding_window`, to be read after those of layers.
+    """Return the entry of `layer_types` and the window, to be read after those of layers.
 
     Args:
       by_default: Function (file, layer) → type that Transformers applies if types are not listed.
       default_window: Window of Transformers if the key is left out.
+      window: Key of the window.
+      to_ours: Function from a value of the key to a window of the attention.
+      to_theirs: Inverse of `to_ours`.
       has_switch: Near layers require `use_sliding_window` (Qwen).
       make_near: Function (file, template) that sets further fields of a near layer's template.
       write_more: Function from the near and far templates to further keys.
@@ -41,16 +47,16 @@ def layer_types(
         if not is_list or [kind in (NEAR, FAR) for kind in types] != [True] * len(layers):
             raise file.invalid("layer_types", f"{NEAR!r} or {FAR!r} for each layer")
         is_on = not has_switch or file.get("use_sliding_window", default=False)
-        window = file.get("sliding_window", default_window)
-        if NEAR in types and (window is None or not is_on):
+        size = file.get(window, default_window)
+        if NEAR in types and (size is None or not is_on):
             if not has_switch:
-                raise file.invalid("sliding_window", f"a window, since layer_types has {NEAR!r}")
+                raise file.invalid(window, f"a window, since layer_types has {NEAR!r}")
             types = [FAR for _ in layers]
         pattern = []
         for kind in shortest_period(types):
             template = network.stack_tpl.layer_tpl.clone()
             if kind == NEAR:
-                template.attention_tpl.window = window
+                template.attention_tpl.window = to_ours(size)
                 make_near(file, template)
             pattern.append(template)
         network.stack_tpl = repeat_pattern(pattern)
@@ -65,7 +71,7 @@ def layer_types(
         ]
         content: dict[str, Any] = {"layer_types": types}
         if near:  # Gemma of Transformers loads no null.
-            content["sliding_window"] = near[0].attention_tpl.window
+            content[window] = to_theirs(near[0].attention_tpl.window)
         if has_switch:
             content["use_sliding_window"] = bool(near)
             # Read by versions that ignore `layer_types`; their near layers come last.

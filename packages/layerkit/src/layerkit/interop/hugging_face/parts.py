@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from layerkit.config import Config, target_of
@@ -12,6 +13,7 @@ from layerkit.interop.hugging_face.keys import (
     get_field,
     set_field,
 )
+from layerkit.interop.hugging_face.layouts import BIAS_OF_HEADS, INTO_HEADS, LINEAR
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.basic.elementwise import (
     GELU,
@@ -48,14 +50,16 @@ ACTIVATIONS: dict[str, Config] = {
 }
 
 
-def activation(name: str, default: str) -> Entry:
-    """Return the entry of the activation of the feed-forward.
+def activation(
+    name: str, default: str, path: str = "layer.feed_forward_tpl.activation_tpl"
+) -> Entry:
+    """Return the entry of an activation.
 
     Args:
       name: Name of the key.
       default: Value of Transformers if the key is left out, and the preferred spelling.
+      path: Path of the field, by default that of the feed-forward.
     """
-    path = "layer.feed_forward_tpl.activation_tpl"
 
     def read(file: ConfigFile, network: Config) -> None:
         spelling = file.get(name, default)
@@ -120,4 +124,32 @@ def embedding_rows(
         Row(embedding, separate, as_it_is),
         Row(embedding, softmax, as_it_is, instead_of=separate),
         Row(head, softmax, "vocab embed -> embed vocab", beside=separate),
+    )
+
+
+def linear_rows(
+    names: Mapping[str, str], layout: str = LINEAR, joined_axis: int | None = None
+) -> tuple[Row, ...]:
+    """Return the rows of linear layers, each with a weight and perhaps a bias.
+
+    Args:
+      names: Path of the layer → name of its tensors, without `.weight` and `.bias`.
+      layout: Layout of the weights, of a projection of heads or of a feed-forward.
+      joined_axis: See `Row`.
+    """
+    bias = "_bias/b" if layout == LINEAR else "/b"
+    bias_layout = BIAS_OF_HEADS if layout == INTO_HEADS else "dims -> dims"
+    return tuple(
+        Row(theirs + kind, ours + name, of_kind, joined_axis)
+        for ours, theirs in names.items()
+        for kind, name, of_kind in ((".weight", "/w", layout), (".bias", bias, bias_layout))
+    )
+
+
+def norm_rows(names: Mapping[str, str]) -> tuple[Row, ...]:
+    """Return the rows of norms with a scale and perhaps a bias; `names` as in `linear_rows`."""
+    return tuple(
+        Row(theirs + kind, ours + name)
+        for ours, theirs in names.items()
+        for kind, name in ((".weight", "/scale"), (".bias", "/bias"))
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from layerkit.interop.hugging_face.families.bart import BART
+from layerkit.interop.hugging_face.families.bert import BERT
 from layerkit.interop.hugging_face.families.cohere import COHERE
 from layerkit.interop.hugging_face.families.cohere2 import COHERE2
 from layerkit.interop.hugging_face.families.deepseek_v2 import DEEPSEEK_V2
@@ -25,6 +27,7 @@ from layerkit.interop.hugging_face.families.llama4 import LLAMA4, LLAMA4_TEXT
 from layerkit.interop.hugging_face.families.minicpm import MINICPM
 from layerkit.interop.hugging_face.families.mistral import MISTRAL
 from layerkit.interop.hugging_face.families.mixtral import MIXTRAL
+from layerkit.interop.hugging_face.families.modernbert import MODERNBERT
 from layerkit.interop.hugging_face.families.olmo2 import OLMO2
 from layerkit.interop.hugging_face.families.olmo3 import OLMO3
 from layerkit.interop.hugging_face.families.olmoe import OLMOE
@@ -33,6 +36,7 @@ from layerkit.interop.hugging_face.families.qwen2 import QWEN2
 from layerkit.interop.hugging_face.families.qwen2_moe import QWEN2_MOE
 from layerkit.interop.hugging_face.families.qwen3 import QWEN3
 from layerkit.interop.hugging_face.families.qwen3_moe import QWEN3_MOE
+from layerkit.interop.hugging_face.families.roberta import ROBERTA, XLM_ROBERTA
 from layerkit.interop.hugging_face.families.seed_oss import SEED_OSS
 from layerkit.interop.hugging_face.families.smollm3 import SMOLLM3
 from layerkit.interop.hugging_face.families.stablelm import STABLELM
@@ -77,6 +81,11 @@ FAMILIES: tuple[Family, ...] = (
     SEED_OSS,
     ERNIE4_5,
     T5,
+    BART,
+    BERT,
+    ROBERTA,
+    XLM_ROBERTA,
+    MODERNBERT,
 )
 
 

@@ -1,4 +1,4 @@
-"""T5 and T5 1.1 (Raffel et al., 2020): an encoder and a decoder with relative biases.
+"""T5, T5 1.1 and Flan-T5 (Raffel et al., 2020): an encoder and a decoder with relative biases.
 
 Attention logits are not scaled. Each side has one table of biases, which folders store in the first
 layer. The first version ties the head to the embedding and divides logits by √dims. Version 1.1 has

@@ -1,0 +1,157 @@
+"""ModernBERT (Warner et al., 2024): an encoder with windows, rotary positions and gated layers.
+
+By default, every third layer has full attention. The others see half the window on both sides of a
+token. Both kinds have separate rotary positions. The first layer has no norm before its attention,
+since the embeddings are normalized. Models for embeddings are saved without a head.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layerkit.config import Config
+from layerkit.interop.hugging_face.families.bert import encoder_network, masked_lm_head
+from layerkit.interop.hugging_face.family import Family
+from layerkit.interop.hugging_face.keys import ConfigFile, Entry, fixed, key, layer_templates
+from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types, repeat_pattern
+from layerkit.interop.hugging_face.layouts import INTO_HEADS, LINEAR, OUT_OF_HEADS
+from layerkit.interop.hugging_face.parts import (
+    activation,
+    embedding_rows,
+    linear_rows,
+    norm_rows,
+    tied_embedding,
+)
+from layerkit.interop.hugging_face.rotary import rotary_config, rotary_keys
+from layerkit.interop.hugging_face.tensors import Row
+from layerkit.layers.basic.normalizations import IdentityNorm
+from layerkit.models.bert import BertModel
+
+# Older keys and defaults of the bases of the rotary positions.
+_THETAS = {FAR: ("global_rope_theta", 160_000.0), NEAR: ("local_rope_theta", 10_000.0)}
+_NORMS = ("embedding_norm_tpl", "final_norm_tpl", "layer.norm_tpl")
+
+
+def _network() -> Config:
+    network = encoder_network()
+    network.stack_tpl.layer_tpl.feed_forward_tpl.use_gate = True
+    return network
+
+
+def _set_rotary(file: ConfigFile, template: Config, kind: str) -> None:
+    older = {"rope_theta": file.get(*_THETAS[kind]), **(file.get("rope_scaling", None) or {})}
+    newer = (file.get("rope_parameters", None) or {}).get(kind) or {}
+    template.attention_tpl.rotary_tpl = rotary_config(file, {**older, **newer})
+
+
+def _write_rotary(near: Config | None, far: Config | None) -> dict[str, Any]:
+    content: dict[str, Any] = {"rope_parameters": {}}
+    for kind, template in ((NEAR, near), (FAR, far)):
+        if template is not None:
+            keys = rotary_keys(template.attention_tpl.rotary_tpl)
+            theta, scaling = keys["rope_theta"], keys["rope_scaling"] or {"rope_type": "default"}
+            content["rope_parameters"][kind] = {"rope_theta": theta, **scaling}
+            content[_THETAS[kind][0]] = theta
+    return content
+
+
+def _every_third(file: ConfigFile, layer: int) -> str:
+    return NEAR if layer % file.get("global_attn_every_n_layers", 3) else FAR
+
+
+def _drop_first_norm(file: ConfigFile, network: Config) -> None:
+    del file
+    pattern = layer_templates(network)
+    layers = [pattern[layer % len(pattern)].clone() for layer in range(network.num_layers)]
+    norm = layers[0].norm_tpl
+    layers[0].set(norm_tpl=IdentityNorm.HParams.config(), feed_forward_norm_tpl=norm)
+    network.stack_tpl = repeat_pattern(layers)
+
+
+def _write_period(network: Config) -> dict[str, Any]:
+    """Return the key that versions read which ignore `layer_types`."""
+    windows = [layer.attention_tpl.window for layer in layer_templates(network)]
+    far = (layer for layer, window in enumerate(windows) if layer and window is None)
+    return {"global_attn_every_n_layers": next(far, network.num_layers)}
+
+
+_OURS, _THEIRS = "lm/stack/{layer}/", "model.layers.{layer}."
+_QKV = {f"{_OURS}attention/{name}": _THEIRS + "attn.Wqkv" for name in ("query", "key", "value")}
+_GATED = {f"{_OURS}feed_forward/{name}": _THEIRS + "mlp.Wi" for name in ("gate", "up")}
+_WORDS = "model.embeddings.tok_embeddings.weight"
+
+MODERNBERT = Family(
+    model_type="modernbert",
+    architecture="ModernBertForMaskedLM",
+    network=_network,
+    model_class=BertModel,
+    entries=(
+        tied_embedding(default=True),
+        key("vocab_size", "vocab_size", 50368),
+        key("hidden_size", "model_dims", 768),
+        key("intermediate_size", "hidden_dims", 1152),
+        key("num_hidden_layers", "num_layers", 22),
+        key("num_attention_heads", "num_heads", 12),
+        key("norm_eps", tuple(f"{norm}.epsilon" for norm in _NORMS), 1e-5),
+        key("norm_bias", tuple(f"{norm}.use_bias" for norm in _NORMS), default=False),
+        key("attention_bias", "layer.attention_tpl.use_bias", default=False),
+        key("mlp_bias", "layer.feed_forward_tpl.has_bias", default=False),
+        key("embedding_dropout", "dropout_rate", 0.0),
+        key("mlp_dropout", "layer.feed_forward_tpl.dropout_rate", 0.0),
+        fixed("attention_dropout", 0.0),
+        activation("hidden_activation", "gelu"),
+        masked_lm_head(
+            "ModernBert",
+            key("decoder_bias", "softmax_tpl.use_bias", default=True),
+            key("classifier_bias", "head_tpl.has_bias", default=False),
+            activation("classifier_activation", "gelu", "head_tpl.activation_tpl"),
+        ),
+        Entry(
+            lambda file, network: _set_rotary(file, network.stack_tpl.layer_tpl, FAR),
+            lambda network: {},  # `_write_rotary` writes it.
+        ),
+        layer_types(
+            _every_third,
+            default_window=128,
+            window="local_attention",
+            to_ours=lambda whole: whole // 2 + 1,
+            to_theirs=lambda half: 2 * (half - 1),
+            make_near=lambda file, template: _set_rotary(file, template, NEAR),
+            write_more=_write_rotary,
+        ),
+        Entry(_drop_first_norm, _write_period),
+    ),
+    # Those of a classifier, of the head (which an encoder lacks), and of the implementation.
+    # Transformers ignores `layer_norm_eps` and `position_embedding_type`.
+    neutral=frozenset(
+        {
+            *("classifier_activation", "classifier_bias", "classifier_dropout", "decoder_bias"),
+            *("classifier_pooling", "deterministic_flash_attn", "initializer_cutoff_factor"),
+            *("layer_norm_eps", "max_position_embeddings", "position_embedding_type"),
+            *("reference_compile", "repad_logits_with_grad", "sparse_prediction"),
+            "sparse_pred_ignore_index",
+        }
+    ),
+    prefix="model.",
+    copies={"decoder.weight": _WORDS},
+    token_ids={"bos_token_id": 50281, "eos_token_id": 50282, "pad_token_id": 50283},
+    rows=(
+        *embedding_rows(_WORDS, head="decoder.weight"),
+        Row("decoder.bias", "lm/softmax/b"),
+        Row("head.dense.weight", "lm/head/linear/w", LINEAR),
+        Row("head.dense.bias", "lm/head/bias/b"),
+        *linear_rows(_QKV, INTO_HEADS, joined_axis=0),
+        *linear_rows({_OURS + "attention/output": _THEIRS + "attn.Wo"}, OUT_OF_HEADS),
+        *linear_rows(_GATED, joined_axis=0),
+        *linear_rows({_OURS + "feed_forward/down": _THEIRS + "mlp.Wo"}),
+        *norm_rows(
+            {
+                "lm/embedding_norm": "model.embeddings.norm",
+                _OURS + "attention_norm": _THEIRS + "attn_norm",
+                _OURS + "feed_forward_norm": _THEIRS + "mlp_norm",
+                "lm/final_norm": "model.final_norm",
+                "lm/head/norm": "head.norm",
+            }
+        ),
+    ),
+)
