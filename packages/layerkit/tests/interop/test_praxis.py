@@ -300,7 +300,7 @@ def test_logits_of_praxis_with_its_weights(praxis, stack, case, layer_fields, at
     sources = find_sources(shapes, recorded["weights"])
     params = {n: read_whole(sources[n], recorded["weights"], shapes[n]) for n in shapes}
     logits = model.bind({"params": unflatten_dict(params, sep="/")}).lm.logits(recorded["ids"])
-    np.testing.assert_allclose(logits, recorded["logits"], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(logits, recorded["logits"], rtol=1e-5, atol=5e-5)
 
 
 def test_norm_after_a_branch_is_not_read_from_the_norm_before_it():
