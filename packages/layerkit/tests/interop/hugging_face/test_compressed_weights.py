@@ -1,7 +1,4 @@
-"""Compressed weights: packed as the compression libraries pack them, and read back.
-
-The packing loops follow AutoGPTQ, AutoAWQ, bitsandbytes and compressed-tensors, number by number.
-"""
+"""Compressed weights: packed as the compression libraries pack them, and read back."""
 
 from __future__ import annotations
 
@@ -35,19 +32,14 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "
 FP8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
-def pack(values, axis, bits=4, order=None):
-    """Pack integers [rows, columns] into int32 along an axis, one by one."""
-    values = values if axis == 1 else values.T
+def pack(values, axis, bits=4, order=()):
+    """Pack integers [rows, columns] into int32 along an axis, each group in an order."""
     count = 32 // bits
-    order = order or range(count)
-    packed = np.zeros((values.shape[0], -(-values.shape[1] // count)), np.uint32)
-    for column in range(packed.shape[1]):
-        for place, source in enumerate(order):
-            if column * count + source < values.shape[1]:
-                one = values[:, column * count + source].astype(np.uint32)
-                packed[:, column] |= one << np.uint32(bits * place)
-    packed = packed.view(np.int32)
-    return np.ascontiguousarray(packed if axis == 1 else packed.T)
+    values = np.moveaxis(values, axis, 1).astype(np.uint32)
+    values = np.pad(values, [(0, 0), (0, -values.shape[1] % count)])
+    values = values.reshape(len(values), -1, count)[:, :, list(order or range(count))]
+    packed = np.bitwise_or.reduce(values << np.arange(0, 32, bits, dtype=np.uint32), axis=2)
+    return np.ascontiguousarray(np.moveaxis(packed.view(np.int32), 1, axis))
 
 
 def fp8(name, blocks=(None, None), dtype=np.float32, **more):
@@ -69,12 +61,13 @@ def int8_rows(weight):
     return {"weight": values, "SCB": absmax, "weight_format": np.uint8(0)}, dense
 
 
-def grouped(weight, bits=4, size=32, order=None):
+def grouped(weight, bits=4, *, order=None, has_zeros=True):
     """Return integers [inputs, outputs], zero points and scales [groups, outputs], and groups."""
     outputs, inputs = weight.shape
-    index = np.arange(inputs) // size if order is None else (np.arange(inputs) // size)[order]
+    index = (np.arange(inputs) if order is None else order) // 32
     codes = DRAW.integers(0, 1 << bits, (inputs, outputs))
-    zeros = DRAW.integers(1, 1 << bits, (inputs // size, outputs))
+    zeros = DRAW.integers(1, 1 << bits, (inputs // 32, outputs))
+    zeros = zeros if has_zeros else np.full_like(zeros, 1 << (bits - 1))
     scales = DRAW.uniform(0.1, 1, zeros.shape).astype(np.float16)
     dense = (codes - zeros[index]).astype(np.float32) * scales[index].astype(np.float32)
     return codes, zeros, scales, index.astype(np.int32), dense.T
@@ -100,10 +93,7 @@ def awq(weight):
 
 def packed_int(bits=4, *, has_zeros=False):
     def compress(weight):
-        codes, zeros, scales, _, dense = grouped(weight, bits)
-        if not has_zeros:
-            zeros = np.full_like(zeros, 1 << (bits - 1))
-            dense = ((codes - zeros[0]) * np.repeat(scales.astype(np.float32), 32, 0)).T
+        codes, zeros, scales, _, dense = grouped(weight, bits, has_zeros=has_zeros)
         tensors = {"weight_packed": pack(codes.T, 1, bits), "weight_scale": scales.T.copy()}
         tensors["weight_shape"] = np.array(weight.shape)
         if has_zeros:
