@@ -12,6 +12,7 @@ import pytest
 
 from layerkit.config import Config, build, target_of
 from layerkit.interop.hugging_face import export_model, model_config
+from layerkit.layers import LORA_WEIGHTS
 from layerkit.models import DpoModel
 from layerkit_experiments.lm import fine_tune
 from layerkit_experiments.lm.fine_tune import HuggingFaceLm
@@ -124,5 +125,5 @@ def test_lora_trains_adapters_alone(folder: Path):
     task = resolve(fine_tune.FineTuneLora(**fields)).task
     attention = task.model.lm_tpl.stack_tpl.layer_tpl.attention_tpl
     assert attention.query_tpl.dot_tpl.rank == 2
-    assert task.train.learner.trainable == (".*/lora_[ab]",)
+    assert task.train.learner.trainable == (LORA_WEIGHTS,)
     assert task.initial_weights.sources[0].folder == str(folder)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from layerkit.layers import LORA_WEIGHTS
 from layerkit_experiments.lm import llama
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.errors import UsageError
@@ -50,7 +51,7 @@ def test_lora_trains_adapters_on_the_weights_of_a_folder_that_is_not_there_yet(n
     task = resolved("Llama7BLora").task
     (source,) = task.initial_weights.sources
     assert source.folder == "Llama-2-7b-hf"
-    assert task.train.learner.trainable == (".*/lora_[ab]",)
+    assert task.train.learner.trainable == (LORA_WEIGHTS,)
     attention = task.model.lm_tpl.stack_tpl.layer_tpl.attention_tpl
     assert attention.query_tpl.dot_tpl.rank == attention.value_tpl.dot_tpl.rank == 8
     assert attention.key_tpl.dot_tpl is None

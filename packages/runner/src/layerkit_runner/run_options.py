@@ -166,6 +166,9 @@ class RunOptions:
     bakes_weights: bool = _switch(
         "put the weights into the functions of --export_format=stablehlo", ("export",)
     )
+    adapters_only: bool = _switch(
+        "write the LoRA adapters alone, as a folder of PEFT, instead of merging them", ("export",)
+    )
     prompt: tuple[str, ...] | None = _option(
         "text to continue, which may be given several times; by default that of the standard input,"
         " or of a dialog on a terminal",

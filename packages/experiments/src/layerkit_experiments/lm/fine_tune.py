@@ -14,13 +14,14 @@ from layerkit.errors import ConfigError
 from layerkit_experiments.recipes.fine_tuning import (
     add_adapters,
     folder_tokenizer,
+    peft_model,
     train_adapters,
-    weights_of,
 )
 from layerkit_experiments.recipes.language_model import remat_policy
 from layerkit_experiments.recipes.local_files import LocalFiles
 from layerkit_experiments.recipes.training import TrainedExperiment, train_config
 from layerkit_inputs.base.tokenizer_interface import end_ids
+from layerkit_runner.init_from.settings import weights_of
 from layerkit_runner.step.task import SingleTask
 
 
@@ -179,13 +180,35 @@ class FineTuneLora(FineTune):
     LORA_DROPOUT_RATE: float = 0.0
     LORA_ONLY: str = ".*(query|value)_tpl"
     """Pattern of field paths of products with an adapter; `.*_tpl` matches all."""
+    LORA_RANK_STABILIZED: bool = False
+    """Multiply adapters by LORA_ALPHA / √LORA_RANK (rsLoRA)."""
+    LORA_MAGNITUDE: bool = False
+    """Also train the norms of the columns of the adapted weights (DoRA)."""
+    ADAPTERS: dict[str, float] | None = None
+    """Weights of folders of PEFT, whose summed adapters are trained further; they replace those of
+    LORA_RANK and the other fields."""
 
     LEARNING_RATE = 3e-4
     WEIGHT_DECAY = 0.0
 
     def model(self) -> Config:
-        """Return the config of the model with adapters."""
-        return add_adapters(self, super().model())
+        """Return the config of the model with the adapters of LORA_RANK and the other fields."""
+        if self.ADAPTERS:
+            return super().model()
+        return add_adapters(
+            self,
+            super().model(),
+            rank_stabilized=self.LORA_RANK_STABILIZED,
+            has_magnitude=self.LORA_MAGNITUDE,
+        )
+
+    def task(self) -> Config:
+        """Return the config of the task, with the adapters of ADAPTERS if there are any."""
+        task = super().task()
+        if self.ADAPTERS:
+            task.model = peft_model(task.model, self.ADAPTERS)
+            task.initial_weights = weights_of(self.HF_FOLDER, self.ADAPTERS)
+        return task
 
     def learner(self) -> Config:
         """Return the config of the learner, which trains only adapters."""

@@ -15,7 +15,6 @@ from layerkit_experiments.recipes.fine_tuning import (
     add_adapters,
     folder_tokenizer,
     train_adapters,
-    weights_of,
 )
 from layerkit_experiments.recipes.language_model import (
     REDUCED_TEXT,
@@ -23,6 +22,7 @@ from layerkit_experiments.recipes.language_model import (
     untied_decoder,
 )
 from layerkit_experiments.recipes.local_files import LocalFiles
+from layerkit_runner.init_from.settings import weights_of
 
 
 class Llama2(LmExperiment, abstract=True):

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from layerkit.config import Config
 from layerkit.errors import ConfigError
 from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
 from layerkit_inputs import tokenizer_config
-from layerkit_runner.init_from import InitFrom, Source
 
 
-def weights_of(folder: str) -> Config:
-    """Return the config of initial weights from a folder."""
-    config: Config = InitFrom.HParams.config(sources=[Source.HParams.config(folder=folder)])
-    return config
-
-
-def add_adapters(fields: Any, model: Config) -> Config:
+def add_adapters(fields: Any, model: Config, **options: Any) -> Config:
     """Return the config of a model with low-rank adapters (Hu et al., 2021; arXiv:2106.09685).
 
-    `--mode=export` merges the adapters into the weights.
+    `--mode=export` merges the adapters into the weights, unless --adapters_only is set.
 
     Args:
       fields: Experiment with LORA_RANK, LORA_ALPHA, LORA_DROPOUT_RATE and LORA_ONLY.
       model: Config of the model.
+      **options: Further arguments of `add_lora`.
     """
     return add_lora(
         model,
@@ -32,7 +27,22 @@ def add_adapters(fields: Any, model: Config) -> Config:
         alpha=fields.LORA_ALPHA,
         dropout_rate=fields.LORA_DROPOUT_RATE,
         only=fields.LORA_ONLY,
+        **options,
     )
+
+
+def peft_model(model: Config, folders: Mapping[str, float]) -> Config:
+    """Return the config of a model with the weighted adapters of folders of PEFT.
+
+    Raises:
+      ConfigError: A folder is missing, or its adapter is not supported.
+    """
+    from layerkit.interop import peft
+
+    try:
+        return peft.add_adapters(model, folders)
+    except OSError as error:
+        raise ConfigError(str(error), owner="ADAPTERS") from error
 
 
 def train_adapters(learner: Config) -> Config:

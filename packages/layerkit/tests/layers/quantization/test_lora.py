@@ -24,6 +24,7 @@ from layerkit.layers.quantization.lora import (
     LORA_WEIGHTS,
     add_lora,
     merge_lora,
+    remove_lora,
 )
 from layerkit.layers.transformer.repeat import Repeat
 from layerkit.layers.transformer.stacks import StackedTransformerRepeated
@@ -90,19 +91,37 @@ def test_outputs_equal_their_formula(name):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_initial_adapters_do_not_change_outputs(name):
+def test_columns_of_dora_have_the_learned_norms(name):
+    config, x, equation = LAYERS[name]
+    adapted = add_lora(config, rank=RANK, alpha=ALPHA, has_magnitude=True)
+    layer = adapted.Instantiate()
+    params = drawn(jax.eval_shape(layer.init, KEY)[PARAMS])
+    w, dot = params["w"], params["dot"]
+    merged = np.asarray(merge_lora(adapted, {PARAMS: params})[PARAMS]["w"])
+    first = int(name == "group")
+    axes = tuple(range(first, first + w.ndim - dot["lora_magnitude"].ndim))
+    norms = np.sqrt(np.square(w).sum(axes))
+    learned = np.sqrt(np.square(merged).sum(axes))
+    np.testing.assert_allclose(learned, np.abs(norms + dot["lora_magnitude"]), rtol=1e-5)
+    expected = np.einsum(equation, x, merged)
+    np.testing.assert_allclose(layer.apply({PARAMS: params}, x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("has_magnitude", [False, True])
+def test_initial_adapters_do_not_change_outputs(name, has_magnitude):
     config, x, _ = LAYERS[name]
-    adapted = add_lora(config, rank=RANK).Instantiate()
+    adapted = add_lora(config, rank=RANK, has_magnitude=has_magnitude).Instantiate()
     plain = config.Instantiate()
     variables, base = jax.jit(lambda key: (adapted.init(key), plain.init(key)))(KEY)
     # A base checkpoint fits in by its paths, and all that it lacks are adapters.
     found, known = (flatten_dict(tree[PARAMS], sep="/") for tree in (variables, base))
     assert all(found[path].shape == x.shape for path, x in known.items())
-    assert found.keys() - known.keys() == {"dot/lora_a", "dot/lora_b"}
+    adapter = {"dot/lora_a", "dot/lora_b"} | ({"dot/lora_magnitude"} if has_magnitude else set())
+    assert found.keys() - known.keys() == adapter
     restored = {PARAMS: unflatten_dict({**found, **known}, sep="/")}
-    np.testing.assert_array_equal(
-        *jax.jit(lambda a, b: (adapted.apply(a, x), plain.apply(b, x)))(restored, base)
-    )
+    both = jax.jit(lambda a, b: (adapted.apply(a, x), plain.apply(b, x)))(restored, base)
+    np.testing.assert_allclose(*both, rtol=1e-6 * has_magnitude)
     assert float(jnp.abs(found["dot/lora_a"]).max()) > 0
 
 
@@ -230,11 +249,19 @@ def test_dropout_acts_on_the_adapter_in_training_only():
     np.testing.assert_array_equal(evaluated, without.Instantiate().apply(variables, X))
 
 
-def test_merge_lora_raises_unless_all_adapters_have_one_alpha(raises):
-    model = add_lora(BLOCK, alpha=1.0, only="query_tpl")
-    model = add_lora(model, alpha=2.0, only="output_tpl")
-    variables = jax.eval_shape(model.Instantiate().init, KEY)
-    with raises(ConfigError, field="LoraDot.alpha", value=[1.0, 2.0]):
-        merge_lora(model, variables)
-    with raises(ConfigError, field="LoraDot.alpha", value=[]):
+def test_adapters_with_several_alphas_and_ranks_are_merged():
+    model = add_lora(BLOCK, alpha=1.0, rank=4, only="query_tpl", rank_stabilized=True)
+    model = add_lora(model, alpha=2.0, rank=2, only="output_tpl", has_magnitude=True)
+    variables = drawn(jax.eval_shape(model.Instantiate().init, KEY))
+    expected = model.Instantiate().apply(variables, X)
+    plain, merged = remove_lora(model, variables)
+    assert plain == BLOCK
+    np.testing.assert_allclose(plain.Instantiate().apply(merged, X), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_merge_lora_raises_without_adapters(raises):
+    variables = jax.eval_shape(BLOCK.Instantiate().init, KEY)
+    with raises(ConfigError, field="config", value="Block"):
         merge_lora(BLOCK, variables)
+    with raises(ConfigError, value="query/dot/lora_a"):
+        merge_lora(add_lora(BLOCK, only="query_tpl"), variables)

@@ -21,12 +21,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weight_formats import WeightFormat, scale_path
 from layerkit.errors import UserError
+from layerkit.interop.peft.importing import weight_of
 from layerkit.layers.quantization.stored_weights import round_like
 from layerkit_runner.checkpointing.stored_state import OPT_STATE, LeafPath, join, named_leaves
-from layerkit_runner.errors import as_usage_error
+from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.init_from.matching import PARAMS, InitialValue, Matched, match
 from layerkit_runner.init_from.settings import InitFrom
-from layerkit_runner.init_from.sources import StoredHuggingFace, open_source
+from layerkit_runner.init_from.sources import StoredAdapters, StoredHuggingFace, open_sources
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_state import (
     RANDOM_INIT,
@@ -93,15 +94,20 @@ def _match(
     """Return the origins of all values, and the state with the dtypes in which they are read."""
     with as_usage_error(UserError, owner=source.label):
         optimizer = task.train.learner.transformation
-        opened = [
-            open_source(one, state, report, optimizer=optimizer, model=task.model)
-            for one in source.sources
-        ]
+        opened = open_sources(
+            source.sources, state, report=report, optimizer=optimizer, model=task.model
+        )
     has_integers = any(
         path[0] == PARAMS and jnp.issubdtype(leaf.dtype, jnp.integer)
         for one in opened
         for path, leaf in one.stored.leaves.items()
     )
+    if has_integers and any(
+        path[-1] == "lora_magnitude" for one in opened for path in one.stored.leaves
+    ):
+        hint = "Read floating weights; task.model.weight_format rounds them afterwards."
+        problem = "DoRA needs the norms of weights, which are integers in the source"
+        raise UsageError(problem, owner=source.label, hint=hint)
     if not has_integers:
         state = _floating_weights(task.model, state)
     return match(source, opened, state, model=task.model), state
@@ -125,6 +131,7 @@ def _read_match(
             target: _compute(initial, [read[key] for key in keys[target]])
             for target, initial in matched.values.items()
         }
+        computed |= _relative_norms(matched, computed)
         return _assemble(task, _rounded(task.model, computed, stored_leaves), matched.step)
 
     stored_leaves = named_leaves(partitioner.abstract_stored_state(task))
@@ -239,6 +246,18 @@ def _floating_weights(model: BaseLayer, state: TrainState) -> TrainState:
         for path, leaf in plain.items()
     }
     return state.replace(params=unflatten_dict(params))
+
+
+def _relative_norms(
+    matched: Matched, values: Mapping[LeafPath, jax.Array]
+) -> dict[LeafPath, jax.Array]:
+    """Return the norms of columns of adapters (DoRA), relative to those of the weights."""
+    relative = {}
+    for path, initial in matched.values.items():
+        if path[-1] == "lora_magnitude" and isinstance(initial.stored, StoredAdapters):
+            w, norms = values[weight_of(path)], initial.stored.placed.relative
+            relative[path] = norms(path, values[path], w).astype(values[path].dtype)
+    return relative
 
 
 def _rounded(

@@ -18,7 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from layerkit.config import Conditions, Configurable, instance_field
+from layerkit.config import Conditions, Config, Configurable, instance_field
 from layerkit.config.checks import check_choice, check_integers, check_regex, check_regexes
 from layerkit.config.hparams import check_fields
 from layerkit.layers.quantization.lora import LORA_WEIGHTS
@@ -143,7 +143,8 @@ class Source(Configurable):
     refer to its layers as a stack (`lm/stack/repeat/sub/…`).
 
     Attributes:
-      folder: Folder of a job, of its checkpoints, of one checkpoint, or of a Hugging Face model.
+      folder: Folder of a job, of its checkpoints, of one checkpoint, of a Hugging Face model, or of
+        an adapter of PEFT.
       step: Checkpoint step; None for the newest.
       rules: Pairs `(pattern, name in the source)` for weights; the first match wins. See
         the docstring of this module. None takes each weight by its own name; the source must then
@@ -153,6 +154,7 @@ class Source(Configurable):
       opt_state_rules: Rules for values of the optimizer; values without a rule are initialized.
       load_step: Whether training and its schedules continue from the source's step.
       use_ema: Whether to read moving averages in place of the weights that have one.
+      scale: Factor of an adapter of PEFT. All sources with adapters are added up.
 
     Raises:
       ConfigError: `step` is negative, or a pattern is not a valid regular expression.
@@ -165,6 +167,7 @@ class Source(Configurable):
     opt_state_rules: Sequence[tuple[str, str]] = ()
     load_step: bool = False
     use_ema: bool = False
+    scale: float = 1.0
 
     used_only_if: ClassVar[Conditions] = {"ignore": "not rules"}
 
@@ -217,10 +220,23 @@ class InitFrom(InitialWeights):
             raise UsageError(owner=self.label, field="load_step", value=loading, expected=expected)
 
 
-def init_from_flags(folder: str, draw: str | None) -> InitFrom:
-    """Return the settings of `--init_from=DIR` and `--init_draw=PATTERN`."""
+def weights_of(folder: str, adapters: Mapping[str, float] | None = None) -> Config:
+    """Return the config of initial weights from a folder, and of weighted adapters of PEFT."""
+    added = [Source.HParams.config(folder=one, scale=x) for one, x in (adapters or {}).items()]
+    # Modules that an adapter saves take precedence.
+    config: Config = InitFrom.HParams.config(sources=[*added, Source.HParams.config(folder=folder)])
+    return config
+
+
+def init_from_flags(folder: str, draw: str | None, *, beside: InitFrom | None = None) -> InitFrom:
+    """Return the settings of `--init_from=DIR` and `--init_draw=PATTERN`.
+
+    `beside` are the settings to which the folder is added, if it has an adapter alone.
+    """
+    draws = () if draw is None else (draw,)
     return InitFrom(
-        sources=[Source(folder=folder)],
-        draw=() if draw is None else (draw,),
+        sources=[Source(folder=folder), *([] if beside is None else beside.sources)],
+        draw=draws if beside is None else (*draws, *beside.draw),
+        missing="error" if beside is None else beside.missing,
         label=f"--init_from={folder}",
     )

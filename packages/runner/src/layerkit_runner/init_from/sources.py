@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
+import numpy as np
 import optax
 from etils import epath
 from flax.traverse_util import flatten_dict, unflatten_dict
@@ -22,6 +23,8 @@ from layerkit.errors import hub_hint
 from layerkit.interop.hugging_face import families, folder, importing, tensors
 from layerkit.interop.hugging_face.compressed.tensors import open_tensors
 from layerkit.interop.hugging_face.other_forms import other_form
+from layerkit.interop.peft.importing import PlacedAdapters, open_folders
+from layerkit.models.language_model import LanguageModel
 from layerkit_runner.checkpointing import CheckpointManager, folders
 from layerkit_runner.checkpointing.integrity import require_sound, verify_together
 from layerkit_runner.checkpointing.stored_state import LeafPath, LeafSpec, join, named_leaves
@@ -30,13 +33,13 @@ from layerkit_runner.files.atomic_write import absolute, is_remote
 from layerkit_runner.files.text import near_folders
 from layerkit_runner.init_from.pax.paxml_folders import PaxFolder, find
 from layerkit_runner.init_from.settings import ADAPTER_WEIGHTS, Source
-from layerkit_runner.step.train_state import TrainState
+from layerkit_runner.step.train_state import ADAPTERS, TrainState
 
 if TYPE_CHECKING:
     from layerkit_runner.init_from.pax.stored_pax import StoredPax
 
     # Values by path, such as `("params", "lm", "w")`; `leaves` have their shapes and dtypes.
-    StoredValues: TypeAlias = "StoredCheckpoint | StoredHuggingFace | StoredPax"
+    StoredValues: TypeAlias = "StoredCheckpoint | StoredHuggingFace | StoredAdapters | StoredPax"
 
 _STEP_NAME = re.compile(rf"{folders.STEP_PREFIX}_(\d+)")
 
@@ -47,6 +50,27 @@ class Opened:
 
     settings: Source
     stored: StoredValues
+
+
+def open_sources(sources: Sequence[Source], state: TrainState, **options: Any) -> list[Opened]:
+    """Open the folders of all sources; see `open_source`. Those of adapters become one."""
+    kinds = [recognize(source.folder or "") for source in sources]
+    adapters: dict[str, float] = {}
+    for source, kind in zip(sources, kinds, strict=True):
+        if isinstance(kind, PeftFolder):
+            path = str(kind.directory)
+            adapters[path] = adapters.get(path, 0.0) + source.scale
+        elif source.scale != 1.0:
+            expected = f"1.0, since {source.folder} has no adapters"
+            raise UsageError(field="scale", value=source.scale, expected=expected)
+    opened = []
+    for source, kind in zip(sources, kinds, strict=True):
+        if not isinstance(kind, PeftFolder):
+            opened.append(open_source(source, state, **options))
+        elif adapters:
+            opened.append(Opened(source, StoredAdapters(adapters, model=options["model"])))
+            adapters = {}
+    return opened
 
 
 def open_source(
@@ -106,13 +130,21 @@ class HuggingFaceFolder:
     directory: epath.Path
 
 
-def recognize(folder_path: str) -> CheckpointFolder | HuggingFaceFolder | PaxFolder:
+@dataclasses.dataclass(frozen=True)
+class PeftFolder:
+    """A folder with an adapter of PEFT, absolute."""
+
+    directory: epath.Path
+
+
+def recognize(folder_path: str) -> CheckpointFolder | HuggingFaceFolder | PaxFolder | PeftFolder:
     """Return the kind of a folder: of a job, its checkpoints, one checkpoint, or Hugging Face."""
     directory = absolute(folder_path)
     hint = None if is_remote(directory) else other_form(directory).strip()
     expected = (
         "the folder of a job (of this project or of Paxml), of its checkpoints, of one"
-        " checkpoint, or of a Hugging Face model (config.json and *.safetensors)"
+        " checkpoint, of a Hugging Face model (config.json and *.safetensors), or of an adapter of"
+        " PEFT (adapter_config.json)"
     )
     if not directory.is_dir():
         problem, hint = "the folder does not exist", hint or hub_hint(folder_path)
@@ -133,6 +165,8 @@ def recognize(folder_path: str) -> CheckpointFolder | HuggingFaceFolder | PaxFol
             expected = "a local Hugging Face folder, such as a copy of this one"
             raise UsageError(field="folder", value=folder_path, expected=expected)
         return HuggingFaceFolder(directory)
+    if "adapter_config.json" in children and not is_remote(directory):
+        return PeftFolder(directory)
     problem = "no checkpoint" if children else "empty folder"
     raise UsageError(problem, field="folder", value=folder_path, expected=expected, hint=hint)
 
@@ -228,3 +262,32 @@ class StoredHuggingFace:
     def _anatomy(self, *, repeated: bool) -> tensors.Anatomy:
         model = build(importing.model_config(self._directory, repeated=repeated))
         return tensors.dissect(model, self._family.rows)
+
+
+class StoredAdapters:
+    """Weighted adapters in folders of PEFT, named as in a model that has adapters."""
+
+    step = None
+
+    def __init__(self, adapters: Mapping[str, float], *, model: BaseModel) -> None:
+        """Match the modules of the folders with the network of `model`, its field `lm_tpl`."""
+        self.label = ADAPTERS + " + ".join(adapters)
+        network: Any = getattr(model, "lm_tpl", None)
+        if not is_config(network):
+            expected = f"a language model for {self.label}"
+            raise UsageError(field="task.model", value=type(model).__qualname__, expected=expected)
+        plain = LanguageModel.HParams.config(lm_tpl=network)
+        with as_usage_error(OSError, ValueError, ImportError, owner=self.label):
+            self.placed = PlacedAdapters(open_folders(adapters), plain)
+        shapes = self.placed.shapes()
+        dtype = np.dtype("float32")
+        self.leaves = {path: LeafSpec(shape, dtype) for path, shape in shapes.items()}
+
+    def read(self, like: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
+        """Read some of the values, each into the sharding of `like`."""
+        read: dict[LeafPath, jax.Array] = {}
+        for path, spec in like.items():
+            with as_usage_error(OSError, ValueError, owner=self.label):
+                value = self.placed.read(path)
+            read[path] = jax.make_array_from_callback(spec.shape, spec.sharding, value.__getitem__)
+        return read

@@ -22,8 +22,13 @@ from layerkit_runner.distributed.devices import start_devices
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import absolute
 from layerkit_runner.init_from.first_state import plan_first_state
-from layerkit_runner.init_from.settings import InitFrom, Source
-from layerkit_runner.init_from.sources import CheckpointFolder, HuggingFaceFolder, recognize
+from layerkit_runner.init_from.settings import weights_of
+from layerkit_runner.init_from.sources import (
+    CheckpointFolder,
+    HuggingFaceFolder,
+    PeftFolder,
+    recognize,
+)
 from layerkit_runner.interface.experiments import (
     ExperimentLike,
     experiment_class,
@@ -105,6 +110,10 @@ def folder_experiment(
     if isinstance(kind, HuggingFaceFolder):
         # Absolute, since the working folder may change.
         return _resolve_class(FolderModel, overrides, FOLDER=str(kind.directory)), folder
+    if isinstance(kind, PeftFolder):
+        problem = "an adapter of PEFT has no model"
+        hint = "Give the folder of its model, and --fdl.ADAPTERS='{\"DIR\": 1.0}'."
+        raise UsageError(problem, field="folder", value=folder, hint=hint)
     if not isinstance(kind, CheckpointFolder):
         problem = "a checkpoint of Paxml has no configuration"
         hint = "Continue its run by InitFrom with load_step (docs/init_from.md)."
@@ -200,23 +209,26 @@ class FolderModel(BaseExperiment, abstract=True):
     """Folder with config.json and safetensors files."""
     DTYPE: str | None = None
     """Dtype of the weights and of the computation; None for that in which they are stored."""
+    ADAPTERS: dict[str, float] | None = None
+    """Weights of folders of PEFT, whose adapters are added; None for none."""
 
     def task(self) -> Config:
         """Return the config of a task with the model and its weights."""
         from layerkit.interop import hugging_face
+        from layerkit.interop.peft import add_adapters
 
         dtype = self.DTYPE or hugging_face.stored_dtype(self.FOLDER)
         model = hugging_face.model_config(self.FOLDER, dtype=dtype, fprop_dtype=dtype)
         if hasattr(model, "decoder"):
             model.decoder = hugging_face.decoder_config(self.FOLDER)
+        if self.ADAPTERS:
+            model = add_adapters(model, self.ADAPTERS)
         learner = Learner.HParams.config(optimizer=Partial(optax.sgd), learning_rate=0.0)
         return SingleTask.HParams.config(
             name="lm",
             model=model,
             train=TrainHParams.HParams.config(learner=learner, num_train_steps=1),
-            initial_weights=InitFrom.HParams.config(
-                sources=[Source.HParams.config(folder=self.FOLDER)]
-            ),
+            initial_weights=weights_of(self.FOLDER, self.ADAPTERS),
         )
 
     def datasets(self) -> list[Config]:

@@ -1,7 +1,8 @@
 """`--mode=export`: writes a checkpoint of a job as a Hugging Face folder, or as StableHLO.
 
 The weights are those that decoding uses, which are averaged ones if the task says so. Adapters
-(LoRA) are merged into the weights, and a model trained on preferences (DPO) exports its policy.
+(LoRA) are merged into the weights, or become a folder of PEFT with `--adapters_only`. A model
+trained on preferences (DPO) exports its policy.
 
 StableHLO has compiled functions that need only JAX:
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,6 +36,8 @@ from layerkit.config import Config
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import UserError, pip_install
 from layerkit.interop.hugging_face import export_model
+from layerkit.interop.peft import export_adapters
+from layerkit.layers.quantization.lora import LORA_WEIGHTS
 from layerkit_inputs.base.errors import MissingExtraError
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.errors import UsageError, as_usage_error
@@ -42,7 +46,7 @@ from layerkit_runner.init_from.sources import HuggingFaceFolder, recognize
 from layerkit_runner.run.job import Job, choose_step, start_job
 from layerkit_runner.run.programs import model_calls
 from layerkit_runner.run_options import RunOptions
-from layerkit_runner.step.train_state import recorded_hugging_face
+from layerkit_runner.step.train_state import recorded_from_adapters, recorded_hugging_face
 
 # Platforms of one export, if the model was traced without kernels of one of them.
 _PLATFORMS = ("cpu", "cuda", "tpu")
@@ -59,6 +63,9 @@ def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
     """Write the model of a checkpoint; return the exit code."""
     if options.export_dir is None:
         raise UsageError("--mode=export writes a folder", hint="Give one: --export_dir=DIR.")
+    if options.adapters_only and options.export_format != "hugging_face":
+        value, expected = options.export_format, "hugging_face, since --adapters_only is of PEFT"
+        raise UsageError(field="--export_format", value=value, expected=expected)
     job = start_job("export", resolved, options)
     with contextlib.closing(job.observers):
         directory = options.restore_checkpoint_dir
@@ -77,6 +84,14 @@ def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
                     bakes_weights=options.bakes_weights,
                     facts={"experiment": resolved.name, "step": step},
                 )
+            elif options.adapters_only:
+                export_adapters(
+                    options.export_dir,
+                    resolved.task.model,
+                    variables,
+                    base_folder=_tokenizer_folder(job),
+                    modules_to_save=_changed_weights(job, variables),
+                )
             else:
                 export_model(
                     options.export_dir,
@@ -87,6 +102,13 @@ def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
         kind = "averaged weights" if job.task.train.decode_use_ema_states else "weights"
         job.observers.message(f"wrote the {kind} of step {step} to {options.export_dir}")
     return 0
+
+
+def _changed_weights(job: Job, variables: Mapping[str, Any]) -> list[str]:
+    """Return patterns of the weights besides LoRA that are not those of the base model."""
+    trained = job.task.train.learner.trained_weights.select(variables["params"])
+    names = [*flatten_dict(trained, sep="/"), *recorded_from_adapters(job.directory)]
+    return [re.escape(one) for one in dict.fromkeys(names) if not re.fullmatch(LORA_WEIGHTS, one)]
 
 
 def _tokenizer_folder(job: Job) -> str | None:

@@ -342,12 +342,15 @@ class TrainingRun:
         # Imports the readers of all formats.
         from layerkit_runner.init_from import plan_first_state
         from layerkit_runner.init_from.settings import init_from_flags
+        from layerkit_runner.init_from.sources import PeftFolder, recognize
 
         weights = None
         if options.init_from is not None:
-            if task.initial_weights is not None:
+            beside = task.initial_weights
+            if beside is not None and not isinstance(recognize(options.init_from), PeftFolder):
                 report("--init_from replaces task.initial_weights")
-            weights = init_from_flags(options.init_from, options.init_draw)
+                beside = None
+            weights = init_from_flags(options.init_from, options.init_draw, beside=beside)
         return plan_first_state(self.job.partitioner, task, weights=weights, report=report)
 
     def _read_first_batches(self) -> None:

@@ -30,6 +30,8 @@ OPTIMIZER_FIELDS = ("opt_state", "ema", "ema_statistics")
 RECORD = "initial_values.json"
 RANDOM_INIT = "random_init"
 _COPY = "copy_of:"
+# Start of the origin of a value of PEFT adapters.
+ADAPTERS = "adapters of "
 
 
 class TrainState(struct.PyTreeNode):
@@ -161,11 +163,23 @@ def copy_of(name: str) -> str:
 
 def recorded_hugging_face(directory: epath.Path) -> str | None:
     """Return the Hugging Face folder that provided a job's initial weights; None if none did."""
+    folder: str | None = _read_record(directory).get("hugging_face")
+    return folder
+
+
+def recorded_from_adapters(directory: epath.Path) -> list[str]:
+    """Return the paths of a job's weights that adapters of PEFT provided."""
+    weights = _read_record(directory).get("weights", {})
+    return [name for name, origin in weights.items() if origin.startswith(ADAPTERS)]
+
+
+def _read_record(directory: epath.Path) -> dict[str, Any]:
+    """Return the record of the initial weights of a job; empty if there is none."""
     try:
-        return json.loads(read_regular(directory / RECORD)).get("hugging_face")
+        return {**json.loads(read_regular(directory / RECORD))}
     except FileNotFoundError:
-        return None
-    except (OSError, ValueError, AttributeError) as error:
+        return {}
+    except (OSError, ValueError, TypeError) as error:
         raise UsageError(
             f"the file is damaged: {error}",
             owner=os.fspath(directory / RECORD),

@@ -114,7 +114,7 @@ def export_model(
             " another folder."
         )
     model, variables = deployed_model(model, variables)
-    chosen, content = _describe(model, _candidates(family, tokenizer_folder))
+    chosen, content = describe(model, candidate_families(family, tokenizer_folder))
     pieces = pieces_of(dissect(build(model), chosen.rows), chosen.rows)
     needed, flat = set(group_by_weight(pieces)), flatten_dict(variables)
     leaves = {path: leaf for path, leaf in flat.items() if path[0] == PARAMS or path in needed}
@@ -139,7 +139,7 @@ def export_model(
         write_json(path, CONFIG, content)
 
 
-def _candidates(
+def candidate_families(
     family: str | None, tokenizer_folder: str | os.PathLike[str] | None
 ) -> list[Family]:
     """Return the families to try, in order."""
@@ -151,7 +151,7 @@ def _candidates(
     return sorted(FAMILIES, key=lambda candidate: candidate.model_type != preferred)
 
 
-def _describe(model: Config, candidates: list[Family]) -> tuple[Family, dict[str, Any]]:
+def describe(model: Config, candidates: list[Family]) -> tuple[Family, dict[str, Any]]:
     """Return the first family that can hold the model, and its config.json.
 
     Raises:
@@ -284,13 +284,13 @@ def _write_tensors(
     for file, names in zip(files, shards, strict=True):
         held: dict[str, np.ndarray] = {}
         for name in names:
-            ours = [_part(leaves[piece.path], piece.index) for piece in groups[name]]
+            ours = [gather_part(leaves[piece.path], piece.index) for piece in groups[name]]
             if writes:
                 pairs = zip(groups[name], ours, strict=True)
                 parts = [piece.layout.to_theirs(part) for piece, part in pairs]
                 held[name] = np.ascontiguousarray(join_parts(groups[name], parts))
         if writes:
-            _replace_file(folder / file, held)
+            replace_file(folder / file, held)
     if not writes:
         return
     # A single file next to an older index would be two models, of which readers load one.
@@ -304,7 +304,7 @@ def _write_tensors(
         write_json(folder, INDEX, {"metadata": metadata, "weight_map": file_of})
 
 
-def _replace_file(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
+def replace_file(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
     """Replace a safetensors file by an atomic write, with permissions by the umask.
 
     safetensors creates files that only their owner can read.
@@ -321,7 +321,7 @@ def _replace_file(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
         partial.unlink(missing_ok=True)
 
 
-def _part(leaf: Any, index: Index) -> np.ndarray:
+def gather_part(leaf: Any, index: Index) -> np.ndarray:
     """Return a part of a weight in the memory of this host, gathered from its shards."""
     if isinstance(leaf, np.ndarray) or _is_on_hosts_cpu(leaf):
         return np.asarray(leaf)[index]
@@ -344,17 +344,25 @@ def _take(sharding: NamedSharding | None) -> Any:
 def deployed_model(model: Config, variables: Mapping[str, Any]) -> tuple[Config, Mapping[str, Any]]:
     """Return the model that others load, and its weights.
 
-    A `DpoModel` becomes a `LanguageModel` of its policy, without the reference. A bare
-    `TransformerLm` becomes the network of a `LanguageModel`, or of a `BertModel` if it is not
-    causal. Weights in integers become floats, and LoRA adapters are added to the weights beside
-    them.
+    It is that of `language_model`, with weights in floats and with LoRA adapters merged.
 
     Args:
       model: Config of a model or of a network.
       variables: Variables of the model, `{'params': …}`.
+    """
+    return remove_lora(*dequantize_model(*language_model(model, variables)))
 
-    Raises:
-      ConfigError: The adapters cannot be merged, such as those with several alphas.
+
+def language_model(model: Config, variables: Mapping[str, Any]) -> tuple[Config, Mapping[str, Any]]:
+    """Return the model that contains a network, and its weights.
+
+    A `DpoModel` becomes a `LanguageModel` of its policy, without the reference. A bare
+    `TransformerLm` becomes the network of a `LanguageModel`, or of a `BertModel` if it is not
+    causal. Other models are returned unchanged.
+
+    Args:
+      model: Config of a model or of a network.
+      variables: Variables of the model, `{'params': …}`.
     """
     if issubclass(target_of(model), DpoModel):
         model = model.lm_tpl
@@ -363,4 +371,4 @@ def deployed_model(model: Config, variables: Mapping[str, Any]) -> tuple[Config,
         owner = LanguageModel if model.is_causal else BertModel
         model = owner.HParams.config(lm_tpl=model)
         variables = {name: {"lm": tree} for name, tree in variables.items()}
-    return remove_lora(*dequantize_model(model, variables))
+    return model, variables

@@ -74,6 +74,7 @@ class SafetensorsFolder:
       folder: Folder with `model.safetensors`, or with several files and their index. Each tensor is
         read from the file that the index names. Files `model-00001-of-00002.safetensors` and so on
         need no index.
+      file: Name of the one file to read instead; None for the files of a model.
 
     Raises:
       FileNotFoundError: The folder has no such files.
@@ -82,19 +83,20 @@ class SafetensorsFolder:
       ImportError: The package safetensors is not installed.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]):
+    def __init__(self, folder: str | os.PathLike[str], *, file: str | None = None):
         """Check and map the files of a folder."""
         safetensors = import_safetensors()
         # Entry of the header of each tensor, and the bytes of the tensors of its file.
         self._tensors: dict[str, tuple[dict[str, Any], np.ndarray]] = {}
-        for path, listed in _weight_files(Path(folder)).items():
+        files = _weight_files(Path(folder)) if file is None else {Path(folder, file): None}
+        for path, listed in files.items():
             try:
                 # Its arrays cannot have 8-bit floats, so it checks the header alone.
-                with safetensors.safe_open(path, framework="np") as file:
-                    names = file.keys() if listed is None else listed
+                with safetensors.safe_open(path, framework="np") as opened:
+                    names = opened.keys() if listed is None else listed
                     _check_count(path, len(names))
                     for name in names:
-                        file.get_slice(name)  # raises for a name that the file lacks
+                        opened.get_slice(name)  # raises for a name that the file lacks
             except safetensors.SafetensorError as error:
                 hint = "Download or copy the folder again."
                 problem = f"cannot be read: {error}"

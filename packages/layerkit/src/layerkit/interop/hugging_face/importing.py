@@ -139,7 +139,7 @@ def load_weights(
         result. A host then reads only the shards of its devices. Weights that are not in the tree
         are not read.
       fresh: Regular expressions of paths of weights that the folder does not have, such as
-        `.*/lora_[ab]`. The result leaves them out.
+        `.*/lora_(a|b|magnitude)`. The result leaves them out.
 
     Raises:
       FileNotFoundError: A file is missing.
@@ -213,9 +213,9 @@ def _make_weight(
         for place in np.ndindex(*(stop - start for start, stop in outer)):
             piece = pieces[tuple(a + b for a, b in zip(starts, place, strict=True))]
             with np.errstate(over="ignore"):
-                result[place] = _finite(piece.read(source, inner), piece.name)
+                result[place] = require_finite(piece.read(source, inner), piece.name)
             if dtype == np.float16:
-                _finite(result[place], f"{piece.name} in float16")
+                require_finite(result[place], f"{piece.name} in float16")
         return result
 
     def read(index: tuple[slice, ...] | None) -> np.ndarray:
@@ -246,7 +246,7 @@ def _dtype_of(
     return jax.numpy.dtype("bfloat16") if is_small else result
 
 
-def _finite(block: np.ndarray, name: str) -> np.ndarray:
+def require_finite(block: np.ndarray, name: str) -> np.ndarray:
     """Return a block of a tensor, or raise `TensorMismatchError` if it is not finite."""
     finite = np.isfinite(block)
     if not finite.all():

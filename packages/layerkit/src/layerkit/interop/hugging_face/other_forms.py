@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 _SAVE = "Load it in Transformers{how}, and save it with save_pretrained(NEW_FOLDER)."
-_MERGE = "PeftModel.from_pretrained(MODEL, FOLDER).merge_and_unload().save_pretrained(NEW_FOLDER)"
 # Patterns of the files of each form, its name, and the conversion.
 _FORMS = (
-    (["adapter_config.json"], "adapters of PEFT", f"Merge them into their model: {_MERGE}."),
+    (
+        ["adapter_config.json"],
+        "adapters of PEFT",
+        "Give the folder of their model, and this one in ADAPTERS (docs/hugging_face.md).",
+    ),
     (["*.gguf"], "a GGUF file", _SAVE.format(how=" with gguf_file=NAME")),
     (
         ["consolidated*"],

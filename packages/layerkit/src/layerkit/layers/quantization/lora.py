@@ -13,6 +13,11 @@ the model keep their paths: `query/w` stays; `query/dot/lora_a` and `query/dot/l
 
 Give the learner the pattern `LORA_WEIGHTS` to train the adapters alone. `merge_lora` adds trained
 adapters to the weights of the model; `remove_lora` also returns the config without adapters.
+
+rsLoRA (Kalajdzievski, 2023, arXiv:2312.03732) divides by √rank instead of rank. DoRA (Liu et al.,
+2024, arXiv:2402.09353) also learns the norm m of each column of the adapted weight W:
+
+    x·W · m / ‖W‖
 """
 
 from __future__ import annotations
@@ -24,11 +29,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
+from jax import lax
 
 from layerkit.base.base_layer import PARAMS
 from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import (
     Config,
+    build,
     copy_config,
     field_names,
     is_config,
@@ -48,7 +55,7 @@ from layerkit.layers.basic.dots import (
 from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.quantization.stored_weights import dequantize_model
 
-LORA_WEIGHTS = ".*/lora_[ab]"
+LORA_WEIGHTS = ".*/lora_(a|b|magnitude)"
 """Regular expression that matches the paths of LoRA weights and no others."""
 
 Path = tuple[str, ...]
@@ -61,11 +68,14 @@ class LoraDot(Dot):
     `[rank, out]`, which starts at 0. `in` stands for all dimensions of w that are contracted with
     the inputs and `out` for all others, such as `[rank, heads, head_dim]`; they keep their logical
     axes. For a group of weights, such as experts, both start with the group's dimension.
+    `lora_magnitude` `[out]` of DoRA is the change of the norms of the columns of w. It starts at 0.
 
     Attributes:
       weight: Declaration of w, which the owning layer sets.
       rank: Inner size of the adapter.
       alpha: Strength of the adapter; see the formula.
+      rank_stabilized: Divide alpha by √rank instead of by rank (rsLoRA).
+      has_magnitude: Learn the norms of the columns of the adapted weight (DoRA).
       dropout_rate: Dropout rate of the adapter's inputs in training.
       dot_tpl: `Dot` that multiplies x by w; None for the plain product.
 
@@ -77,6 +87,8 @@ class LoraDot(Dot):
     weight: WeightHParams | None = None
     rank: int = 8
     alpha: float = 16.0
+    rank_stabilized: bool = False
+    has_magnitude: bool = False
     dropout_rate: float = 0.0
     dot_tpl: Config[Dot] | None = sub_config_field(None)
 
@@ -110,7 +122,16 @@ class LoraDot(Dot):
             dtype=weight.dtype,
             decays=True,
         )
-        return {"lora_a": lora_a, "lora_b": lora_b}
+        adapter = {"lora_a": lora_a, "lora_b": lora_b}
+        if self.has_magnitude:
+            adapter["lora_magnitude"] = WeightHParams(
+                (*shape[group], *shape[outs]),
+                (*axes[group], *axes[outs]),
+                init=WeightInit.Constant(0.0),
+                dtype=weight.dtype,
+                decays=False,
+            )
+        return adapter
 
     def fprop(self, x: jax.Array, w: jax.Array) -> jax.Array:
         """Multiply `[..., in]` by `[in, out]` and add the adapter: `[..., out]`, same dtype.
@@ -120,8 +141,15 @@ class LoraDot(Dot):
         """
         a = self.theta.lora_a.reshape(*w.shape[:-1], self.rank)
         b = self.theta.lora_b.reshape(*w.shape[:-2], self.rank, w.shape[-1])
-        low_rank = (self.dropout(x) @ a) @ b
-        return self.base(x, w) + (self.alpha / self.rank) * low_rank
+        scale = lora_scale(self)
+        product = self.base(x, w) + scale * ((self.dropout(x) @ a) @ b)
+        if not self.has_magnitude:
+            return product
+        # As in the paper, the gradient takes the norms as constants.
+        before, after = (column_norms(one, (-2,)) for one in (w, w + scale * (a @ b)))
+        change = self.theta.lora_magnitude.reshape(before.shape).astype(before.dtype)
+        factor = (lax.stop_gradient(before) + change) / lax.stop_gradient(after)
+        return (product * factor[..., None, :]).astype(product.dtype)
 
     def grouped_arrays(self) -> dict[str, GroupedArray]:
         """Return the adapter and the arrays of the wrapped product, by name."""
@@ -142,14 +170,16 @@ class LoraDot(Dot):
         """Multiply sorted rows `[rows, in]` by the weights of their groups and add the adapters.
 
         Raises:
-          ConfigError: Training with dropout.
+          ConfigError: Training with dropout, or DoRA.
         """
+        expected = "False, since rows of experts without a capacity have no DoRA"
+        require(not self.has_magnitude, self, "has_magnitude", self.has_magnitude, expected)
         is_supported = self.dropout_rate == 0.0 or not self.is_training
         expected = "0, since rows of experts without a capacity have no dropout"
         require(is_supported, self, "dropout_rate", self.dropout_rate, expected)
         of_base = {n.removeprefix("base/"): x for n, x in shards.items() if n.startswith("base/")}
         low_rank = product(product(rows, shards["lora_a"]), shards["lora_b"])
-        return self.base.grouped(rows, w, product, of_base) + (self.alpha / self.rank) * low_rank
+        return self.base.grouped(rows, w, product, of_base) + lora_scale(self) * low_rank
 
     def _split_weight(self) -> tuple[WeightHParams, int, int]:
         """Return (weight, number of group dimensions, number of contracted dimensions)."""
@@ -176,6 +206,8 @@ def add_lora(
     rank: int = 8,
     alpha: float = 16.0,
     dropout_rate: float = 0.0,
+    rank_stabilized: bool = False,
+    has_magnitude: bool = False,
     only: str = ".*",
 ) -> Config:
     """Return a copy of a model's config with an adapter for each weight that is multiplied.
@@ -185,6 +217,8 @@ def add_lora(
       rank: Inner size of the adapters.
       alpha: Strength of the adapters, which are multiplied by alpha / rank.
       dropout_rate: Dropout rate of the adapters' inputs in training.
+      rank_stabilized: Multiply by alpha / √rank instead (rsLoRA).
+      has_magnitude: Also learn the norms of the columns of the adapted weights (DoRA).
       only: Regular expression that must match the whole path of fields to a layer, such as
         `.*(query|value)_tpl`.
 
@@ -195,34 +229,43 @@ def add_lora(
     def add_adapter(owner: Config) -> None:
         field = f"{target_of(owner).__qualname__}.dot_tpl"
         expected = "a layer without an adapter; exclude it by `only`, or merge_lora first"
-        require(not _is_lora(owner.dot_tpl), "add_lora", field, "LoraDot", expected)
+        require(not is_lora(owner.dot_tpl), "add_lora", field, "LoraDot", expected)
         owner.dot_tpl = LoraDot.HParams.config(
-            rank=rank, alpha=alpha, dropout_rate=dropout_rate, dot_tpl=owner.dot_tpl
+            rank=rank,
+            alpha=alpha,
+            rank_stabilized=rank_stabilized,
+            has_magnitude=has_magnitude,
+            dropout_rate=dropout_rate,
+            dot_tpl=owner.dot_tpl,
         )
 
     return edit_products(config, add_adapter, only=only)
 
 
 def merge_lora(config: Config, variables: Any) -> Any:
-    """Add every adapter to its weight: w + (alpha / rank) · a·b.
+    """Add every adapter to its weight: w + (alpha / rank) · a·b, with the norms of DoRA.
 
     Args:
-      config: Config of the model with adapters; only alpha is read.
+      config: Config of the model with adapters.
       variables: Variables of that model, `{collection: …}` of nested dicts of arrays `[...]`.
 
     Returns:
       Variables of the model without adapters, with the same outputs up to rounding.
 
     Raises:
-      ConfigError: The model has no adapters, several values of alpha, or weights in integers.
+      ConfigError: The config or the variables have no adapters, or weights are in integers.
     """
-    alpha, merged = _common_alpha(config), flatten_dict(variables)
-    for dot in _adapter_paths(merged):
+    merged = flatten_dict(variables)
+    for dot, adapter in lora_dots(config).items():
+        if (PARAMS, *dot, "lora_a") not in merged:
+            raise ConfigError("the variables lack LoRA weights", value="/".join((*dot, "lora_a")))
+        parts = {
+            name: merged.pop((PARAMS, *dot, name))
+            for name in ("lora_a", "lora_b", "lora_magnitude")
+            if (PARAMS, *dot, name) in merged
+        }
         target = (PARAMS, *dot[:-1], weight_of_dot(dot[-1]))
-        merged[target] = _add_adapter(merged[target], merged, dot, alpha)
-    for dot in _adapter_paths(merged):
-        merged.pop((PARAMS, *dot, "lora_a"))
-        merged.pop((PARAMS, *dot, "lora_b"))
+        merged[target] = _add_adapter(merged[target], parts, adapter, owner="/".join(dot))
         # The wrapped product takes the place of the adapter.
         for path in [p for p in merged if p[1 : len(dot) + 2] == (*dot, "base")]:
             merged[path[0], *dot, *path[len(dot) + 2 :]] = merged.pop(path)
@@ -241,51 +284,89 @@ def remove_lora(config: Config, variables: Any) -> tuple[Config, Any]:
       integers become floating, all of them. The arguments themselves if the config has no adapters.
 
     Raises:
-      ConfigError: The adapters have several values of alpha, or their weights are missing.
+      ConfigError: Weights of the adapters are missing.
     """
-    if not any(map(_is_lora, walk_configs(config))):
+    if not any(map(is_lora, walk_configs(config))):
         return config, variables
     config, variables = dequantize_model(config, variables)
+    return without_lora(config), merge_lora(config, variables)
+
+
+def without_lora(config: Config) -> Config:
+    """Return a copy of a config without adapters."""
     plain = copy_config(config)
     for owner in walk_configs(plain):
-        if "dot_tpl" in field_names(owner) and _is_lora(owner.dot_tpl):
+        if "dot_tpl" in field_names(owner) and is_lora(owner.dot_tpl):
             owner.dot_tpl = owner.dot_tpl.dot_tpl
-    return plain, merge_lora(config, variables)
+    return plain
 
 
-def _add_adapter(w: jax.Array, flat: dict[Path, jax.Array], dot: Path, alpha: float) -> jax.Array:
-    """Return w + (alpha / rank) · a·b, computed in float32 and cast to the dtype of w."""
+def lora_dots(config: Config) -> dict[Path, Config]:
+    """Return the configs of all adapters by the path of their variables, without the collection.
+
+    A layer's path does not follow from that of its config, so the model is traced with a rank of
+    its own for each config.
+
+    Raises:
+      ConfigError: The config has no adapters.
+    """
+    marked = copy_config(config)
+    dots, marks = ([*filter(is_lora, walk_configs(one))] for one in (config, marked))
+    require(bool(dots), None, "config", target_of(config).__qualname__, "a model with LoraDot")
+    for rank, dot in enumerate(marks, 1):
+        dot.rank = rank
+    variables = jax.eval_shape(build(marked).init, jax.random.key(0))
+    return {
+        path[:-1]: dots[leaf.shape[-1] - 1]
+        for path, leaf in flatten_dict(variables[PARAMS]).items()
+        if path[-1] == "lora_a"
+    }
+
+
+def lora_scale(adapter: Any) -> float:
+    """Return the factor of a·b, from the fields of a `LoraDot` or of its config."""
+    divisor = math.sqrt(adapter.rank) if adapter.rank_stabilized else adapter.rank
+    scale: float = adapter.alpha / divisor
+    return scale
+
+
+def column_norms(w: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Return the Euclidean norms of the columns of a weight in float32.
+
+    Args:
+      w: Weight `[..., in..., out...]`.
+      axes: Axes of the inputs.
+    """
+    return jnp.sqrt(jnp.sum(jnp.square(w.astype(jnp.float32)), axes))
+
+
+def _add_adapter(
+    w: jax.Array, parts: Mapping[str, jax.Array], adapter: Config, *, owner: str
+) -> jax.Array:
+    """Return the adapted weight, computed in float32 and cast to the dtype of w."""
     if not jnp.issubdtype(w.dtype, jnp.floating):
         raise ConfigError(
             "an adapter cannot be added to a weight in integers",
-            owner="/".join(dot),
+            owner=owner,
             field="dtype",
             value=w.dtype.name,
             hint="Use remove_lora, or dequantize_model first.",
         )
-    a, b = (flat[PARAMS, *dot, name].astype(jnp.float32) for name in ("lora_a", "lora_b"))
+    a, b = (parts[name].astype(jnp.float32) for name in ("lora_a", "lora_b"))
     # Repeated layers and groups are leading dimensions of w, a and b.
     num_leading = a.ndim + b.ndim - 2 - w.ndim
     leading, rank = w.shape[:num_leading], a.shape[-1]
     outs = math.prod(b.shape[num_leading + 1 :])
+    plain = w.astype(jnp.float32).reshape(*leading, -1, outs)
     product = a.reshape(*leading, -1, rank) @ b.reshape(*leading, rank, outs)
-    return (w.astype(jnp.float32) + (alpha / rank) * product.reshape(w.shape)).astype(w.dtype)
+    merged = plain + lora_scale(adapter) * product
+    if "lora_magnitude" in parts:
+        before, after = (column_norms(one, (-2,)) for one in (plain, merged))
+        change = parts["lora_magnitude"].astype(jnp.float32).reshape(before.shape)
+        merged = merged * ((before + change) / after)[..., None, :]
+    return merged.reshape(w.shape).astype(w.dtype)
 
 
-def _adapter_paths(flat: dict[Path, jax.Array]) -> list[Path]:
-    """Return the paths of all adapters, without the collection."""
-    paths = [path[1:-1] for path in flat if path[0] == PARAMS and path[-1] == "lora_a"]
-    if not paths:
-        raise ConfigError("the variables have no LoRA weights", expected="paths such as …/lora_a")
-    return paths
-
-
-def _is_lora(value: Any) -> bool:
+def is_lora(value: Any) -> bool:
+    """Return whether a value is the config of a `LoraDot`."""
     return is_config(value) and issubclass(target_of(value), LoraDot)
-
-
-def _common_alpha(config: Config) -> float:
-    alphas = {part.alpha for part in walk_configs(config) if _is_lora(part)}
-    expected = "one value in all adapters of the config"
-    require(len(alphas) == 1, None, "LoraDot.alpha", sorted(alphas), expected)
-    return alphas.pop()

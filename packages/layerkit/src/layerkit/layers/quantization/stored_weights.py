@@ -79,16 +79,22 @@ def dequantize_model(config: Config, variables: Any) -> tuple[Config, Any]:
         return config, variables
     expected = "one kind of format in all layers of the config"
     require(len(kinds) == 1, None, "weight_format", sorted(kinds), expected)
-    plain = copy_config(config)
-    for part in walk_configs(plain):
-        if "weight_format" in field_names(part):
-            part.weight_format = None
+    plain = without_weight_formats(config)
     new, abstract = flatten_dict(variables), _abstract_weights(plain)
     for path in [path for path in new if scale_path(path) in new]:
         if scale_path(path) not in abstract:
             scale = new.pop(scale_path(path))
             new[path] = _restore(new[path], scale, *kinds, like=abstract[path])
     return plain, unflatten_dict(new)
+
+
+def without_weight_formats(config: Config) -> Config:
+    """Return a copy of a config whose weights are all floating."""
+    plain = copy_config(config)
+    for part in walk_configs(plain):
+        if "weight_format" in field_names(part):
+            part.weight_format = None
+    return plain
 
 
 def _kinds(config: Config) -> set[str]:

@@ -1,0 +1,204 @@
+"""Reading of a folder of PEFT: adapter_config.json and adapter_model.safetensors.
+
+The folder is untrusted. Every key is read, known not to change the computation, or an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from layerkit.interop.hugging_face.folder import SafetensorsFolder, read_json
+from layerkit.interop.hugging_face.importing import TensorMismatchError, require_finite
+from layerkit.interop.hugging_face.keys import ConfigFile
+from layerkit.interop.hugging_face.tensors import Piece, their_shapes
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Prefix of the names of tensors."""
+# Suffixes of the tensors of a module; the last is a spelling of newer versions.
+_SUFFIXES = {
+    ".lora_A.weight": "lora_a",
+    ".lora_B.weight": "lora_b",
+    ".lora_magnitude_vector": "lora_magnitude",
+    ".lora_magnitude_vector.weight": "lora_magnitude",
+}
+# Keys that do not change the computation: names, initial values, the model's place, and the modules
+# that have adapters, which the tensors name.
+# fmt: off
+_NEUTRAL = frozenset({
+    "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "exclude_modules",
+    "fan_in_fan_out", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config",
+    "lora_ga_config", "megatron_config", "megatron_core", "modules_to_save", "peft_version",
+    "qalora_group_size", "revision", "target_modules", "task_type",
+})
+# fmt: on
+# Values of init_lora_weights that leave the weights of the model as they are.
+_INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
+# A regular expression of an untrusted folder must not take exponential time.
+_MAX_PATTERNS = 4096
+_PATTERN = re.compile(r"\^?[\w.\\-]*(\.\*[\w.\\-]*){0,2}\$?")
+
+
+class _AdapterFile(ConfigFile):
+    @property
+    def owner(self) -> str:
+        """Owner of the keys in errors."""
+        return ADAPTER_CONFIG
+
+
+class AdapterFolder:
+    """A LoRA adapter in a folder of PEFT; its tensors are mapped into memory.
+
+    Attributes:
+      path: The folder.
+      weight: Factor of the adapter.
+      rank_stabilized: Factors are alpha / √rank.
+      has_magnitude: The adapter has norms of columns (DoRA).
+      kinds: Kinds of tensors of each module, such as `lora_a`.
+      dropout_rate: Dropout rate of the adapter's inputs in training.
+      ties_weights: A saved tensor also stands for those that are tied to it.
+      ranks: Rank of each module, such as `model.layers.0.self_attn.q_proj`.
+      tensors: Names of the tensors of each module, such as its `lora_a`.
+      saved: Names of the tensors that replace those of the model.
+      source: Tensors of the folder.
+
+    Raises:
+      FileNotFoundError: A file is missing.
+      UnsupportedModelError: The folder has another kind of adapter, or an unsupported option.
+      TensorMismatchError: The tensors do not fit adapter_config.json.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, weight: float = 1.0):
+        """Read the config and the header of the tensors."""
+        self.path, self.weight = Path(path), weight
+        content = read_json(path, ADAPTER_CONFIG)
+        if not (self.path / ADAPTER_WEIGHTS).is_file():
+            hint = ""
+            if (self.path / "adapter_model.bin").is_file():
+                hint = (
+                    " adapter_model.bin is a pickle, which could run code. Load the adapter in"
+                    " PEFT, and save it with save_pretrained(NEW_FOLDER)."
+                )
+            raise FileNotFoundError(f"{self.path}: expected {ADAPTER_WEIGHTS}.{hint}")
+        self._read_config(_AdapterFile(content, neutral=_NEUTRAL))
+        self.source = SafetensorsFolder(path, file=ADAPTER_WEIGHTS)
+        self.tensors: dict[tuple[str, str], str] = {}
+        self.saved: dict[str, str] = {}
+        for stored in self.source.names():
+            name = stored.removeprefix(PREFIX)
+            for suffix, kind in _SUFFIXES.items():
+                if name.endswith(suffix):
+                    self.tensors[name.removesuffix(suffix), kind] = stored
+                    break
+            else:
+                self.saved[name] = stored
+        self.ranks = {module: self._rank_of(module) for module, _ in self.tensors}
+
+    def _read_config(self, file: ConfigFile) -> None:
+        expected = {"peft_type": "LORA", "bias": "none"}
+        for key, value in expected.items():
+            if file.get(key, value if key == "bias" else None) != value:
+                raise file.invalid(key, repr(value))
+        if file.get("init_lora_weights", True) not in _INITIAL:
+            hint = "It changes the weights of the model. Save the adapter with"
+            hint += " path_initial_model_for_weight_conversion in PEFT."
+            raise file.invalid("init_lora_weights", choices=[*map(str, _INITIAL)], hint=hint)
+        self._default_rank = _positive(file, "r", 8)
+        self._default_alpha = _positive(file, "lora_alpha", 8)
+        self.rank_stabilized = bool(file.get("use_rslora", False))
+        self.has_magnitude = bool(file.get("use_dora", False))
+        self.kinds = ["lora_a", "lora_b"] + ["lora_magnitude"] * self.has_magnitude
+        self.dropout_rate = float(file.get("lora_dropout", 0.0))
+        self.ties_weights = bool(file.get("ensure_weight_tying", False))
+        self._rank_pattern = _patterns(file, "rank_pattern")
+        self._alpha_pattern = _patterns(file, "alpha_pattern")
+        file.require_all_read()
+
+    def _rank_of(self, module: str) -> int:
+        """Return the rank of a module after a comparison of its tensors with the config."""
+        rank = int(_by_pattern(self._rank_pattern, module, self._default_rank))
+        present = {kind: self.tensors.get((module, kind)) for kind in _SUFFIXES.values()}
+        shapes = {kind: self.source.shape(n) for kind, n in present.items() if n is not None}
+        axis = {"lora_a": 0, "lora_b": 1}
+        sound = sorted(shapes) == self.kinds and all(
+            len(shapes[kind]) == 2 and shapes[kind][axis[kind]] == rank for kind in axis
+        )
+        if not sound:
+            raise TensorMismatchError(
+                owner=str(self.path / ADAPTER_WEIGHTS),
+                field=f"shapes of {module}",
+                value={kind: list(shape) for kind, shape in shapes.items()},
+                expected=f"{', '.join(self.kinds)} of rank {rank}, as in {ADAPTER_CONFIG}",
+            )
+        return rank
+
+    def alpha(self, module: str) -> float:
+        """Return the strength of a module's adapter."""
+        return _by_pattern(self._alpha_pattern, module, self._default_alpha)
+
+    def scale(self, module: str) -> float:
+        """Return the factor of a module's product B·A."""
+        rank = self.ranks[module]
+        return self.alpha(module) / (math.sqrt(rank) if self.rank_stabilized else rank)
+
+    def locate(self, name: str, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return the pieces of a tensor under its name in this folder.
+
+        Raises:
+          TensorMismatchError: It has another shape than the pieces together.
+        """
+        located = [dataclasses.replace(piece, name=name) for piece in pieces]
+        shape, stored = their_shapes(located)[name], self.source.shape(name)
+        if stored != shape:
+            raise TensorMismatchError(
+                owner=str(self.path / ADAPTER_WEIGHTS),
+                field=f"shape of {name}",
+                value=list(stored),
+                expected=f"{list(shape)}, as in the model",
+            )
+        return located
+
+    def read(self, piece: Piece) -> np.ndarray:
+        """Return a part of a tensor in float32.
+
+        Raises:
+          TensorMismatchError: It is not finite.
+        """
+        part = piece.read(self.source, tuple((0, size) for size in piece.shape))
+        return require_finite(np.asarray(part, np.float32), piece.name)
+
+
+def _positive(file: ConfigFile, key: str, default: float) -> Any:
+    value = file.get(key, default)
+    if not _is_positive(value):
+        raise file.invalid(key, "a positive number")
+    return value
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < math.inf
+
+
+def _patterns(file: ConfigFile, key: str) -> dict[str, float]:
+    patterns = file.get(key, None) or {}
+    if len(patterns) > _MAX_PATTERNS:
+        raise file.invalid(key, f"at most {_MAX_PATTERNS} patterns", value=len(patterns))
+    for pattern, value in patterns.items() if isinstance(patterns, dict) else [("", None)]:
+        if not _is_positive(value) or not _PATTERN.fullmatch(pattern):
+            raise file.invalid(key, "positive numbers by names of modules, with at most two .*")
+    return dict(patterns)
+
+
+def _by_pattern(patterns: dict[str, float], module: str, default: float) -> float:
+    """Return the value of the first pattern that matches the end of a module's name."""
+    matching = (p for p in patterns if re.fullmatch(rf"(.*\.)?({p})", module))
+    return patterns.get(next(matching, ""), default)
