@@ -99,9 +99,10 @@ TEST_TOOLS = (
     *("pytest", "pytest-xdist", "hypothesis"),
     *("safetensors", "matplotlib", "wandb", "optuna", "flatbuffers"),
 )
-PARITY_TOOLS = ("torch", "transformers")
+# The last two read compressed weights in transformers.
+PARITY_TOOLS = ("torch", "transformers", "accelerate", "bitsandbytes")
 # With transformers, to read a GGUF file and its tokenizer.
-GGUF_TOOLS = ("accelerate", "gguf", "tokenizers")
+GGUF_TOOLS = ("gguf", "tokenizers")
 LINT_TOOLS = ("ruff", "mypy", "import-linter")
 BUILD_TOOLS = ("hatchling",)
 RELEASE_TOOLS = (*BUILD_TOOLS, "twine")

@@ -356,6 +356,7 @@ BITS = {
 def test_logits_are_those_of_transformers(tmp_path, read_tensors, case):
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     numpy = pytest.importorskip("safetensors.numpy")
+    pytest.importorskip("accelerate")
     torch.manual_seed(0)
     sizes = {"hidden_size": 192, "intermediate_size": 192, "num_hidden_layers": 2, "head_dim": 48}
     sizes |= {"vocab_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
