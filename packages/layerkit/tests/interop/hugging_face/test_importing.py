@@ -291,6 +291,23 @@ def test_dense_layers_among_experts_are_those_of_config_json(make_folder, repeat
     assert gates["model.layers.3.mlp.experts.2.gate_proj.weight"] == (8, 6)
 
 
+def test_text_of_a_folder_of_text_and_images_is_read(make_folder):
+    config, variables = import_model(make_folder("llama4_text"))
+
+    def change(tensors):
+        for name in list(tensors):
+            tensors["language_model." + name] = tensors.pop(name)
+        tensors["vision_model.class_embedding"] = np.ones(3, np.float32)
+
+    folder = make_folder("llama4_text", change=change)
+    content = {"text_config": json.loads((folder / "config.json").read_text())}
+    content |= {"model_type": "llama4", "vision_config": {"hidden_size": 8}}
+    (folder / "config.json").write_text(json.dumps(content))
+    again = import_model(folder)
+    assert again[0] == config
+    jax.tree.map(np.testing.assert_array_equal, again[1], variables)
+
+
 @pytest.mark.parametrize("experts", [{"num_experts": 0}, {"mlp_only_layers": [0, 1, 2]}])
 def test_mixture_without_experts_is_read_as_the_dense_family(configs, experts):
     content = configs["qwen3_moe"]

@@ -111,12 +111,16 @@ GLM = {**LLAMA, "model_type": "glm4_moe", "attention_bias": True, "attention_dro
 GLM |= {"head_dim": 128, "norm_topk_prob": True, "n_group": 1, "topk_group": 1}
 GLM |= {"n_shared_experts": 1, "num_experts_per_tok": 8, "num_nextn_predict_layers": 1}
 GLM |= {"partial_rotary_factor": 0.5, "rope_scaling": None, "rope_theta": 1000000}
+BIG = {"moe_intermediate_size": 1536, "n_routed_experts": 160, "first_k_dense_replace": 3}
+BIG |= {"routed_scaling_factor": 2.5, "use_qk_norm": True}
+AIR = {"moe_intermediate_size": 1408, "n_routed_experts": 128, "first_k_dense_replace": 1}
+AIR |= {"routed_scaling_factor": 1.0, "use_qk_norm": False}
 LLAMA4 = {**LLAMA, "model_type": "llama4_text", "attention_bias": False, "head_dim": 128}
 LLAMA4 |= {"attention_chunk_size": 8192, "attention_dropout": 0.0, "intermediate_size_mlp": 16384}
 LLAMA4 |= {"attn_scale": 0.1, "attn_temperature_tuning": True, "floor_scale": 8192}
 LLAMA4 |= {"for_llm_compressor": False, "no_rope_layers": [1, 1, 1, 0] * 12, "rope_theta": 5e5}
 LLAMA4 |= {"num_experts_per_tok": 1, "output_router_logits": False, "router_jitter_noise": 0.0}
-LLAMA4 |= {"router_aux_loss_coef": 0.001, "pad_token_id": 200018}
+LLAMA4 |= {"router_aux_loss_coef": 0.001, "use_qk_norm": True, "pad_token_id": 200018}
 STEP = {**SCALED, "factor": 16.0, "high_freq_factor": 1.0}
 OSS = {**LLAMA, "model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0}
 OSS |= {"head_dim": 64, "experts_per_token": 4, "num_experts_per_tok": 4, "swiglu_limit": 7.0}
@@ -315,48 +319,22 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
     ),
     "Moonlight-16B-A3B": (MOONLIGHT, (2048, 11264, 27, 16, 16, 163840), 15960110208),
     "GLM-4.5": (
-        {
-            **GLM,
-            "moe_intermediate_size": 1536,
-            "n_routed_experts": 160,
-            "first_k_dense_replace": 3,
-            "routed_scaling_factor": 2.5,
-            "use_qk_norm": True,
-        },
+        {**GLM, **BIG},
         (5120, 12288, 92, 96, 8, 151552),
         352797829024 + 3988069792,
     ),
     "GLM-4.5-Air": (
-        {
-            **GLM,
-            "moe_intermediate_size": 1408,
-            "n_routed_experts": 128,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 1.0,
-            "use_qk_norm": False,
-        },
+        {**GLM, **AIR},
         (4096, 10944, 46, 96, 8, 151552),
         106852251264 + 2375059584,
     ),
     "Llama-4-Scout-17B-16E": (
-        {
-            **LLAMA4,
-            "rope_scaling": STEP,
-            "num_local_experts": 16,
-            "interleave_moe_layer_step": 1,
-            "use_qk_norm": True,
-        },
+        {**LLAMA4, "rope_scaling": STEP, "num_local_experts": 16, "interleave_moe_layer_step": 1},
         (5120, 8192, 48, 40, 8, 202048),
         107769861120,
     ),
     "Llama-4-Maverick-17B-128E": (
-        {
-            **LLAMA4,
-            "rope_scaling": None,
-            "num_local_experts": 128,
-            "interleave_moe_layer_step": 2,
-            "use_qk_norm": False,
-        },
+        {**LLAMA4, "use_qk_norm": False, "num_local_experts": 128, "interleave_moe_layer_step": 2},
         (5120, 8192, 48, 40, 8, 202048),
         400711848960,
     ),
