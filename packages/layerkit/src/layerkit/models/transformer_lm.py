@@ -160,7 +160,7 @@ class TransformerLm(BaseLayer):
                 targets=targets,
                 weights=weights,
                 embed=self._embed,
-                softmax=self.softmax,
+                softmax=lambda x, **inputs: self.softmax(self._apply_head(x), **inputs),
                 segment_ids=packing.get("segment_ids"),
                 segment_pos=packing.get("segment_pos"),
             )
