@@ -28,6 +28,7 @@ STACKS = {
         "num_layers": 5,
         "block_tpls": (LAYER, LAYER.clone().set(norm_tpl=RmsNorm.HParams.config())),
     },
+    "first layers": {"num_layers": 3, "first_tpls": (LAYER.clone(norm_policy="post"),)},
     "two axes": {"num_layers": 4, "stacked_shape": (2, 2)},
     "weights of the stack itself": {
         "num_layers": 3,

@@ -82,6 +82,7 @@ STACK_CHANGES = {
     "remat": "full",
     "relative_bias_tpl": Config(L.RelativeBias),
     "block_tpls": (wide_layer(),),
+    "first_tpls": Change((wide_layer(parallel=True),), others={"num_layers": 5}),
     "droppath_rate": 0.5,
 }
 # The compared programs may write a cache, and decoding has no capacity.

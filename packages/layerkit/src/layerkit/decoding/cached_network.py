@@ -266,7 +266,8 @@ def _unrolled(network: BaseLayer, sharding: BoundSharding | None) -> tuple[BaseL
         if not is_faster:
             continue
         bare = bare.clone(**{field: unrolled_stack(template)})
-        places = [stack.locate_layer(layer) for layer in range(stack.num_layers)]
+        num_first = len(template.first_tpls or ())
+        places = [stack.locate_layer(layer) for layer in range(num_first, stack.num_layers)]
         variables = {
             collection: _split(tree, child, places) for collection, tree in variables.items()
         }
@@ -279,7 +280,7 @@ def _split(tree: Any, child: str, places: list[tuple[tuple[str, ...], tuple[int,
     Args:
       tree: Variables of one collection, nested dicts by layer path.
       child: Name of the stack.
-      places: Path within the stack, and indices on the stacked axes, of each layer.
+      places: Path within the stack, and indices on the stacked axes, of each repeated layer.
     """
     if child not in tree:
         return tree

@@ -116,7 +116,8 @@ class TransformerLm(BaseLayer):
         pattern = stack.block_tpls or (stack.layer_tpl,)
         sizes = {**layer_sizes(self), "hidden_dims": self.hidden_dims or None}
         if template.module_tpl.layer_tpl is None:
-            sizes["layer_tpl"] = pattern[(self.num_layers - 1) % len(pattern)].clone()
+            last = self.num_layers - len(stack.first_tpls or ()) - 1
+            sizes["layer_tpl"] = pattern[last % len(pattern)].clone()
         template.module_tpl = derive_fields(template.module_tpl, self.path_name, **sizes)
         result: Config = template
         return result

@@ -66,7 +66,12 @@ KINDS = {
         True,
     ),
     "circular": (
-        {"block_tpls": (LOCAL, EXPERTS), "num_layers": 8, "remat": "dots"},
+        {
+            "first_tpls": (LOCAL,),
+            "block_tpls": (LOCAL, EXPERTS),
+            "num_layers": 9,
+            "remat": "dots",
+        },
         {"num_stages": 2, "microbatch_size": 2, "circular_repeats": 2},
         False,
     ),

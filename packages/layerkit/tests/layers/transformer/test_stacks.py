@@ -82,6 +82,7 @@ KINDS = {
     "alike": ({"layer_tpl": GLOBAL, "num_layers": 3}, {}),
     "remainder": ({"block_tpls": (LOCAL, GLOBAL), "num_layers": 5}, {}),
     "experts": ({"block_tpls": (GLOBAL, EXPERTS), "num_layers": 4}, {}),
+    "first": ({"first_tpls": (EXPERTS,), "block_tpls": (LOCAL, GLOBAL), "num_layers": 6}, {}),
     "cross": (
         {"layer_tpl": CROSS, "num_layers": 2, "relative_bias_tpl": ALIBI},
         {"bias": BIAS, **ACROSS},
@@ -275,12 +276,16 @@ def test_inputs_of_another_dtype_are_cast(stack):
     assert [rows.dtype for rows in jax.eval_shape(run, KEY)] == [jnp.bfloat16] * 2
 
 
-def test_locate_layer_returns_the_layers_variables():
+def test_locate_layer_returns_the_layers_variables(raises):
     fields = {"block_tpls": (LOCAL, LOCAL, GLOBAL), "num_layers": 8}
     assert make(StackedTransformer, **fields).locate_layer(5) == (("layers_5",), ())
     scan = make(StackedTransformerRepeated, **fields)
     assert scan.locate_layer(5) == (("repeat", "sub", "layers_2"), (1,))
     assert scan.locate_layer(7) == (("remainder_1",), ())
+    later = make(StackedTransformerRepeated, first_tpls=(LOCAL,), num_layers=3)
+    assert [later.locate_layer(n)[0][0] for n in range(3)] == ["first_0", "repeat", "repeat"]
+    with raises(ConfigError, field="first_tpls"):
+        jax.eval_shape(later.clone(num_layers=1, first_tpls=(LOCAL, LOCAL)).init, KEY)
     alike = make(StackedTransformerRepeated, num_layers=6, stacked_shape=(2, 3))
     assert alike.locate_layer(4) == (("repeat", "sub"), (1, 1))
     short = make(StackedTransformerRepeated, **{**fields, "num_layers": 2})

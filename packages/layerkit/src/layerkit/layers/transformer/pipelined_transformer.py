@@ -71,8 +71,7 @@ class PipelinedTransformer(StackedTransformer):
         )
         self.create_child("pipeline", pipeline)
 
-    def locate_layer(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Return where the variables of a layer are; see `StackedTransformer.locate_layer`."""
+    def _locate_repeated(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
         run, layer_of_run = divmod(layer, self._layers_per_run())
         period, block = divmod(layer_of_run, len(self.pattern))
         repeat, stage = divmod(run, self.num_stages)
@@ -99,9 +98,9 @@ class PipelinedTransformer(StackedTransformer):
         check_sizes(self, num_stages=self.num_stages, circular_repeats=self.circular_repeats)
         num_runs = self.num_stages * self.circular_repeats
         by = "num_stages" if self.circular_repeats == 1 else "num_stages * circular_repeats"
-        check_divisible(self, by=(by, num_runs), num_layers=self.num_layers)
-        layers, period = self.num_layers // num_runs, len(self.pattern)
+        check_divisible(self, by=(by, num_runs), num_layers=self._num_repeated)
+        layers, period = self._num_repeated // num_runs, len(self.pattern)
         # All stages run the same program, so each run starts with the first template.
-        expected = f"a divisor of {layers}, the layers of a run (num_layers / {by})"
+        expected = f"a divisor of {layers}, the layers of a run"
         require(layers % period == 0, self, "length of block_tpls", period, expected)
         return layers

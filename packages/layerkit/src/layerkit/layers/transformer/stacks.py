@@ -4,7 +4,8 @@ Set sizes once, on the stack or the model; the layers inherit them. A stack repe
 (`layer_tpl`) or a pattern of layers (`block_tpls`). With a pattern of n blocks, layer i has the
 template `block_tpls[i % n]`. One repetition of the pattern is called a period. Gemma 3 repeats five
 layers with local attention and one with global attention. GShard repeats a dense layer and a
-mixture of experts. `locate_layer` locates a layer's variables in either kind of stack.
+mixture of experts. Other layers may come first (`first_tpls`), as the dense layers of DeepSeek V3.
+`locate_layer` locates a layer's variables in either kind of stack.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class StackedTransformer(BaseLayer):
       layer_tpl: Layer that is repeated `num_layers` times.
       block_tpls: Layers of one period, to repeat a pattern instead of `layer_tpl`. The last period
         may be incomplete. None to repeat `layer_tpl`.
-      num_layers: Number of layers.
+      first_tpls: Layers before those that are repeated, which run in sequence; None for none.
+      num_layers: Number of layers, including those of `first_tpls`.
       remat: Name of the rematerialization policy of each layer; see `layerkit.ops.remat`.
       relative_bias_tpl: Bias of the attention logits that depends on the distance (T5, ALiBi). It
         is computed once per call and shared by all layers. None for no bias.
@@ -61,6 +63,7 @@ class StackedTransformer(BaseLayer):
 
     layer_tpl: Config[BaseLayer] = sub_config_field(Transformer.HParams)
     block_tpls: tuple[Config[BaseLayer], ...] | None = sub_config_field(None)
+    first_tpls: tuple[Config[BaseLayer], ...] | None = sub_config_field(None)
     num_layers: int = 1
     input_dims: int = 0
     hidden_dims: int = 0
@@ -76,21 +79,33 @@ class StackedTransformer(BaseLayer):
         sizes = self._checked_sizes()
         if self.relative_bias_tpl is not None:
             self.create_child("relative_bias", self.relative_bias_tpl, num_heads=self.num_heads)
+        first = self.first_tpls or ()
+        for index, template in enumerate(first):
+            check_not_shared(self.path_name, f"first_tpls[{index}]", template)
+        self.create_children("first", first, **sizes)
         self._create_layers(sizes)
 
     def _create_layers(self, sizes: dict[str, Any]) -> None:
         pattern = self.pattern
         # Layers read shared weights from the first one, which rematerialization does not pass on.
-        is_valid = self.remat == "none" or self.num_layers == 1 or not shared_ids(pattern)
+        is_valid = self.remat == "none" or self._num_repeated == 1 or not shared_ids(pattern)
         expected = "'none' for layers that share weights (shared_weight_id)"
         require(is_valid, self, "remat", self.remat, expected)
-        templates = [pattern[layer % len(pattern)] for layer in range(self.num_layers)]
+        templates = [pattern[layer % len(pattern)] for layer in range(self._num_repeated)]
         self.create_children("layers", templates, **sizes)
 
     @property
     def pattern(self) -> tuple[Any, ...]:
         """Templates of the layers of one period."""
         return (self.layer_tpl,) if self.block_tpls is None else tuple(self.block_tpls)
+
+    @property
+    def _num_first(self) -> int:
+        return len(self.first_tpls or ())
+
+    @property
+    def _num_repeated(self) -> int:
+        return self.num_layers - self._num_first
 
     @nn.nowrap
     def locate_layer(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -103,6 +118,12 @@ class StackedTransformer(BaseLayer):
           (path of the subtree, indices into the leading axes of its leaves). There are no indices
           if the weights of the layer are not stacked.
         """
+        if layer < self._num_first:
+            return (f"first_{layer}",), ()
+        return self._locate_repeated(layer - self._num_first)
+
+    def _locate_repeated(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """Return the location of one of the layers after those of `first_tpls`, from 0."""
         return (f"layers_{layer}",), ()
 
     def fprop(
@@ -135,13 +156,15 @@ class StackedTransformer(BaseLayer):
         if droppath_rates is None and self.droppath_rate and self.is_training:
             depths = jnp.arange(1, self.num_layers + 1, dtype=jnp.float32)
             droppath_rates = self.droppath_rate / self.num_layers * depths
-        return self._run_layers("__call__", self.cast(x), droppath_rates, shared)
+        return self._run_all("__call__", self.cast(x), droppath_rates, shared)
 
     def init_cache(self, batch_size: int, max_length: int, memory: jax.Array | None = None) -> None:
         """Create empty caches; `memory` `[batch, memory_length, memory_dims]` as in the layers."""
         if self.relative_bias_tpl is not None:
             # `extend_step` needs the number of slots of the layers' caches to compute the bias.
             self.put_variable(CACHE, "slots", row_positions(batch_size, max_length))
+        for layer in self.first:
+            layer.init_cache(batch_size, max_length, **drop_none(memory=memory))
         self._init_layer_caches(batch_size, max_length, **drop_none(memory=memory))
 
     def extend_step(
@@ -167,12 +190,20 @@ class StackedTransformer(BaseLayer):
             memory_mask=memory_mask,
             prefix_lengths=prefix_lengths,
         )
-        return self._run_layers("extend_step", self.cast(x), None, shared)
+        return self._run_all("extend_step", self.cast(x), None, shared)
+
+    def _run_all(
+        self, method: str, x: jax.Array, rates: jax.Array | None, shared: dict[str, Any]
+    ) -> jax.Array:
+        """Call `method` on each layer with the `shared` arguments and the layer's droppath rate."""
+        first, rest = (None, None) if rates is None else jnp.split(rates, [self._num_first])
+        x = self._run_in_sequence(self.first, method, x, first, shared)
+        return self._run_layers(method, x, rest, shared)
 
     def _run_layers(
         self, method: str, x: jax.Array, rates: jax.Array | None, shared: dict[str, Any]
     ) -> jax.Array:
-        """Call `method` on each layer with the `shared` arguments and the layer's droppath rate."""
+        """Call `method` on each layer after those of `first_tpls`, as `_run_all`."""
         return self._run_in_sequence(self.layers, method, x, rates, shared)
 
     def _init_layer_caches(self, *args: Any, **kwargs: Any) -> None:
@@ -206,6 +237,8 @@ class StackedTransformer(BaseLayer):
         check_rates(self, droppath_rate=self.droppath_rate)
         is_valid = self.block_tpls is None or bool(self.block_tpls)
         require(is_valid, self, "block_tpls", self.block_tpls, "at least one layer, or None")
+        expected = f"fewer than num_layers={self.num_layers} layers"
+        require(self._num_repeated > 0, self, "first_tpls", self.first_tpls, expected)
         return {
             "input_dims": self.input_dims,
             "hidden_dims": self.hidden_dims or None,
@@ -258,14 +291,13 @@ class StackedTransformerRepeated(StackedTransformer):
             )
         if self._num_periods:
             self.create_child("repeat", repeat)
-        self.create_children("remainder", blocks[: self.num_layers % len(blocks)])
+        self.create_children("remainder", blocks[: self._num_repeated % len(blocks)])
 
     @property
     def _num_periods(self) -> int:
-        return self.num_layers // len(self.pattern)
+        return self._num_repeated // len(self.pattern)
 
-    def locate_layer(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """Return the location of a layer's variables; see `StackedTransformer.locate_layer`."""
+    def _locate_repeated(self, layer: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
         period, block = divmod(layer, len(self.pattern))
         if period == self._num_periods:
             return (f"remainder_{block}",), ()
