@@ -19,6 +19,7 @@ from layerkit_experiments.lm import (
     llama,
     lm_cloud,
     moe,
+    open_models,
     pile,
     quickstart,
 )
@@ -40,7 +41,7 @@ FIELDS = {
 }
 # The experiments of these modules are alike.
 LANGUAGE_MODELS = (c4, c4_multislice, lm_cloud, pile, quickstart)
-OTHERS = (bert, jaxformer, llama, moe, numbers, wmt, digits, imagenet)
+OTHERS = (bert, jaxformer, llama, moe, open_models, numbers, wmt, digits, imagenet)
 
 
 def classes_of(modules: tuple[ModuleType, ...]) -> list[type[BaseExperiment]]:
@@ -70,6 +71,7 @@ UNLIKE = {reduced_form(cls): cls for cls in reversed(classes_of(LANGUAGE_MODELS)
 # Rows per device by name.
 TRAINED = {name_of(cls): 1.0 for cls in UNLIKE if cls is not pile.Lambada126M}
 TRAINED |= {name_of(cls): 2.0 for cls in classes_of(OTHERS)}
+TRAINED["lm.optimal_scaling.DepthDial"] = 2.0
 # One of each mixture of the module; its dense models are alike.
 TRAINED |= {f"lm.nvidia.{name}": 2.0 for name in ("GLaM64B64EProxy", "Grok", "Grok_PP")}
 MESHES = {
@@ -77,6 +79,9 @@ MESHES = {
     "lm.moe.Glam126M64E": [1, 2, 4, 1],
     "lm.moe.Glam64B64E": [1, 2, 2, 2],
     "lm.jaxformer.Jaxformer1B": [2, 2, 1, 2],
+    "lm.open_models.DeepSeekV3": [1, 2, 4, 1],
+    "lm.open_models.GptOss20B": [1, 2, 2, 2],
+    "lm.open_models.Qwen3_30B_A3B": [1, 2, 4, 1],
     "lm.nvidia.GLaM64B64EProxy": [1, 2, 2, 2],
     "lm.nvidia.Grok": [1, 2, 4, 1],
     "lm.nvidia.Grok_PP": [2, 1, 2, 2, 1],

@@ -112,6 +112,11 @@ class LlamaBoolQ(LmExperiment, abstract=True):
             model = add_lora(model, rank=self.LORA_RANK, alpha=float(self.LORA_RANK), only=only)
         return model
 
+    @property
+    def GRADIENT_ACCUMULATION_STEPS(self) -> int:  # type: ignore[override]  # noqa: N802
+        """Number of parts of a batch."""
+        return max(1, round(self.PERCORE_BATCH_SIZE / self.ROWS_PER_PART))
+
     def learner(self) -> Config:
         """Return the config of the learner."""
         learner = adam_exponential(self)
@@ -129,10 +134,8 @@ class LlamaBoolQ(LmExperiment, abstract=True):
         return learner.set(trainable=(LORA_WEIGHTS,)) if self.USE_LORA else learner
 
     def task(self) -> Config:
-        """Return the config of the task, which divides a batch into parts."""
+        """Return the config of the task."""
         task = super().task()
-        parts = max(1, round(self.PERCORE_BATCH_SIZE / self.ROWS_PER_PART))
-        task.train.gradient_accumulation_steps = parts
         if folder := self.CHECKPOINT_RESTORE_PATH or self.INIT_FROM:
             task.initial_weights = weights_of(folder)
         return task

@@ -1,7 +1,7 @@
-"""LLaMA 2 at its published sizes, trained from scratch and by LoRA (arXiv:2307.09288).
+"""LLaMA 2 and 3.1 at their published sizes, trained from scratch, and LLaMA 2 by LoRA.
 
-Sizes 7B and 13B equal those of the first LLaMA (arXiv:2302.13971). Batches have the published 4M
-tokens: 1024 rows of 4096.
+Sizes 7B and 13B of LLaMA 2 (arXiv:2307.09288) equal those of the first LLaMA (arXiv:2302.13971).
+Batches have the published 4M tokens: 1024 rows of 4096.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Llama2(LmExperiment, abstract=True):
     VOCAB_SIZE = 32000
     MAX_SEQ_LEN = 4096
     SOFTMAX_CHUNK_SIZE = 1024
-    EOS_ID = 2
+    EOS_ID: int | None = 2
     LEARNING_RATE = 3e-4
     ADAM_EPSILON = 1e-5
     WARMUP_STEPS = 2000
@@ -91,6 +91,66 @@ class Llama70B(Llama2):
     ICI_MESH_SHAPE = [1, 256, 1]
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {"NUM_KV_HEADS": 2}
+
+
+class Llama31(Llama2, abstract=True):
+    """LLaMA 3.1 on 8192 tokens, before its contexts grow (Llama team, 2024, arXiv:2407.21783).
+
+    Rates are published for each size, and for 405B the schedule and the last batch of 16M tokens,
+    after 4M and 8M, which all sizes have here. AdamW's other constants are those of LLaMA 2.
+    """
+
+    tags: ClassVar[tuple[str, ...]] = ("multislice",)
+
+    NUM_KV_HEADS = 8
+    VOCAB_SIZE = 128_256
+    MAX_SEQ_LEN = 8192
+    ROTARY_BASE = 500_000.0
+    EOS_ID = None
+    WARMUP_STEPS = 8000
+    MAX_STEPS = 1_200_000
+    MIN_LEARNING_RATE_RATIO = 0.01
+
+    reduced_fields: ClassVar[Mapping[str, Any]] = {"NUM_KV_HEADS": 2}
+
+
+class Llama31_8B(Llama31):  # noqa: N801 - the name of the size
+    """LLaMA 3.1 8B on 32 nodes of 8 GPUs (h100x256), fully sharded."""
+
+    NUM_LAYERS = 32
+    MODEL_DIMS = 4096
+    HIDDEN_DIMS = 14336
+    NUM_HEADS = 32
+    PERCORE_BATCH_SIZE = 8.0
+    ICI_MESH_SHAPE = [1, 8, 1]
+    DCN_MESH_SHAPE = [1, 32, 1]
+
+
+class Llama31_70B(Llama31):  # noqa: N801
+    """LLaMA 3.1 70B on 128 nodes of 8 GPUs (h100x1024), fully sharded."""
+
+    NUM_LAYERS = 80
+    MODEL_DIMS = 8192
+    HIDDEN_DIMS = 28672
+    NUM_HEADS = 64
+    LEARNING_RATE = 1.5e-4
+    PERCORE_BATCH_SIZE = 2.0
+    ICI_MESH_SHAPE = [1, 8, 1]
+    DCN_MESH_SHAPE = [1, 128, 1]
+
+
+class Llama31_405B(Llama31):  # noqa: N801
+    """LLaMA 3.1 405B on 256 nodes, whose 8 GPUs share each layer (h100x2048)."""
+
+    NUM_LAYERS = 126
+    MODEL_DIMS = 16384
+    HIDDEN_DIMS = 53248
+    NUM_HEADS = 128
+    LEARNING_RATE = 8e-5
+    PERCORE_BATCH_SIZE = 1.0
+    SEQUENCE_PARALLEL = True
+    ICI_MESH_SHAPE = [1, 1, 8]
+    DCN_MESH_SHAPE = [1, 256, 1]
 
 
 class LlamaLora(LocalFiles, LmExperiment, abstract=True):

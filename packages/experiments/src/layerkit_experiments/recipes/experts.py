@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from layerkit.base.weights import WeightInit
-from layerkit.config import Config, target_of
+from layerkit.config import Config
 from layerkit.config.checks import check_sizes
 from layerkit.layers import MoeFeedForward, RelativeBias, ReLU
-from layerkit_experiments.recipes.language_model import decoder, set_paths
+from layerkit_experiments.recipes.language_model import decoder, repeat_layers, set_paths
 
 # Fields whose value is that of a path in the config of the MoeFeedForward.
 _PATHS = {
@@ -74,9 +74,7 @@ def add_experts(fields: Any, model: Config, experts: Config | None = None) -> Co
     if fields.EXPERT_PERIOD == 1:
         stack.layer_tpl = sparse
     else:
-        stack.layer_tpl = Config(target_of(stack)).layer_tpl
-        others = tuple(dense.clone() for _ in range(fields.EXPERT_PERIOD - 1))
-        stack.block_tpls = (sparse, *others)
+        repeat_layers(model, sparse, *[dense] * (fields.EXPERT_PERIOD - 1))
     return model
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 from layerkit import layers
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import WeightInit
-from layerkit.config import Config
+from layerkit.config import Config, target_of
 from layerkit.config.checks import check_sizes
 from layerkit.decoding import SampleDecoder
 from layerkit.errors import ConfigError
@@ -23,6 +23,7 @@ from layerkit.layers import (
     RmsNorm,
     RotaryPositionalEmbedding,
     SiLU,
+    SquaredReLU,
     StackedTransformer,
     StackedTransformerRepeated,
     TrainablePositionalEmbedding,
@@ -64,6 +65,7 @@ _PATHS = {
     "ATTENTION_BACKEND": "stack_tpl.layer_tpl.attention_tpl.backend",
     "ATTENTION_BIAS": "stack_tpl.layer_tpl.attention_tpl.use_bias",
     "ATTENTION_LOGIT_CAP": "stack_tpl.layer_tpl.attention_tpl.logit_cap",
+    "WINDOW": "stack_tpl.layer_tpl.attention_tpl.window",
     "PER_DIM_SCALE": "stack_tpl.layer_tpl.attention_tpl.per_dim_scale",
     "COMBINE_QKV": "stack_tpl.layer_tpl.attention_tpl.combined_qkv",
     "USE_GATED_ACTIVATION": "stack_tpl.layer_tpl.feed_forward_tpl.use_gate",
@@ -72,6 +74,7 @@ _PATHS = {
 # `gelu` is the approximation by tanh, with which most published models were trained.
 _ACTIVATIONS: dict[str, Config] = {
     "relu": ReLU.HParams.config(),
+    "squared_relu": SquaredReLU.HParams.config(),
     "gelu": GELU.HParams.config(),
     "gelu_exact": GELU.HParams.config(approximate=False),
     "silu": SiLU.HParams.config(),
@@ -115,6 +118,7 @@ def decoder(fields: Any) -> Config:
     layer = lm.stack_tpl.layer_tpl
     norm: Config = Config(_NORMS[fields.NORM], epsilon=fields.NORM_EPSILON)
     lm.final_norm_tpl, layer.norm_tpl = norm, norm.clone()
+    layer.attention_tpl.qk_norm_tpl = norm.clone() if fields.QK_NORM else None
     layer.feed_forward_tpl.activation_tpl = _ACTIVATIONS[fields.ACTIVATION].clone()
     _set_positions(fields, lm)
     _set_initial_weights(fields, lm)
@@ -135,8 +139,25 @@ def untied_decoder(fields: Any) -> Config:
     model.lm_tpl.softmax_tpl = FullSoftmax.HParams.config(
         chunk_size=fields.SOFTMAX_CHUNK_SIZE, logit_soft_cap=fields.SOFTMAX_LOGIT_CAP
     )
-    model.lm_tpl.embedding_tpl = Embedding.HParams.config(weight_init=WeightInit.Gaussian(1.0))
+    init = WeightInit.Gaussian(fields.INIT_STD or 1.0)
+    model.lm_tpl.embedding_tpl = Embedding.HParams.config(weight_init=init)
     return model
+
+
+def alternate_windows(fields: Any, model: Config) -> Config:
+    """Return the config of a LanguageModel whose every WINDOW_PERIOD-th layer has no window."""
+    near = model.lm_tpl.stack_tpl.layer_tpl
+    far = near.clone()
+    far.attention_tpl.window = None
+    repeat_layers(model, *[near] * (fields.WINDOW_PERIOD - 1), far)
+    return model
+
+
+def repeat_layers(model: Config, *layers: Config) -> None:
+    """Let the stack of a LanguageModel repeat copies of layers, in the place of its own layer."""
+    stack = model.lm_tpl.stack_tpl
+    stack.layer_tpl = Config(target_of(stack)).layer_tpl
+    stack.block_tpls = tuple(layer.clone() for layer in layers)
 
 
 def layer_stack(fields: Any) -> Config:
@@ -161,8 +182,9 @@ def set_paths(config: Config, fields: Any, paths: Mapping[str, str]) -> None:
 def _set_positions(fields: Any, lm: Config) -> None:
     kinds = fields.POSITIONS.split("+")
     if "rotary" in kinds:
-        rotary = RotaryPositionalEmbedding.HParams.config()
-        lm.stack_tpl.layer_tpl.attention_tpl.rotary_tpl = rotary
+        rotary = RotaryPositionalEmbedding.HParams.config(max_timescale=fields.ROTARY_BASE)
+        attention = lm.stack_tpl.layer_tpl.attention_tpl
+        attention.set(rotary_tpl=rotary, qk_norm_before_rotary=fields.QK_NORM)
     if "sinusoidal" in kinds:
         lm.position_tpl = PositionalEmbedding.HParams.config()
     if "trainable" in kinds:
@@ -234,7 +256,7 @@ class LmExperiment(TrainedExperiment, abstract=True):
     VOCAB_SIZE: int = 32000
     """Size of the embedding, at least the size of the vocabulary."""
     MAX_SEQ_LEN: int = 1024
-    ACTIVATION: Literal["relu", "gelu", "gelu_exact", "silu"] = "gelu"
+    ACTIVATION: Literal["relu", "squared_relu", "gelu", "gelu_exact", "silu"] = "gelu"
     USE_GATED_ACTIVATION: bool = False
     ATTENTION_BIAS: bool = False
     """Use biases in the query, key, value and output projections."""
@@ -242,6 +264,10 @@ class LmExperiment(TrainedExperiment, abstract=True):
     """Use biases in the feed-forward layer."""
     PER_DIM_SCALE: bool = False
     """Learn a scale for each coordinate of a head, in the logits of attention."""
+    QK_NORM: bool = False
+    """Normalize queries and keys, before their rotation."""
+    WINDOW: int | None = None
+    """Number of positions that a query sees, itself and those before it; None for all."""
     COMBINE_QKV: bool = False
     """Keep the query, key and value projections as one weight, which optimizers see as a whole."""
     SOFTMAX_BIAS: bool = False
@@ -252,6 +278,8 @@ class LmExperiment(TrainedExperiment, abstract=True):
         "rotary", "sinusoidal", "trainable", "none", "sinusoidal+rotary", "trainable+rotary"
     ] = "sinusoidal"
     """Positions; those of attention and of the embedding at once, as in Pax, with a plus sign."""
+    ROTARY_BASE: float = 10_000.0
+    """Base of the frequencies of rotary positions."""
     MAX_POSITIONS: int | None = None
     """Number of trainable positions; None for MAX_SEQ_LEN."""
     ATTENTION_LOGIT_CAP: float | None = None
@@ -259,8 +287,7 @@ class LmExperiment(TrainedExperiment, abstract=True):
     SOFTMAX_LOGIT_CAP: float | None = None
     """Bound of the logits of tokens; None for no bound."""
     SOFTMAX_CHUNK_SIZE: int | None = None
-    """Number of positions whose logits are in memory at a time; None for all, or for 512 from a
-    vocabulary of 65,536 on."""
+    """Positions with logits in memory at a time; None for all, or 512 from 65,536 tokens on."""
     ATTENTION_BACKEND: BackendName = "auto"
     DROPOUT_RATE: float = 0.0
     INPUT_DROPOUT_RATE: float | None = None
@@ -282,16 +309,14 @@ class LmExperiment(TrainedExperiment, abstract=True):
     CHECKPOINT_POLICY: str = "none"
     """Rematerialization policy of `layerkit.ops.remat`, or Pax's name of one."""
     QUANTIZATION: Literal["fp8_delayed", "fp8_current", "mxfp8", "nvfp4", "int8"] | None = None
-    """Products of the layers: `fp8_delayed`, `fp8_current` (Hopper and later GPUs), `mxfp8`,
-    `nvfp4` (Blackwell), `int8` (TPUs); None for FPROP_DTYPE. See docs/quantization.md."""
+    """Format of the products of the layers, see docs/quantization.md; None for FPROP_DTYPE."""
     MAX_DECODE_STEPS: int = 64
     TEMPERATURE: float = 1.0
     EOS_ID: int | None = 1
 
     # Data.
     DATA_FORMAT: DataFormat = "seqio"
-    """`seqio`: TFDS folders; `grain`: token records, without TensorFlow; `local_text`: Python's
-    source code as bytes; `synthetic`: synthetic tokens."""
+    """`seqio`: TFDS folders; `grain`: token records; `local_text`: Python's source; `synthetic`."""
     TFDS_DATA_DIR: str | None = None
     """Folder of TFDS data for `seqio`; None for the default of TensorFlow Datasets."""
     GRAIN_DATA_DIR: str | None = None
@@ -301,15 +326,13 @@ class LmExperiment(TrainedExperiment, abstract=True):
     PACKED_INPUT: bool = True
     """Pack several documents into a training row; attention does not cross documents."""
     EVAL_NUM_BATCHES: int | None = 8
-    """Number of batches of an evaluation, which continues where the last one ended; None reads the
-    whole held-out split."""
+    """Batches per evaluation, which continues the last one; None reads the whole held-out split."""
     PERCORE_BATCH_SIZE: float = 8.0
     """Rows per device; a fraction if several devices share a row."""
     PROMPTS_PER_DEVICE: float = 0.0
-    """Held-out rows per device whose beginnings the model continues; 0 decodes nothing. Set
-    DECODE_INTERVAL_STEPS to decode during training."""
+    """Held-out rows per device that the model continues every DECODE_INTERVAL_STEPS; 0 for none."""
     PROMPT_LENGTH: int = 64
-    """Maximum number of ids of such a beginning."""
+    """Maximum number of ids of such a row that the model reads first."""
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {
         "NUM_LAYERS": 2,
@@ -326,12 +349,9 @@ class LmExperiment(TrainedExperiment, abstract=True):
 
     def datasets(self) -> list[Config]:
         """Return configs of the training and the held-out input."""
-        return [
-            self.read(name="train", is_training=True),
-            self.read(
-                name="heldout", is_training=False, eval_loop_num_batches=self.EVAL_NUM_BATCHES
-            ),
-        ]
+        batches = self.EVAL_NUM_BATCHES
+        held_out = self.read(name="heldout", is_training=False, eval_loop_num_batches=batches)
+        return [self.read(name="train", is_training=True), held_out]
 
     def readers(self) -> Mapping[str, Callable[..., Config]]:
         """Return functions by DATA_FORMAT; see `recipes.corpora`."""
@@ -379,5 +399,5 @@ class LmExperiment(TrainedExperiment, abstract=True):
 
     def data_summary(self) -> str:
         """Return a short description of the training data."""
-        is_synthetic = self.DATA_FORMAT == "synthetic"
-        return "synthetic tokens" if is_synthetic else f"{self.tfds_name} ({self.DATA_FORMAT})"
+        source = self.DATA_FORMAT
+        return "synthetic tokens" if source == "synthetic" else f"{self.tfds_name} ({source})"

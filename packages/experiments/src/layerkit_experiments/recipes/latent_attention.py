@@ -14,6 +14,8 @@ _PLAIN_FIELDS = {
     "NUM_KV_HEADS": None,
     "POSITIONS": "none",
     "PER_DIM_SCALE": False,
+    "QK_NORM": False,
+    "WINDOW": None,
     "COMBINE_QKV": False,
 }
 

@@ -43,6 +43,7 @@ def train_config(fields: Any, learner: Config) -> Config:
     return TrainHParams.HParams.config(
         learner=learner,
         num_train_steps=fields.MAX_STEPS,
+        gradient_accumulation_steps=fields.GRADIENT_ACCUMULATION_STEPS,
         random_seed=fields.SEED,
         summary_interval_steps=summary_interval(fields.MAX_STEPS) if interval is None else interval,
         eval_interval_steps=fields.EVAL_INTERVAL_STEPS,
@@ -55,9 +56,8 @@ def train_config(fields: Any, learner: Config) -> Config:
 
 def adamw_cosine(fields: Any) -> Config:
     """Return AdamW with a linear warmup, then a cosine down to MIN_LEARNING_RATE_RATIO."""
-    rate = schedule_learning_rate(
-        fields, schedules.linear_warmup_cosine_decay, min_ratio=fields.MIN_LEARNING_RATE_RATIO
-    )
+    ratio, cosine = fields.MIN_LEARNING_RATE_RATIO, schedules.linear_warmup_cosine_decay
+    rate = schedule_learning_rate(fields, cosine, min_ratio=ratio)
     return adamw(fields, rate, decays_all=fields.DECAYED_WEIGHTS == "all")
 
 
@@ -135,9 +135,8 @@ def schedule_notes(experiment: Any) -> list[str]:
         is_set = argument in steps and getattr(experiment, name) is not None
         if is_set and number_of_steps(experiment, name) != steps[argument]:
             changes.append(f"{name} {getattr(experiment, name)} → {steps[argument]}")
-    if not changes:
-        return []
-    return [f"schedule     {', '.join(changes)}, to fit into MAX_STEPS={experiment.MAX_STEPS}"]
+    fitted = f"schedule     {', '.join(changes)}, to fit into MAX_STEPS={experiment.MAX_STEPS}"
+    return [fitted] if changes else []
 
 
 def spmd(fields: Any, *, axes: tuple[str, ...] = (), **rules: Any) -> Config:
@@ -147,7 +146,7 @@ def spmd(fields: Any, *, axes: tuple[str, ...] = (), **rules: Any) -> Config:
     position over tensor, and `shards_features` by feature, as Pax does for the largest models.
 
     Args:
-      fields: Experiment with the fields and class attributes of the mesh of `TrainedExperiment`.
+      fields: Experiment with the fields of the mesh of `TrainedExperiment`.
       axes: Names of axes before those of `mesh_axes`.
       **rules: Mesh axes by the names of logical axes, in place of the default rules.
     """
@@ -166,8 +165,7 @@ def spmd(fields: Any, *, axes: tuple[str, ...] = (), **rules: Any) -> Config:
 class TrainedExperiment(BaseExperiment, abstract=True):
     """Base of all experiments here: training by AdamW with a cosine on a mesh.
 
-    A subclass that overrides `learner()` or `partitioner()` lists what it does not read in
-    `unused_fields`.
+    A subclass lists fields that its `learner()` or `partitioner()` ignores in `unused_fields`.
     """
 
     mesh_axes: ClassVar[tuple[str, ...]] = ("data", "fsdp", "tensor")
@@ -176,6 +174,8 @@ class TrainedExperiment(BaseExperiment, abstract=True):
     """True to shard the activations between layers over tensor; see `spmd`."""
 
     MAX_STEPS: int = 300_000
+    GRADIENT_ACCUMULATION_STEPS: int = 1
+    """Number of equal parts of a batch, which are computed one after another."""
     SUMMARY_INTERVAL_STEPS: int | None = None
     """Steps between two reports of metrics; None for 100, or a hundredth of a shorter run."""
     EVAL_INTERVAL_STEPS: int | None = 100
@@ -207,12 +207,12 @@ class TrainedExperiment(BaseExperiment, abstract=True):
     SEQUENCE_PARALLEL: bool = False
     """True to split norms and residuals by position over tensor."""
     ICI_MESH_SHAPE: list[int] | None = None
-    """Sizes of the mesh axes within a slice, such as [data, fsdp, tensor]; None puts all devices on
-    data."""
+    """Sizes of the mesh axes within a slice; None puts all devices on the axis data."""
     DCN_MESH_SHAPE: list[int] | None = None
     """Sizes of the mesh axes across slices; None for one slice."""
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {
+        "GRADIENT_ACCUMULATION_STEPS": 1,
         "MAX_STEPS": 200,
         "SUMMARY_INTERVAL_STEPS": 10,
         "EVAL_INTERVAL_STEPS": 100,
