@@ -642,6 +642,8 @@ OPTIONS = [
     ("gemma2", "use_bidirectional_attention", False, True),
     ("olmo3", "rope_parameters", {}, {"rope_type": "default", "rope_theta": 1e4}),
     ("gemma3_text", "rope_parameters", {}, {"rope_type": "default", "rope_theta": 1e4}),
+    ("modernbert", "rope_parameters", {}, {"rope_type": "default", "rope_theta": 1e4}),
+    ("gpt_oss", "rope_parameters", {"factor": 4.0}, {"rope_type": "yarn", "factor": 2.0}),
     ("gpt_neox", "attention_probs_dropout_prob", 0, 0.1),
     ("gpt_neox", "rotary_pct", 1.0, 0.3),
     ("stablelm", "qk_layernorm", False, True),

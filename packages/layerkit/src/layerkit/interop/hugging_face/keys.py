@@ -43,7 +43,7 @@ NEUTRAL = frozenset({
 })
 
 # Keys that versions of Transformers spell differently. Export writes the older ones, which all
-# versions read. The newer ones take precedence in a file with both.
+# versions read. The newer dtype takes precedence in a file with both.
 NEWER_SPELLINGS = {"rope_scaling": "rope_parameters", "torch_dtype": "dtype"}
 
 # Options that our families lack, with the value that has no effect. That of any other option is

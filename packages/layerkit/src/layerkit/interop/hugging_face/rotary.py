@@ -107,6 +107,9 @@ def read_scaling(file: ConfigFile, kind: str | None = None) -> dict[str, Any]:
     """
     older, newer = (file.get(key, None) or {} for key in _SPELLINGS)
     if kind is None:
+        # Versions of Transformers differ in which of two unequal parameters they apply.
+        if any(newer.get(name, value) != value for name, value in older.items()):
+            raise file.invalid(_SPELLINGS[0], f"the parameters of {_SPELLINGS[1]}, or none")
         return {**older, **newer}
     if not set(newer) <= {NEAR, FAR}:
         raise file.invalid(_SPELLINGS[1], f"keys {NEAR!r} and {FAR!r}")

@@ -22,7 +22,7 @@ from layerkit.interop.hugging_face.parts import (
     norm_rows,
     tied_embedding,
 )
-from layerkit.interop.hugging_face.rotary import rotary_config, rotary_keys
+from layerkit.interop.hugging_face.rotary import read_scaling, rotary_config, rotary_keys
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.basic.normalizations import IdentityNorm
 from layerkit.models.bert import BertModel
@@ -40,8 +40,8 @@ def _network() -> Config:
 
 def _set_rotary(file: ConfigFile, template: Config, kind: str) -> None:
     older = {"rope_theta": file.get(*_THETAS[kind]), **(file.get("rope_scaling", None) or {})}
-    newer = (file.get("rope_parameters", None) or {}).get(kind) or {}
-    template.attention_tpl.rotary_tpl = rotary_config(file, {**older, **newer})
+    parameters = {**older, **read_scaling(file, kind)}
+    template.attention_tpl.rotary_tpl = rotary_config(file, parameters)
 
 
 def _write_rotary(near: Config | None, far: Config | None) -> dict[str, Any]:
