@@ -14,6 +14,7 @@ from layerkit.config import build
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.loop import SampleDecoder
 from layerkit.layers.moe.token_choice import MoeFeedForward
+from layerkit.layers.transformer.multi_token import MultiTokenPrediction
 from layerkit.models.language_model import LanguageModel
 from layerkit.models.preference_model import DpoModel
 
@@ -173,6 +174,17 @@ def test_auxiliary_losses_of_the_reference_are_not_collected():
 
     updates = jax.eval_shape(losses, KEY)
     assert set(updates[AUX_LOSS]) == {"lm"}
+
+
+def test_rejected_answers_are_no_targets_of_multi_token_prediction():
+    config = DpoModel.HParams.config(reference="none", train=True)
+    config.lm_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=8, num_layers=1, num_heads=2)
+    config.lm_tpl.mtp_tpl = MultiTokenPrediction.HParams.config()
+    model, batch = config.Instantiate(), make_batch()
+    variables = jax.eval_shape(model.init, KEY)
+    assert "mtp" in variables[PARAMS]["lm"]
+    run = functools.partial(model.apply, mutable=[AUX_LOSS])
+    assert not jax.eval_shape(run, variables, batch)[1]
 
 
 def test_padding_is_masked_by_segment_ids():

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,10 @@ class DpoModel(BaseModel):
     def setup(self) -> None:
         """Check the fields and create the networks."""
         self._check_fields()
-        self.create_child("lm", self.lm_tpl)
+        policy = cast(Any, self.lm_tpl.clone())
+        if getattr(policy, "mtp_tpl", None) is not None:
+            policy.mtp_tpl.loss_weight = 0.0  # It would make rejected answers more probable.
+        self.create_child("lm", policy)
         if self.reference == "frozen":
             self.create_child("reference_lm", self.lm_tpl, train=False)
 

@@ -154,7 +154,7 @@ class TransformerLm(BaseLayer):
         """
         hidden = self.hidden(ids, **packing)
         targets = drop_none(labels=labels, class_probabilities=class_probabilities)
-        if self.mtp_tpl is not None and self.is_training:
+        if self.mtp_tpl is not None and self.is_training and self.mtp.loss_weight:
             self.mtp(
                 hidden,
                 ids,
