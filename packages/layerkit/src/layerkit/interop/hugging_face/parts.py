@@ -13,7 +13,7 @@ from layerkit.interop.hugging_face.keys import (
     get_field,
     set_field,
 )
-from layerkit.interop.hugging_face.layouts import BIAS_OF_HEADS, INTO_HEADS, LINEAR
+from layerkit.interop.hugging_face.layouts import LINEAR, Layout
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.basic.elementwise import (
     GELU,
@@ -138,7 +138,8 @@ def linear_rows(
       joined_axis: See `Row`.
     """
     bias = "_bias/b" if layout == LINEAR else "/b"
-    bias_layout = BIAS_OF_HEADS if layout == INTO_HEADS else "dims -> dims"
+    outputs = " ".join(Layout.parse(layout).theirs[0])
+    bias_layout = f"({outputs}) -> {outputs}"
     return tuple(
         Row(theirs + kind, ours + name, of_kind, joined_axis)
         for ours, theirs in names.items()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import (
     ATTENTION_BIAS,
+    BASIC_ENTRIES,
     llama_family,
     llama_network,
 )
@@ -31,15 +32,11 @@ def cohere_entries(positions: Entry) -> tuple[Entry, ...]:
     return (
         tied_embedding(default=True),
         key("vocab_size", "vocab_size", 256000),
-        key("hidden_size", "model_dims"),
-        key("intermediate_size", "hidden_dims"),
-        key("num_hidden_layers", "num_layers"),
-        key("num_attention_heads", "num_heads"),
+        *BASIC_ENTRIES[1:],
         key("num_key_value_heads", "num_kv_heads", None, fallback=lambda lm: lm.num_heads),
         key("head_dim", "dim_per_head", None, fallback=lambda lm: lm.model_dims // lm.num_heads),
         key("layer_norm_eps", ("final_norm_tpl.epsilon", "layer.norm_tpl.epsilon"), 1e-5),
         key("logit_scale", "softmax_tpl.logit_scale", 0.0625, fallback=lambda lm: 1.0),
-        key("attention_dropout", "layer.attention_tpl.dropout_rate", 0.0),
         ATTENTION_BIAS,
         positions,
         activation("hidden_act", "silu"),

@@ -10,7 +10,12 @@ from layerkit.config import Config
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import fixed, key
 from layerkit.interop.hugging_face.layouts import BIAS_OF_HEADS
-from layerkit.interop.hugging_face.parts import activation, embedding_rows, tied_embedding
+from layerkit.interop.hugging_face.parts import (
+    activation,
+    embedding_rows,
+    norm_rows,
+    tied_embedding,
+)
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.basic.normalizations import LayerNorm
 from layerkit.layers.basic.positions import TrainablePositionalEmbedding
@@ -95,14 +100,12 @@ GPT2 = Family(
         Row(_THEIRS + "mlp.c_fc.bias", _OURS + "feed_forward/up_bias/b"),
         Row(_THEIRS + "mlp.c_proj.weight", _OURS + "feed_forward/down/w", _LINEAR),
         Row(_THEIRS + "mlp.c_proj.bias", _OURS + "feed_forward/down_bias/b"),
-        *(
-            Row(f"{theirs}.{theirs_kind}", f"{ours}/{kind}")
-            for theirs_kind, kind in (("weight", "scale"), ("bias", "bias"))
-            for theirs, ours in (
-                (_THEIRS + "ln_1", _OURS + "attention_norm"),
-                (_THEIRS + "ln_2", _OURS + "feed_forward_norm"),
-                ("transformer.ln_f", "lm/final_norm"),
-            )
+        *norm_rows(
+            {
+                _OURS + "attention_norm": _THEIRS + "ln_1",
+                _OURS + "feed_forward_norm": _THEIRS + "ln_2",
+                "lm/final_norm": "transformer.ln_f",
+            }
         ),
     ),
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},

@@ -11,8 +11,14 @@ from layerkit.config import Config
 from layerkit.interop.hugging_face.families.gpt2 import GPT2
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, fixed, get_field, key, set_field
-from layerkit.interop.hugging_face.layouts import INTO_HEADS, LINEAR, OUT_OF_HEADS
-from layerkit.interop.hugging_face.parts import activation, embedding_rows, tied_embedding
+from layerkit.interop.hugging_face.layouts import INTO_HEADS, OUT_OF_HEADS
+from layerkit.interop.hugging_face.parts import (
+    activation,
+    embedding_rows,
+    linear_rows,
+    norm_rows,
+    tied_embedding,
+)
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.basic.normalizations import LayerNorm
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
@@ -51,6 +57,7 @@ def _write_rotary(network: Config) -> dict[str, Any]:
 
 
 _THEIRS, _OURS = "transformer.h.{layer}.", "lm/stack/{layer}/"
+_INTO = {f"{_OURS}attention/{n}": f"{_THEIRS}attn.{n[0]}_proj" for n in ("query", "key", "value")}
 
 GPTJ = Family(
     model_type="gptj",
@@ -81,30 +88,12 @@ GPTJ = Family(
     rows=(
         *embedding_rows("transformer.wte.weight"),
         Row("lm_head.bias", "lm/softmax/b"),
-        *(
-            Row(f"{_THEIRS}attn.{letter}_proj.weight", f"{_OURS}attention/{name}/w", layout)
-            for letter, name, layout in (
-                ("q", "query", INTO_HEADS),
-                ("k", "key", INTO_HEADS),
-                ("v", "value", INTO_HEADS),
-                ("out", "output", OUT_OF_HEADS),
-            )
-        ),
-        *(
-            Row(f"{_THEIRS}mlp.{theirs}.{kind}", f"{_OURS}feed_forward/{ours}", layout)
-            for theirs, name in (("fc_in", "up"), ("fc_out", "down"))
-            for kind, ours, layout in (
-                ("weight", f"{name}/w", LINEAR),
-                ("bias", f"{name}_bias/b", "dims -> dims"),
-            )
-        ),
-        *(
-            Row(f"{theirs}.{theirs_kind}", f"{ours}/{kind}")
-            for theirs_kind, kind in (("weight", "scale"), ("bias", "bias"))
-            for theirs, ours in (
-                (_THEIRS + "ln_1", _OURS + "attention_norm"),
-                ("transformer.ln_f", "lm/final_norm"),
-            )
+        *linear_rows(_INTO, INTO_HEADS),
+        *linear_rows({_OURS + "attention/output": _THEIRS + "attn.out_proj"}, OUT_OF_HEADS),
+        *linear_rows({_OURS + "feed_forward/up": _THEIRS + "mlp.fc_in"}),
+        *linear_rows({_OURS + "feed_forward/down": _THEIRS + "mlp.fc_out"}),
+        *norm_rows(
+            {_OURS + "attention_norm": _THEIRS + "ln_1", "lm/final_norm": "transformer.ln_f"}
         ),
     ),
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},

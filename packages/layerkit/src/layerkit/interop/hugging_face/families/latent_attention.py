@@ -8,6 +8,7 @@ from layerkit.config import Config
 from layerkit.interop.hugging_face.expert_layers import EXPERTS, expert_layers
 from layerkit.interop.hugging_face.families.llama import (
     ATTENTION_BIAS,
+    BASIC_ENTRIES,
     LAYER,
     THEIR_LAYER,
 )
@@ -73,15 +74,10 @@ def latent_entries(first_dense: int, experts: tuple[Entry, ...]) -> tuple[Entry,
     """
     return (
         tied_embedding(default=False),
-        key("vocab_size", "vocab_size"),
-        key("hidden_size", "model_dims"),
-        key("intermediate_size", "hidden_dims"),
-        key("num_hidden_layers", "num_layers"),
-        key("num_attention_heads", "num_heads"),
+        *BASIC_ENTRIES,
         Entry(_read_heads, lambda network: {"num_key_value_heads": network.num_heads}),
         *(key(name, _ATTENTION + field, default) for name, (field, default) in _SIZES.items()),
         key("rms_norm_eps", ("final_norm_tpl.epsilon", "layer.norm_tpl.epsilon"), 1e-6),
-        key("attention_dropout", _ATTENTION + "dropout_rate", 0.0),
         ATTENTION_BIAS,
         Entry(_read_rotary, _write_rotary),
         activation("hidden_act", "silu"),

@@ -11,8 +11,13 @@ from typing import Any
 from layerkit.config import Config
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, key
-from layerkit.interop.hugging_face.layouts import BIAS_OF_HEADS, INTO_HEADS, LINEAR, OUT_OF_HEADS
-from layerkit.interop.hugging_face.parts import activation, embedding_rows, tied_embedding
+from layerkit.interop.hugging_face.layouts import INTO_HEADS, OUT_OF_HEADS
+from layerkit.interop.hugging_face.parts import (
+    activation,
+    embedding_rows,
+    linear_rows,
+    tied_embedding,
+)
 from layerkit.interop.hugging_face.rotary import rotary
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.basic.normalizations import RmsNorm
@@ -20,6 +25,16 @@ from layerkit.layers.basic.positions import RotaryPositionalEmbedding
 from layerkit.layers.transformer.stacks import StackedTransformerRepeated
 from layerkit.layers.transformer.transformer import Transformer
 from layerkit.models.transformer_lm import TransformerLm
+
+BASIC_ENTRIES = (
+    key("vocab_size", "vocab_size"),
+    key("hidden_size", "model_dims"),
+    key("intermediate_size", "hidden_dims"),
+    key("num_hidden_layers", "num_layers"),
+    key("num_attention_heads", "num_heads"),
+    key("attention_dropout", "layer.attention_tpl.dropout_rate", 0.0),
+)
+"""Sizes without a default, and a dropout rate, that most families share."""
 
 
 def llama_network(
@@ -77,11 +92,7 @@ def llama_entries(
     norms = ["final_norm_tpl", "layer.norm_tpl"] + ["layer.attention_tpl.qk_norm_tpl"] * qk_norm
     return (
         tied_embedding(default=tied, scale_by_sqrt_dims=scale_by_sqrt_dims),
-        key("vocab_size", "vocab_size"),
-        key("hidden_size", "model_dims"),
-        key("intermediate_size", "hidden_dims"),
-        key("num_hidden_layers", "num_layers"),
-        key("num_attention_heads", "num_heads"),
+        *BASIC_ENTRIES,
         key("num_key_value_heads", "num_kv_heads", kv_heads, fallback=lambda lm: lm.num_heads),
         key(
             "head_dim",
@@ -90,7 +101,6 @@ def llama_entries(
             fallback=lambda lm: lm.model_dims // lm.num_heads,
         ),
         key("rms_norm_eps", tuple(f"{norm}.epsilon" for norm in norms), epsilon),
-        key("attention_dropout", "layer.attention_tpl.dropout_rate", 0.0),
         positions or rotary(),
         nonlinearity or activation("hidden_act", "silu"),
     )
@@ -110,27 +120,22 @@ MLP_BIAS = key("mlp_bias", "layer.feed_forward_tpl.has_bias", default=False)
 
 LAYER = "lm/stack/{layer}/"
 THEIR_LAYER = "model.layers.{layer}."
-_ATTENTION, _MLP = THEIR_LAYER + "self_attn.", THEIR_LAYER + "mlp."
-_PROJECTIONS = (("q", "query"), ("k", "key"), ("v", "value"))
+_ATTENTION = THEIR_LAYER + "self_attn."
 _POST_NORM = LAYER + "attention_post_norm/scale"
 
 # A family uses the rows of the weights that it has.
 LLAMA_ROWS = (
     *embedding_rows("model.embed_tokens.weight"),
     Row("model.norm.weight", "lm/final_norm/scale"),
-    *(
-        Row(f"{_ATTENTION}{letter}_proj.{theirs}", f"{LAYER}attention/{name}/{ours}", layout)
-        for theirs, ours, layout in (("weight", "w", INTO_HEADS), ("bias", "b", BIAS_OF_HEADS))
-        for letter, name in _PROJECTIONS
+    *linear_rows(
+        {f"{LAYER}attention/{n}": f"{_ATTENTION}{n[0]}_proj" for n in ("query", "key", "value")},
+        INTO_HEADS,
     ),
     Row(_ATTENTION + "q_norm.weight", LAYER + "attention/query_norm/scale"),
     Row(_ATTENTION + "k_norm.weight", LAYER + "attention/key_norm/scale"),
-    Row(_ATTENTION + "o_proj.weight", LAYER + "attention/output/w", OUT_OF_HEADS),
-    Row(_ATTENTION + "o_proj.bias", LAYER + "attention/output/b"),
-    *(
-        Row(f"{_MLP}{name}_proj.{theirs}", f"{LAYER}feed_forward/{name}{ours}", layout)
-        for theirs, ours, layout in (("weight", "/w", LINEAR), ("bias", "_bias/b", "dims -> dims"))
-        for name in ("gate", "up", "down")
+    *linear_rows({LAYER + "attention/output": _ATTENTION + "o_proj"}, OUT_OF_HEADS),
+    *linear_rows(
+        {f"{LAYER}feed_forward/{n}": f"{THEIR_LAYER}mlp.{n}_proj" for n in ("gate", "up", "down")}
     ),
     Row(THEIR_LAYER + "input_layernorm.weight", LAYER + "attention_norm/scale"),
     # Its place depends on whether layers have norms after their branches.

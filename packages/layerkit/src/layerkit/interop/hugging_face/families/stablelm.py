@@ -9,6 +9,7 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import (
+    BASIC_ENTRIES,
     LAYER,
     LLAMA_ROWS,
     THEIR_LAYER,
@@ -59,14 +60,9 @@ STABLELM = llama_family(
     network=layer_norm_network,
     entries=(
         tied_embedding(default=False),
-        key("vocab_size", "vocab_size"),
-        key("hidden_size", "model_dims"),
-        key("intermediate_size", "hidden_dims"),
-        key("num_hidden_layers", "num_layers"),
-        key("num_attention_heads", "num_heads"),
+        *BASIC_ENTRIES,
         key("num_key_value_heads", "num_kv_heads", 32, fallback=lambda lm: lm.num_heads),
         key("layer_norm_eps", ("final_norm_tpl.epsilon", "layer.norm_tpl.epsilon"), 1e-5),
-        key("attention_dropout", "layer.attention_tpl.dropout_rate", 0.0),
         # One norm precedes parallel branches.
         key(
             "use_parallel_residual",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import (
+    BASIC_ENTRIES,
     LAYER,
     LLAMA_ROWS,
     THEIR_LAYER,
@@ -11,10 +12,8 @@ from layerkit.interop.hugging_face.families.llama import (
 )
 from layerkit.interop.hugging_face.families.stablelm import LAYER_NORM_ROWS, layer_norm_network
 from layerkit.interop.hugging_face.keys import key
-from layerkit.interop.hugging_face.layouts import LINEAR
-from layerkit.interop.hugging_face.parts import activation, tied_embedding
+from layerkit.interop.hugging_face.parts import activation, linear_rows, tied_embedding
 from layerkit.interop.hugging_face.rotary import rotary
-from layerkit.interop.hugging_face.tensors import Row
 
 
 def _network() -> Config:
@@ -33,11 +32,7 @@ STARCODER2 = llama_family(
     network=_network,
     entries=(
         tied_embedding(default=True),
-        key("vocab_size", "vocab_size"),
-        key("hidden_size", "model_dims"),
-        key("intermediate_size", "hidden_dims"),
-        key("num_hidden_layers", "num_layers"),
-        key("num_attention_heads", "num_heads"),
+        *BASIC_ENTRIES,
         key("num_key_value_heads", "num_kv_heads", 2, fallback=lambda lm: lm.num_heads),
         key("norm_epsilon", ("final_norm_tpl.epsilon", "layer.norm_tpl.epsilon"), 1e-5),
         key(
@@ -46,7 +41,6 @@ STARCODER2 = llama_family(
             default=True,
         ),
         key("sliding_window", "layer.attention_tpl.window", None),
-        key("attention_dropout", "layer.attention_tpl.dropout_rate", 0.0),
         key("embedding_dropout", "dropout_rate", 0.0),
         key("residual_dropout", "layer.dropout_rate", 0.0),
         rotary(),
@@ -55,14 +49,8 @@ STARCODER2 = llama_family(
     rows=(
         *(row for row in LLAMA_ROWS if ".mlp." not in row.name),
         *LAYER_NORM_ROWS,
-        *(
-            Row(f"{THEIR_LAYER}mlp.{theirs}.{kind}", f"{LAYER}feed_forward/{ours}", layout)
-            for theirs, name in (("c_fc", "up"), ("c_proj", "down"))
-            for kind, ours, layout in (
-                ("weight", f"{name}/w", LINEAR),
-                ("bias", f"{name}_bias/b", "dims -> dims"),
-            )
-        ),
+        *linear_rows({f"{LAYER}feed_forward/up": f"{THEIR_LAYER}mlp.c_fc"}),
+        *linear_rows({f"{LAYER}feed_forward/down": f"{THEIR_LAYER}mlp.c_proj"}),
     ),
     neutral=_NOT_READ,
     token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
