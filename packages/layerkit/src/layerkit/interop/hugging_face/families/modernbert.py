@@ -1,8 +1,7 @@
 """ModernBERT (Warner et al., 2024): an encoder with windows, rotary positions and gated layers.
 
 By default, every third layer has full attention. The others see half the window on both sides of a
-token. Both kinds have separate rotary positions. The first layer has no norm before its attention,
-since the embeddings are normalized. Models for embeddings are saved without a head.
+token. Both kinds have separate rotary positions. The first layer has no norm before its attention.
 """
 
 from __future__ import annotations
@@ -25,17 +24,13 @@ from layerkit.interop.hugging_face.parts import (
 from layerkit.interop.hugging_face.rotary import read_scaling, rotary_config, rotary_keys
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.basic.normalizations import IdentityNorm
+from layerkit.layers.transformer.transformer import TransformerFeedForward
 from layerkit.models.bert import BertModel
 
 # Older keys and defaults of the bases of the rotary positions.
 _THETAS = {FAR: ("global_rope_theta", 160_000.0), NEAR: ("local_rope_theta", 10_000.0)}
+_GATED_FEED_FORWARD = TransformerFeedForward.HParams.config(use_gate=True)
 _NORMS = ("embedding_norm_tpl", "final_norm_tpl", "layer.norm_tpl")
-
-
-def _network() -> Config:
-    network = encoder_network()
-    network.stack_tpl.layer_tpl.feed_forward_tpl.use_gate = True
-    return network
 
 
 def _set_rotary(file: ConfigFile, template: Config, kind: str) -> None:
@@ -59,8 +54,7 @@ def _every_third(file: ConfigFile, layer: int) -> str:
     return NEAR if layer % file.get("global_attn_every_n_layers", 3) else FAR
 
 
-def _drop_first_norm(file: ConfigFile, network: Config) -> None:
-    del file
+def _drop_first_norm(_: ConfigFile, network: Config) -> None:
     pattern = layer_templates(network)
     layers = [pattern[layer % len(pattern)].clone() for layer in range(network.num_layers)]
     norm = layers[0].norm_tpl
@@ -83,7 +77,7 @@ _WORDS = "model.embeddings.tok_embeddings.weight"
 MODERNBERT = Family(
     model_type="modernbert",
     architecture="ModernBertForMaskedLM",
-    network=_network,
+    network=lambda: encoder_network(feed_forward_tpl=_GATED_FEED_FORWARD.clone()),
     model_class=BertModel,
     entries=(
         tied_embedding(default=True),
@@ -121,8 +115,7 @@ MODERNBERT = Family(
         ),
         Entry(_drop_first_norm, _write_period),
     ),
-    # Those of a classifier, of the head (which an encoder lacks), and of the implementation.
-    # Transformers ignores `layer_norm_eps` and `position_embedding_type`.
+    # Those of a classifier, of the head, of the implementation, and two that Transformers ignores.
     neutral=frozenset(
         {
             *("classifier_activation", "classifier_bias", "classifier_dropout", "decoder_bias"),
