@@ -61,12 +61,12 @@ def int8_rows(weight):
     return {"weight": values, "SCB": absmax, "weight_format": np.uint8(0)}, dense
 
 
-def grouped(weight, bits=4, *, order=None, has_zeros=True):
+def grouped(weight, bits=4, *, order=None, has_zeros=True, size=32):
     """Return integers [inputs, outputs], zero points and scales [groups, outputs], and groups."""
     outputs, inputs = weight.shape
-    index = (np.arange(inputs) if order is None else order) // 32
+    index = (np.arange(inputs) if order is None else order) // size
     codes = DRAW.integers(0, 1 << bits, (inputs, outputs))
-    zeros = DRAW.integers(1, 1 << bits, (inputs // 32, outputs))
+    zeros = DRAW.integers(1, 1 << bits, (-(-inputs // size), outputs))
     zeros = zeros if has_zeros else np.full_like(zeros, 1 << (bits - 1))
     scales = DRAW.uniform(0.1, 1, zeros.shape).astype(np.float16)
     dense = (codes - zeros[index]).astype(np.float32) * scales[index].astype(np.float32)
@@ -91,9 +91,9 @@ def awq(weight):
     return {**packed, "scales": scales}, dense
 
 
-def packed_int(bits=4, *, has_zeros=False):
+def packed_int(bits=4, *, has_zeros=False, size=32):
     def compress(weight):
-        codes, zeros, scales, _, dense = grouped(weight, bits, has_zeros=has_zeros)
+        codes, zeros, scales, _, dense = grouped(weight, bits, has_zeros=has_zeros, size=size)
         tensors = {"weight_packed": pack(codes.T, 1, bits), "weight_scale": scales.T.copy()}
         tensors["weight_shape"] = np.array(weight.shape)
         if has_zeros:
@@ -133,6 +133,8 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}
 INTS = {"quant_method": "compressed-tensors", "format": "pack-quantized", "sparsity_config": {}}
 FLOATS = {**INTS, "format": "float-quantized", "kv_cache_scheme": None, "config_groups": {"a": {}}}
+GROUPS_OF_40 = {"config_groups": {"a": {"weights": {"group_size": 40}}}}
+IN_BLOCKS = {"config_groups": {"a": {"weights": {"block_structure": [48, 48]}}}}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [48, 48], "fmt": "e4m3"}
 WHOLE = {**BLOCKS, "weight_block_size": None, "activation_scheme": "static"}
 NF4 = {"_load_in_4bit": True, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
@@ -141,6 +143,8 @@ CASES = {
     "fp8 whole": (fp8("weight_scale_inv", activation_scale=np.float32(2)), WHOLE),
     "fp8 rows": (fp8("weight_scale", (1, None), ml_dtypes.bfloat16), FLOATS),
     "fp8 groups": (fp8("weight_scale", (1, 32)), FLOATS),
+    "fp8 last group": (fp8("weight_scale", (1, 40)), {**FLOATS, **GROUPS_OF_40}),
+    "fp8 blocks": (fp8("weight_scale", (48, 48)), {**FLOATS, **IN_BLOCKS}),
     "fbgemm": (fp8("weight_scale", (1, None)), {"quant_method": "fbgemm_fp8"}),
     "int8": (int8_rows, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     "gptq": (gptq(), GPTQ),
@@ -152,6 +156,7 @@ CASES = {
     "awq": (awq, AWQ),
     "packed": (packed_int(), INTS),
     "packed 8 bits": (packed_int(8), INTS),
+    "packed last group": (packed_int(size=40), {**INTS, **GROUPS_OF_40}),
     "packed zeros": (packed_int(has_zeros=True), INTS),
     "nf4": (nf4(), NF4),
     "nf4 nested": (nf4(nested=True), {**NF4, "bnb_4bit_use_double_quant": True}),
@@ -218,6 +223,17 @@ def test_weights_of_nf4_are_stored_as_nf4_without_loss(make_compressed):
     stored_config, stored = quantize_model(config, variables, weight_format="nf4:64")
     restored = dequantize_model(stored_config, stored)[1]
     jax.tree.map(np.testing.assert_array_equal, restored, variables)
+
+
+def test_memory_does_not_depend_on_stated_sizes_of_blocks(make_compressed):
+    state = {"shape": [96, 64], "blocksize": 1 << 40}
+
+    def edit(tensors):
+        tensors[STEM + STATE] = np.frombuffer(json.dumps(state).encode(), np.uint8)
+        tensors[STEM + "weight.absmax"] = np.ones(1, np.float32)
+
+    source = open_tensors(make_compressed("nf4", edit=edit))
+    assert source.read(STEM + "weight", [(90, 96), (0, 64)]).max() == 1
 
 
 def test_export_writes_plain_weights(make_compressed, tmp_path, read_tensors):
@@ -305,6 +321,7 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
         ("awq", "qzeros", ZEROS),
         ("packed", "weight_shape", np.array([1 << 60, 64])),
         ("packed", "weight_scale", np.ones((96, 0), np.float16)),
+        ("int8", "weight_format", np.array(2, np.uint8)),
         ("nf4", "weight.absmax", np.ones(3, np.float32)),
         ("nf4", STATE, np.frombuffer(b"[" * 4096, np.uint8)),
         ("nf4", STATE, np.frombuffer(b'{"shape": [1', np.uint8)),

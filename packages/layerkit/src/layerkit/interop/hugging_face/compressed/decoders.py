@@ -97,6 +97,19 @@ def look_up(table: np.ndarray, codes: np.ndarray, *, is_upper_first: bool = Fals
     return pairs[codes].view(np.float32)
 
 
+def _stated(options: Mapping[str, Any], key: str) -> list[Any]:
+    """Return the values of a key in the groups of weights that compressed-tensors describes."""
+    groups = (options.get("config_groups") or {}).values()
+    values = [(group.get("weights") or {}).get(key) for group in groups]
+    return [value for value in values if value]
+
+
+def _group_size(options: Mapping[str, Any], inputs: int, groups: int) -> int:
+    """Return the stated number of inputs of a group that fits; else, groups are of equal size."""
+    fitting = [int(size) for size in _stated(options, "group_size") if -(-inputs // size) == groups]
+    return [*fitting, inputs // groups][0]
+
+
 def decode_scaled(
     parts: StoredParts, options: Mapping[str, Any], *, scales: str, factor: float = 1.0
 ) -> CompressedWeight:
@@ -104,7 +117,8 @@ def decode_scaled(
 
     Args:
       parts: Matrix `.weight` `[rows, columns]`, and scales `[blocks, blocks]`, `[rows]` or `[]`.
-      options: `quantization_config`. Without `weight_block_size`, blocks are parts of rows.
+        `.weight_format` of bitsandbytes is 0, a matrix by rows.
+      options: `quantization_config`. If it has no size of blocks, they are parts of rows.
       scales: Name of the scales.
       factor: Number by which all weights are multiplied in addition.
     """
@@ -112,13 +126,19 @@ def decode_scaled(
     if values.dtype.itemsize != 1:
         field, expected = f"dtype of {parts.stem}.weight", "a dtype of 8 bits"
         raise TensorFileError(field=field, value=f"{values.dtype}", expected=expected)
+    if np.any(parts.arrays.get(".weight_format", 0)):
+        raise TensorFileError(field=f"tensor {parts.stem}.weight_format", expected="0, for rows")
     # Four times as fast as a conversion of each number.
     table = np.arange(256, dtype=np.uint8).view(values.dtype).astype(np.float32)
     scale = scale.reshape(-1, 1) if scale.ndim < 2 else scale
-    blocks = [int(size) for size in options.get("weight_block_size") or ()]
-    if not blocks or scale.size == 1:
-        rows, columns = values.shape
-        blocks = [rows, columns] if scale.size == 1 else [1, columns // scale.shape[1]]
+    rows, columns = values.shape
+    stated = [options.get("weight_block_size"), *_stated(options, "block_structure")]
+    if scale.size == 1:
+        blocks = [rows, columns]
+    elif any(stated):
+        blocks = [min(int(size), rows * columns) for size in next(filter(None, stated))]
+    else:
+        blocks = [1, _group_size(options, columns, scale.shape[1])]
     counts = tuple(-(-size // block) for size, block in zip(values.shape, blocks, strict=True))
     scale = StoredParts(parts.stem, {scales: scale}).get(scales, jnp.floating, counts)
 
@@ -166,8 +186,9 @@ def decode_gptq(
     count, is_awq = 32 // bits, bool(positions)
     scales = parts.get(".scales", jnp.floating, (None, None))
     groups, outputs = scales.shape
-    packed = parts.get(".qweight", np.int32, (None, outputs // count if is_awq else outputs))
-    zeros = parts.get(".qzeros", np.int32, (groups, outputs // count)).view(np.uint32)
+    width = -(-outputs // count)
+    packed = parts.get(".qweight", np.int32, (None, width if is_awq else outputs))
+    zeros = parts.get(".qzeros", np.int32, (groups, width)).view(np.uint32)
     is_exact = is_awq or "gptq_v2" in (options.get("checkpoint_format"), options.get("format"))
     ones = np.uint32(0 if is_exact else sum(1 << shift for shift in range(0, 32, bits)))
 
@@ -183,7 +204,7 @@ def decode_gptq(
         lambda rows: unpack(zeros + ones, 1, bits, rows, positions).T,
         scales.T,
         index_name=".g_idx",
-        group_size=options.get("group_size"),
+        group_size=int(options.get("group_size") or -1),
     )
 
 
@@ -192,7 +213,6 @@ def decode_packed(parts: StoredParts, options: Mapping[str, Any]) -> CompressedW
 
     Zero points are packed along the outputs, with the same offset.
     """
-    del options
     outputs, inputs = parts.get(".weight_shape", np.integer, (2,)).tolist()
     packed = parts.get(".weight_packed", np.int32, (outputs, None))
     bits = 8 if packed.shape[1] == -(-inputs // 4) else 4
@@ -209,7 +229,7 @@ def decode_packed(parts: StoredParts, options: Mapping[str, Any]) -> CompressedW
         lambda rows: half if zeros is None else unpack(zeros, 0, bits, rows),
         scales,
         index_name=".weight_g_idx",
-        group_size=inputs // scales.shape[1],
+        group_size=_group_size(options, inputs, scales.shape[1]),
     )
 
 
@@ -221,17 +241,17 @@ def _decode_grouped(
     scales: np.ndarray,
     *,
     index_name: str,
-    group_size: int | None,
+    group_size: int,
 ) -> CompressedWeight:
     """Return the weight (codes - zeros) · scales, where groups of inputs share zeros and scales.
 
     `codes` returns `[outputs, inputs]` of ranges of both, `zeros` returns `[outputs, groups]` of a
     range of outputs, and `scales` are `[outputs, groups]`. The tensor `index_name` has the groups
-    `[inputs]`. If it is absent, a group is `group_size` consecutive inputs; None or -1 is all.
+    `[inputs]`. If it is absent, a group is `group_size` consecutive inputs; -1 is all.
     """
     inputs, groups = shape[1], scales.shape[1]
     index = parts.get(index_name, np.integer, (inputs,)) if index_name in parts.arrays else None
-    size = group_size if group_size and group_size > 0 else inputs
+    size = group_size if group_size > 0 else inputs
     is_valid = -(-inputs // size) == groups
     if index is not None:
         is_valid = 0 <= index.min() <= index.max() < groups
@@ -258,8 +278,9 @@ def decode_bitsandbytes(parts: StoredParts, options: Mapping[str, Any]) -> Compr
     del options
     (name,) = [name for name in parts.arrays if name.startswith(".weight.quant_state.")]
     state = json.loads(parts.get(name, np.uint8, (None,))[:_MAX_STATE_BYTES].tobytes())
-    shape, block = tuple(map(int, state["shape"])), int(state["blocksize"])
+    shape = tuple(map(int, state["shape"]))
     size, row = math.prod(shape), math.prod(shape[1:])
+    block = min(int(state["blocksize"]), size)  # sizes of arrays depend on it
     count = -(-size // block)
     flat = parts.arrays[".weight"].reshape(-1).view(np.uint8)  # it may be stored as floats
     packed = StoredParts(parts.stem, {".weight": flat}).get(".weight", np.uint8, (-(-size // 2),))
@@ -267,7 +288,8 @@ def decode_bitsandbytes(parts: StoredParts, options: Mapping[str, Any]) -> Compr
     is_nested = "nested_blocksize" in state
     absmax = parts.get(".weight.absmax", np.uint8 if is_nested else np.float32, (count,))
     if is_nested:
-        outer_block, offset = int(state["nested_blocksize"]), np.float32(state["nested_offset"])
+        outer_block = min(int(state["nested_blocksize"]), count)
+        offset = np.float32(float(state["nested_offset"]))
         outer_table = parts.get(".weight.nested_quant_map", np.float32, (256,))
         shape_of_outer = (-(-count // outer_block),)
         outer = parts.get(".weight.nested_absmax", np.float32, shape_of_outer)

@@ -30,6 +30,8 @@ from layerkit.interop.hugging_face.keys import QUANTIZED_HINT, UnsupportedModelE
 KEY = "quantization_config"
 """Key of config.json that describes the compression."""
 
+# What decoders raise for values that are not checked.
+_INVALID = (AttributeError, TypeError, LookupError, ArithmeticError, ValueError, RecursionError)
 # Numbers that are decoded at a time.
 _CHUNK = 1 << 22
 # Keys that concern how weights were computed, which modules were left out, or activations.
@@ -202,13 +204,7 @@ class CompressedFolder(SafetensorsFolder):
                 arrays = {part: super(CompressedFolder, self).tensor(stem + part) for part in parts}
                 try:
                     weight = form.decode(decoders.StoredParts(stem, arrays), options)
-                except (
-                    TypeError,
-                    LookupError,
-                    ArithmeticError,
-                    ValueError,
-                    RecursionError,
-                ) as error:
+                except _INVALID as error:
                     problem = f"tensors of {stem} cannot be decoded"
                     raise TensorFileError(problem, owner=str(folder), hint=f"{error}") from error
                 self._weights[stem + form.weight] = weight
