@@ -234,7 +234,11 @@ def changed(folder, **keys):
         ("r", 0),
         ("lora_alpha", "much"),
         ("rank_pattern", {"(a*)*b": 2}),
+        ("rank_pattern", 3),
         ("alpha_pattern", {"q_proj": -1}),
+        ("alpha_pattern", {"q_proj": 1e300}),
+        ("lora_dropout", 1.5),
+        ("lora_dropout", "x"),
         (None, {"use_qalora": True}),
         (None, {"layer_replication": [[0, 2]], "new_option": 3}),
     ],
@@ -242,7 +246,8 @@ def changed(folder, **keys):
 def test_an_unsupported_option_is_an_error_that_names_it(raises, tmp_path, adapter, key, value):
     shutil.copytree(adapter / "adapter", tmp_path / "adapter")
     changed(tmp_path / "adapter", **(value if key is None else {key: value}))
-    with raises(ConfigError, owner="adapter_config.json", field=key, value=value):
+    owner = str(tmp_path / "adapter/adapter_config.json")
+    with raises(ConfigError, owner=owner, field=key, value=value):
         AdapterFolder(tmp_path / "adapter")
 
 

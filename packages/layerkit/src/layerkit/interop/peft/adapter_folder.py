@@ -49,10 +49,12 @@ _PATTERN = re.compile(r"\^?[\w.\\-]*(\.\*[\w.\\-]*){0,2}\$?")
 
 
 class _AdapterFile(ConfigFile):
+    folder = Path()
+
     @property
     def owner(self) -> str:
         """Owner of the keys in errors."""
-        return ADAPTER_CONFIG
+        return str(self.folder / ADAPTER_CONFIG)
 
 
 class AdapterFolder:
@@ -89,7 +91,9 @@ class AdapterFolder:
                     " PEFT, and save it with save_pretrained(NEW_FOLDER)."
                 )
             raise FileNotFoundError(f"{self.path}: expected {ADAPTER_WEIGHTS}.{hint}")
-        self._read_config(_AdapterFile(content, neutral=_NEUTRAL))
+        file = _AdapterFile(content, neutral=_NEUTRAL)
+        file.folder = self.path
+        self._read_config(file)
         self.source = SafetensorsFolder(path, file=ADAPTER_WEIGHTS)
         self.tensors: dict[tuple[str, str], str] = {}
         self.saved: dict[str, str] = {}
@@ -117,7 +121,9 @@ class AdapterFolder:
         self.rank_stabilized = bool(file.get("use_rslora", False))
         self.has_magnitude = bool(file.get("use_dora", False))
         self.kinds = ["lora_a", "lora_b"] + ["lora_magnitude"] * self.has_magnitude
-        self.dropout_rate = float(file.get("lora_dropout", 0.0))
+        self.dropout_rate = file.get("lora_dropout", 0.0)
+        if self.dropout_rate != 0 and not _is_positive(self.dropout_rate, below=1):
+            raise file.invalid("lora_dropout", "a number of 0 or more, below 1")
         self.ties_weights = bool(file.get("ensure_weight_tying", False))
         self._rank_pattern = _patterns(file, "rank_pattern")
         self._alpha_pattern = _patterns(file, "alpha_pattern")
@@ -184,18 +190,18 @@ def _positive(file: ConfigFile, key: str, default: float) -> Any:
     return value
 
 
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, (int, float)) and 0 < value < math.inf
+def _is_positive(value: Any, *, below: int = 1 << 31) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < below
 
 
 def _patterns(file: ConfigFile, key: str) -> dict[str, float]:
     patterns = file.get(key, None) or {}
-    if len(patterns) > _MAX_PATTERNS:
-        raise file.invalid(key, f"at most {_MAX_PATTERNS} patterns", value=len(patterns))
-    for pattern, value in patterns.items() if isinstance(patterns, dict) else [("", None)]:
+    if not isinstance(patterns, dict) or len(patterns) > _MAX_PATTERNS:
+        raise file.invalid(key, f"an object of at most {_MAX_PATTERNS} patterns")
+    for pattern, value in patterns.items():
         if not _is_positive(value) or not _PATTERN.fullmatch(pattern):
             raise file.invalid(key, "positive numbers by names of modules, with at most two .*")
-    return dict(patterns)
+    return patterns
 
 
 def _by_pattern(patterns: dict[str, float], module: str, default: float) -> float:

@@ -323,7 +323,7 @@ def import_adapters(
             if path[-1] == "lora_magnitude":
                 value = placed.relative(path, value, made[weight_of(path)])
             made[path] = jnp.asarray(value, like.dtype)
-        elif path not in made:
+        elif path not in made and path[1:-1] in placed.dots:
             made[path] = jnp.zeros(like.shape, like.dtype)
     return adapted, unflatten_dict(made)
 
