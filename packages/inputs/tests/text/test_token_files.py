@@ -228,6 +228,14 @@ def test_id_beyond_the_vocabulary_names_file_and_place(tmp_path, raises):
         source.get_next()
 
 
+def test_ids_of_four_bytes_are_not_read_as_two(tmp_path, raises):
+    write_raw(tmp_path / "x.bin", DOCUMENTS, np.uint32)
+    fields = {"paths": [str(tmp_path)], "batch_size": 1, "seq_length": 4, "vocab_size": 60}
+    with raises(BadRecordError, field="dtype", value="uint16"):
+        TokenFiles(**fields).get_next()
+    TokenFiles(**fields, dtype="uint16").get_next()
+
+
 def test_wrong_fields_raise(make, tmp_path, raises):
     with raises(ConfigError, field="eos_id", value=None):
         make("nanogpt", packing="first_fit").get_next()
@@ -243,6 +251,17 @@ def test_state_of_other_files_or_markers_is_rejected(make, tmp_path, raises):
     write_raw(tmp_path / "part-0.bin", DOCUMENTS[1:18])
     with raises(ConfigError, field="state.data"):
         make("nanogpt").set_state(state)
+
+
+def test_state_of_another_index_is_rejected(tmp_path, raises):
+    write_megatron(tmp_path / "x.bin", [[4, 5], [6], [7, 8, 9]])
+    fields = {"paths": [str(tmp_path)], "batch_size": 1, "seq_length": 4}
+    joined, packed = ({**fields, "packing": name} for name in ("stream", "first_fit"))
+    states = [TokenFiles(**one).get_state() for one in (joined, packed)]
+    write_megatron(tmp_path / "x.bin", [[4, 5, 6], [7], [8, 9]])
+    TokenFiles(**joined).set_state(states[0])
+    with raises(ConfigError, field="state.data"):
+        TokenFiles(**packed).set_state(states[1])
 
 
 def test_blank_batch_and_texts(make):

@@ -25,6 +25,7 @@ _MEGATRON_HEADER = struct.Struct("<9sQBQQ")
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # others are floats
 _NUMPY = b"\x93NUMPY"
 _LLM_C_HEADER = struct.Struct("<iii1012x")
+_SAMPLE = 1 << 12  # ids with which a guess of the dtype is compared
 # Dtype and version by magic number: GPT-2's ids and Llama 3's.
 _LLM_C_DTYPES = {20240520: ("<u2", 1), 20240801: ("<u4", 7)}
 
@@ -39,15 +40,17 @@ class TokenFile(NamedTuple):
     """Number of ids of each document, int64 `[documents]`; None if the file has no index."""
 
 
-def open_token_file(path: Path, dtype: str) -> TokenFile:
+def open_token_file(path: Path, dtype: str, *, is_stated: bool = True) -> TokenFile:
     """Map a file of token ids into memory.
 
     Args:
       path: File `.bin` or `.npy`.
       dtype: Dtype of the ids if the file has neither header nor index, `uint16` or `uint32`.
+      is_stated: False if the dtype is a guess, which is compared with the first ids.
 
     Raises:
-      BadRecordError: The file or its index is truncated, damaged or of an unsupported kind.
+      BadRecordError: The file or its index is truncated, damaged or of an unsupported kind, or has
+        another dtype than the guess.
     """
     index = path.with_suffix(".idx")
     if path.suffix == ".bin" and index.is_file():
@@ -65,7 +68,12 @@ def open_token_file(path: Path, dtype: str) -> TokenFile:
             return TokenFile(path, _map_ids(path, stored, len(begin), count))
     count, rest = divmod(path.stat().st_size, np.dtype(dtype).itemsize)
     _require_file(path, not rest, "size in bytes", path.stat().st_size, f"whole ids of {dtype}")
-    return TokenFile(path, _map_ids(path, np.dtype(dtype).newbyteorder("<").str, 0, count))
+    ids = _map_ids(path, np.dtype(dtype).newbyteorder("<").str, 0, count)
+    high = ids[1:_SAMPLE:2]  # the upper halves of numbers of 4 bytes
+    is_wide = not is_stated and dtype == "uint16" and len(high) > 64 and high.max() <= 1
+    hint = "uint32, since every second id is 0 or 1; set dtype"
+    _require_file(path, not is_wide, "dtype", dtype, hint)
+    return TokenFile(path, ids)
 
 
 def _read_megatron(path: Path, index: Path) -> tuple[np.ndarray, np.ndarray]:
