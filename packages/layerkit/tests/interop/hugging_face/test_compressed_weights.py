@@ -241,11 +241,11 @@ def test_export_writes_plain_weights(make_compressed, tmp_path, read_tensors):
     sizes = {"moe_intermediate_size": 32, "head_dim": 16}
     folder = make_compressed("gptq", "qwen3_moe", dense=dense, **sizes)
     content = json.loads((folder / "config.json").read_text())
-    for stated in ("float16", None):
+    for stated, dtype in (("float16", "float16"), (None, "bfloat16"), ("float8_e5m2", "bfloat16")):
         (folder / "config.json").write_text(json.dumps({**content, "torch_dtype": stated}))
-        assert stored_dtype(folder) == (stated or "bfloat16")
+        assert stored_dtype(folder) == dtype
         dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(import_model(folder)[1])}
-        assert dtypes == {"float32", stated or "bfloat16"}
+        assert dtypes == {"float32", dtype}
     (folder / "config.json").write_text(json.dumps(content))
     export_model(tmp_path / "out", *import_model(folder), tokenizer_folder=folder)
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
@@ -298,7 +298,7 @@ def test_published_compressions_are_read():
 def test_unsupported_compression_raises(raises, make_compressed, case, keys, named):
     folder = make_compressed(case, keys=keys)
     field, owner = f"quantization_config.{named}", str(folder / "config.json")
-    for function in (import_model, model_config):
+    for function in (import_model, model_config, open_tensors):
         with raises(UnsupportedModelError, field=field, value=keys[named], owner=owner):
             function(folder)
 

@@ -246,7 +246,8 @@ def read_json(folder: str | os.PathLike[str], name: str = CONFIG) -> dict[str, A
 def stored_dtype(folder: str | os.PathLike[str]) -> str:
     """Return the dtype of the weights as stated in config.json.
 
-    If it states none, that is float32, or bfloat16 for compressed weights.
+    If it states none, that is float32, or bfloat16 for compressed weights. It is bfloat16 for 8-bit
+    floats as well, in which layers do not compute.
 
     Raises:
       FileNotFoundError: The folder has no config.json.
@@ -257,7 +258,8 @@ def stored_dtype(folder: str | os.PathLike[str]) -> str:
     newer = content.get(NEWER_SPELLINGS["torch_dtype"])
     stated = str(newer or content.get("torch_dtype") or usual)
     owner = str(Path(folder) / CONFIG)
-    return floating_dtype(stated.removeprefix("torch."), field="dtype", owner=owner).name
+    dtype = floating_dtype(stated.removeprefix("torch."), field="dtype", owner=owner)
+    return "bfloat16" if dtype.itemsize == 1 else dtype.name
 
 
 def eos_id(folder: str | os.PathLike[str]) -> int | tuple[int, ...] | None:

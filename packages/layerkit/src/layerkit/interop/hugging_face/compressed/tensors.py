@@ -19,6 +19,7 @@ import numpy as np
 
 from layerkit.interop.hugging_face.compressed import decoders
 from layerkit.interop.hugging_face.folder import (
+    CONFIG,
     Ranges,
     SafetensorsFolder,
     TensorFileError,
@@ -255,7 +256,11 @@ def open_tensors(folder: str | os.PathLike[str]) -> SafetensorsFolder:
       UnsupportedModelError: The compression is not supported.
       TensorFileError: See `SafetensorsFolder` and `CompressedFolder`.
     """
-    compression = compression_of(read_json(folder))
+    try:
+        compression = compression_of(read_json(folder))
+    except UnsupportedModelError as error:
+        error.owner = os.path.join(folder, CONFIG)
+        raise
     if compression is None:
         return SafetensorsFolder(folder)
     return CompressedFolder(folder, *compression, dtype=stored_dtype(folder))
