@@ -235,6 +235,7 @@ def changed(folder, **keys):
         ("lora_alpha", "much"),
         ("rank_pattern", {"(a*)*b": 2}),
         ("rank_pattern", 3),
+        ("rank_pattern", {"q_proj\\": 2}),
         ("alpha_pattern", {"q_proj": -1}),
         ("alpha_pattern", {"q_proj": 1e300}),
         ("lora_dropout", 1.5),

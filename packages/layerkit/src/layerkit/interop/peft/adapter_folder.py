@@ -45,7 +45,7 @@ _NEUTRAL = frozenset({
 _INITIAL = (True, False, None, "gaussian", "eva", "orthogonal")
 # A regular expression of an untrusted folder must not take exponential time.
 _MAX_PATTERNS = 4096
-_PATTERN = re.compile(r"\^?[\w.\\-]*(\.\*[\w.\\-]*){0,2}\$?")
+_PATTERN = re.compile(r"\^?(\w|\\?\.|-)*(\.\*(\w|\\?\.|-)*){0,2}\$?")
 
 
 class _AdapterFile(ConfigFile):
@@ -194,17 +194,19 @@ def _is_positive(value: Any, *, below: int = 1 << 31) -> bool:
     return isinstance(value, (int, float)) and 0 < value < below
 
 
-def _patterns(file: ConfigFile, key: str) -> dict[str, float]:
+def _patterns(file: ConfigFile, key: str) -> list[tuple[re.Pattern[str], float]]:
+    """Return (pattern of names of modules, value) of each entry, in order."""
     patterns = file.get(key, None) or {}
     if not isinstance(patterns, dict) or len(patterns) > _MAX_PATTERNS:
         raise file.invalid(key, f"an object of at most {_MAX_PATTERNS} patterns")
     for pattern, value in patterns.items():
         if not _is_positive(value) or not _PATTERN.fullmatch(pattern):
             raise file.invalid(key, "positive numbers by names of modules, with at most two .*")
-    return patterns
+    return [(re.compile(rf"(.*\.)?({pattern})"), value) for pattern, value in patterns.items()]
 
 
-def _by_pattern(patterns: dict[str, float], module: str, default: float) -> float:
+def _by_pattern(
+    patterns: list[tuple[re.Pattern[str], float]], module: str, default: float
+) -> float:
     """Return the value of the first pattern that matches the end of a module's name."""
-    matching = (p for p in patterns if re.fullmatch(rf"(.*\.)?({p})", module))
-    return patterns.get(next(matching, ""), default)
+    return next((value for pattern, value in patterns if pattern.fullmatch(module)), default)
