@@ -161,7 +161,8 @@ def test_adapters_of_peft_give_its_logits_and_return_unchanged(name, tmp_path):
         assert content[key] == theirs[key], key
     if name not in ("patterns", "one layer", "rslora", "dora", "joined"):
         assert (content["r"], content["lora_alpha"]) == (theirs["r"], theirs["lora_alpha"])
-        assert set(content["target_modules"]) == set(theirs["target_modules"])
+        names = {module.rpartition(".")[2] for module in content["target_modules"]}
+        assert names == set(theirs["target_modules"])
 
 
 def test_several_adapters_are_the_weighted_sum_of_peft(tmp_path):
@@ -203,7 +204,13 @@ def test_adapters_of_each_part_of_a_joined_tensor_are_exported(tmp_path, options
     export_adapters(tmp_path / "out", config, both, base_folder=tmp_path / "base")
     assert_near(loaded(tmp_path, tmp_path / "out"), our_logits(config, both))
     content = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    assert (content["r"], content["rank_pattern"]) == (6, {"gate_up_proj": 4, "down_proj": 2})
+    layers = [f"model.layers.{layer}." for layer in (0, 1)]
+    ranks = {
+        f"{layer}mlp.{name}_proj": r
+        for layer in layers
+        for name, r in (("gate_up", 4), ("down", 2))
+    }
+    assert (content["r"], content["rank_pattern"]) == (6, ranks)
 
 
 def test_adapters_beside_integers_are_those_of_the_floats(tmp_path):
@@ -270,7 +277,7 @@ def test_a_folder_that_does_not_fit_is_an_error(raises, tmp_path, adapter):
     shutil.copytree(adapter / "adapter", tmp_path / "it")
     folders = {str(tmp_path / "it"): 1.0}
     for change, field in (
-        ({a: tensors[a][:2]}, "shapes of model.layers.0.self_attn.q_proj"),
+        ({a: tensors[a][:2]}, f"shape of {a}"),
         ({a: tensors[a][:, :3]}, f"shape of {a}"),
         ({b: np.full_like(tensors[b], np.nan)}, f"tensor {b}"),
         ({a.replace(".0.", ".7."): tensors[a], b.replace(".0.", ".7."): tensors[b]}, None),

@@ -279,9 +279,8 @@ class StoredAdapters:
         plain = LanguageModel.HParams.config(lm_tpl=network)
         with as_usage_error(OSError, ValueError, ImportError, owner=self.label):
             self.placed = PlacedAdapters(open_folders(adapters), plain)
-        shapes = self.placed.shapes()
         dtype = np.dtype("float32")
-        self.leaves = {path: LeafSpec(shape, dtype) for path, shape in shapes.items()}
+        self.leaves = {path: LeafSpec(shape, dtype) for path, shape in self.placed.shapes.items()}
 
     def read(self, like: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
         """Read some of the values, each into the sharding of `like`."""

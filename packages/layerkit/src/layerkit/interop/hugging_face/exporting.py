@@ -8,7 +8,7 @@ import os
 import pathlib
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -284,11 +284,9 @@ def _write_tensors(
     for file, names in zip(files, shards, strict=True):
         held: dict[str, np.ndarray] = {}
         for name in names:
-            ours = [gather_part(leaves[piece.path], piece.index) for piece in groups[name]]
+            tensor = gather_tensor(groups[name], leaves)
             if writes:
-                pairs = zip(groups[name], ours, strict=True)
-                parts = [piece.layout.to_theirs(part) for piece, part in pairs]
-                held[name] = np.ascontiguousarray(join_parts(groups[name], parts))
+                held[name] = tensor
         if writes:
             replace_file(folder / file, held)
     if not writes:
@@ -319,6 +317,13 @@ def replace_file(path: pathlib.Path, tensors: dict[str, np.ndarray]) -> None:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def gather_tensor(pieces: Sequence[Piece], leaves: Mapping[Path, Any]) -> np.ndarray:
+    """Return a tensor in the memory of this host, from the pieces of weights that it has."""
+    ours = [gather_part(leaves[piece.path], piece.index) for piece in pieces]
+    parts = [piece.layout.to_theirs(part) for piece, part in zip(pieces, ours, strict=True)]
+    return np.ascontiguousarray(join_parts(pieces, parts))
 
 
 def gather_part(leaf: Any, index: Index) -> np.ndarray:

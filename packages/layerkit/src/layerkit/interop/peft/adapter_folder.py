@@ -24,6 +24,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Prefix of the names of tensors."""
+MAX_SHOWN = 10
+"""Largest number of parts of a folder that an error lists."""
 # Suffixes of the tensors of a module; the last is a spelling of newer versions.
 _SUFFIXES = {
     ".lora_A.weight": "lora_a",
@@ -68,7 +70,7 @@ class AdapterFolder:
       kinds: Kinds of tensors of each module, such as `lora_a`.
       dropout_rate: Dropout rate of the adapter's inputs in training.
       ties_weights: A saved tensor also stands for those that are tied to it.
-      ranks: Rank of each module, such as `model.layers.0.self_attn.q_proj`.
+      modules: Names of the modules with adapters.
       tensors: Names of the tensors of each module, such as its `lora_a`.
       saved: Names of the tensors that replace those of the model.
       source: Tensors of the folder.
@@ -105,7 +107,11 @@ class AdapterFolder:
                     break
             else:
                 self.saved[name] = stored
-        self.ranks = {module: self._rank_of(module) for module, _ in self.tensors}
+        self.modules = list(dict.fromkeys(module for module, _ in self.tensors))
+        needed = {(module, kind) for module in self.modules for kind in self.kinds}
+        if wrong := sorted(needed ^ self.tensors.keys())[:MAX_SHOWN]:
+            owner, expected = str(self.path / ADAPTER_WEIGHTS), f"{self.kinds} in each module"
+            raise TensorMismatchError(owner=owner, value=wrong, expected=expected)
 
     def _read_config(self, file: ConfigFile) -> None:
         expected = {"peft_type": "LORA", "bias": "none"}
@@ -129,32 +135,15 @@ class AdapterFolder:
         self._alpha_pattern = _patterns(file, "alpha_pattern")
         file.require_all_read()
 
-    def _rank_of(self, module: str) -> int:
-        """Return the rank of a module after a comparison of its tensors with the config."""
-        rank = int(_by_pattern(self._rank_pattern, module, self._default_rank))
-        present = {kind: self.tensors.get((module, kind)) for kind in _SUFFIXES.values()}
-        shapes = {kind: self.source.shape(n) for kind, n in present.items() if n is not None}
-        axis = {"lora_a": 0, "lora_b": 1}
-        sound = sorted(shapes) == self.kinds and all(
-            len(shapes[kind]) == 2 and shapes[kind][axis[kind]] == rank for kind in axis
-        )
-        if not sound:
-            raise TensorMismatchError(
-                owner=str(self.path / ADAPTER_WEIGHTS),
-                field=f"shapes of {module}",
-                value={kind: list(shape) for kind, shape in shapes.items()},
-                expected=f"{', '.join(self.kinds)} of rank {rank}, as in {ADAPTER_CONFIG}",
-            )
-        return rank
-
-    def alpha(self, module: str) -> float:
-        """Return the strength of a module's adapter."""
-        return _by_pattern(self._alpha_pattern, module, self._default_alpha)
+    def rank(self, module: str) -> int:
+        """Return the rank of a module, such as `model.layers.0.self_attn.q_proj`."""
+        return int(_by_pattern(self._rank_pattern, module, self._default_rank))
 
     def scale(self, module: str) -> float:
         """Return the factor of a module's product B·A."""
-        rank = self.ranks[module]
-        return self.alpha(module) / (math.sqrt(rank) if self.rank_stabilized else rank)
+        rank = self.rank(module)
+        alpha = _by_pattern(self._alpha_pattern, module, self._default_alpha)
+        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
     def locate(self, name: str, pieces: Sequence[Piece]) -> list[Piece]:
         """Return the pieces of a tensor under its name in this folder.
@@ -169,7 +158,7 @@ class AdapterFolder:
                 owner=str(self.path / ADAPTER_WEIGHTS),
                 field=f"shape of {name}",
                 value=list(stored),
-                expected=f"{list(shape)}, as in the model",
+                expected=f"{list(shape)}, as in the model and {ADAPTER_CONFIG}",
             )
         return located
 

@@ -9,22 +9,22 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path as File
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from layerkit.base.base_layer import PARAMS
 from layerkit.config import Config, target_of
 from layerkit.config.checks import require
 from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face.exporting import (
     candidate_families,
     gather_part,
+    gather_tensor,
     language_model,
     replace_file,
 )
@@ -37,11 +37,11 @@ from layerkit.interop.peft.adapter_folder import (
 )
 from layerkit.interop.peft.importing import (
     WEIGHT,
-    adapter_piece,
+    adapter_pieces,
     model_pieces,
     tied_copies,
+    weight_of,
 )
-from layerkit.layers.basic.dots import weight_of_dot
 from layerkit.layers.quantization.lora import column_norms, lora_dots, lora_scale
 from layerkit.layers.quantization.stored_weights import dequantize_model
 from layerkit.models.language_model import LanguageModel
@@ -52,6 +52,7 @@ _NAMES = {
     "lora_b": "lora_B.weight",
     "lora_magnitude": "lora_magnitude_vector",
 }
+_Part: TypeAlias = dict[str, tuple[Piece, np.ndarray]]
 
 
 def export_adapters(
@@ -92,23 +93,32 @@ def export_adapters(
     family, _, groups = model_pieces(model, candidate_families(None, base_folder))
     leaves = flatten_dict(variables)
     saved = _saved_names(modules_to_save, groups, tied_copies(family, groups))
-    adapters, factors = _adapters(groups, dots, leaves, saved)
-    tensors = {
-        f"{PREFIX}{module}.{_NAMES[kind]}": np.ascontiguousarray(tensor)
-        for module, adapter in adapters.items()
-        for kind, tensor in adapter.items()
-    }
+    dot_of = {weight_of((*dot, "lora_a")): dot for dot in dots}
+    tensors: dict[str, np.ndarray] = {}
+    sizes: dict[str, tuple[int, float]] = {}  # rank and factor of each module
+    for name, pieces in groups.items():
+        paths = [dot_of[piece.path] for piece in pieces if piece.path in dot_of]
+        is_module = name.endswith(WEIGHT) and ".experts." not in name and name not in saved
+        if paths and (len(paths) < len(pieces) or not is_module):
+            raise ConfigError(
+                "PEFT cannot have the adapter",
+                field="adapter of",
+                value=name,
+                expected="a module with one matrix, all of which is adapted and which is not saved",
+                hint="Export the model with merged adapters instead.",
+            )
+        parts = [_part_of_adapter(*one, leaves) for one in zip(pieces, paths, strict=False)]
+        if any(part["lora_a"][1].size for part in parts):
+            module, scales = name.removesuffix(WEIGHT), [lora_scale(dots[dot]) for dot in paths]
+            adapter = _join(parts, scales)
+            sizes[module] = len(adapter["lora_a"]), max(scales)
+            tensors |= {f"{PREFIX}{module}.{_NAMES[kind]}": x for kind, x in adapter.items()}
     for name, original in saved.items():
-        parts = [
-            piece.layout.to_theirs(gather_part(leaves[piece.path], piece.index))
-            for piece in groups[original]
-        ]
-        tensors[PREFIX + name] = np.ascontiguousarray(join_parts(groups[original], parts))
+        tensors[PREFIX + name] = gather_tensor(groups[original], leaves)
     if jax.process_index() != 0:
         return
     first = next(iter(dots.values()))
-    layout = groups[next(iter(adapters)) + WEIGHT][0].layout
-    ranks = {module: len(adapter["lora_a"]) for module, adapter in adapters.items()}
+    layout = groups[next(iter(sizes)) + WEIGHT][0].layout
     content = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if issubclass(target_of(model), LanguageModel) else None,
@@ -117,79 +127,45 @@ def export_adapters(
         "fan_in_fan_out": layout.ours[0] in layout.theirs[0],
         "inference_mode": True,
         "lora_dropout": first.dropout_rate,
-        "target_modules": _short_names(adapters, groups),
-        "modules_to_save": _short_names(map(_module_of, saved), groups) or None,
+        "target_modules": sorted(sizes),
+        "modules_to_save": sorted({_module_of(name) for name in saved}) or None,
         "use_dora": first.has_magnitude,
-        **_ranks(ranks, factors, rank_stabilized=all(d.rank_stabilized for d in dots.values())),
+        **_ranks(sizes, rank_stabilized=all(dot.rank_stabilized for dot in dots.values())),
     }
     File(folder).mkdir(parents=True, exist_ok=True)
     # It is written last, since a folder without it is no adapter.
     (File(folder) / ADAPTER_CONFIG).unlink(missing_ok=True)
-    replace_file(File(folder) / ADAPTER_WEIGHTS, tensors)
+    contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    replace_file(File(folder) / ADAPTER_WEIGHTS, contiguous)
     write_json(File(folder), ADAPTER_CONFIG, content)
-
-
-def _adapters(
-    groups: Mapping[str, list[Piece]],
-    dots: Mapping[Path, Config],
-    leaves: Mapping[Path, Any],
-    saved: Collection[str],
-) -> tuple[dict[str, dict[str, np.ndarray]], dict[str, float]]:
-    """Return the tensors of the adapter of each module, and its factor.
-
-    Raises:
-      ConfigError: PEFT cannot have an adapter.
-    """
-    dot_of = {(PARAMS, *dot[:-1], weight_of_dot(dot[-1])): dot for dot in dots}
-    adapters: dict[str, dict[str, np.ndarray]] = {}
-    factors: dict[str, float] = {}
-    for name, pieces in groups.items():
-        adapted = [piece for piece in pieces if piece.path in dot_of]
-        is_module = name.endswith(WEIGHT) and ".experts." not in name and name not in saved
-        if adapted and (len(adapted) < len(pieces) or not is_module):
-            raise ConfigError(
-                "PEFT cannot have the adapter",
-                field="adapter of",
-                value=name,
-                expected="a module with one matrix, all of which is adapted and which is not saved",
-                hint="Export the model with merged adapters instead.",
-            )
-        own = [dot_of[piece.path] for piece in adapted]
-        both = [_part_of_adapter(*one, leaves) for one in zip(adapted, own, strict=True)]
-        if any(part["lora_a"].size for part, _ in both):
-            module, scales = name.removesuffix(WEIGHT), [lora_scale(dots[dot]) for dot in own]
-            adapters[module], factors[module] = _join(both, scales)
-    return adapters, factors
 
 
 def _saved_names(
     patterns: Sequence[str], groups: Mapping[str, list[Piece]], copies: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the tensors to save: name → tensor of the model that has its values."""
-    names: set[str] = set()
+    modules: set[str] = set()
     for pattern in patterns:
         matched = {
-            name
+            _module_of(name)
             for name, pieces in groups.items()
             if any(re.fullmatch(pattern, "/".join(piece.path[1:])) for piece in pieces)
         }
         expected = "the path of a weight of the model"
         require(bool(matched), "export_adapters", "modules_to_save", pattern, expected)
-        names |= matched
-    modules = {_module_of(name) for name in names}
-    whole = [name for name in groups if _module_of(name) in modules]
-    tied = {copy: original for copy, original in copies.items() if original in whole}
-    return {name: name for name in whole} | tied
+        modules |= matched
+    whole = {name: name for name in groups if _module_of(name) in modules}
+    return whole | {copy: original for copy, original in copies.items() if original in whole}
 
 
 def _part_of_adapter(
-    piece: Piece, dot: Path, leaves: Mapping[Path, Any]
-) -> tuple[dict[str, np.ndarray], dict[str, Piece]]:
+    piece: Piece, path: Path, leaves: Mapping[Path, Any]
+) -> dict[str, tuple[Piece, np.ndarray]]:
     """Return the tensors of the adapter of one piece, without ranks of zeros, and their pieces."""
     values = {
-        kind: gather_part(leaves[PARAMS, *dot, kind], piece.index)
+        kind: gather_part(leaves[*path, kind], piece.index)
         for kind in _NAMES
-        if (PARAMS, *dot, kind) in leaves
+        if (*path, kind) in leaves
     }
     a, b = values["lora_a"], values["lora_b"]
     is_used = a.reshape(-1, a.shape[-1]).any(0) | b.reshape(len(b), -1).any(1)
@@ -199,72 +175,46 @@ def _part_of_adapter(
         w = jnp.asarray(gather_part(leaves[piece.path], piece.index))
         norms = np.asarray(column_norms(w, tuple(range(a.ndim - 1))))
         values["lora_magnitude"] = norms + values["lora_magnitude"].astype(norms.dtype)
-    pieces = {kind: adapter_piece(piece, kind, a.ndim - 1, rank) for kind in values}
-    return {kind: pieces[kind].layout.to_theirs(x) for kind, x in values.items()}, pieces
+    pieces = adapter_pieces(piece, a.ndim - 1, rank)
+    return {kind: (pieces[kind], pieces[kind].layout.to_theirs(x)) for kind, x in values.items()}
 
 
-def _join(
-    parts: Sequence[tuple[dict[str, np.ndarray], dict[str, Piece]]], factors: Sequence[float]
-) -> tuple[dict[str, np.ndarray], float]:
-    """Return the adapter of a tensor that joins several weights, or one, and its factor."""
-    several = {kind: [tensors[kind] for tensors, _ in parts] for kind in parts[0][0]}
-    a, b, factor = several["lora_a"], several["lora_b"], max(factors)
-    if len(set(factors)) > 1 or not all(np.array_equal(one, a[0]) for one in a):
+def _join(parts: Sequence[_Part], scales: Sequence[float]) -> dict[str, np.ndarray]:
+    """Return the adapter of a tensor that joins several weights, or one, for the largest factor."""
+    several = {kind: [part[kind][1] for part in parts] for kind in parts[0]}
+    a, factor = several["lora_a"], max(scales)
+    scaled = zip(several["lora_b"], scales, strict=True)
+    several["lora_b"] = [x * x.dtype.type(scale / factor) for x, scale in scaled]
+    if not all(np.array_equal(one, a[0]) for one in a):
         stops = np.cumsum([len(one) for one in a])
-        blocks = [np.zeros((len(one), stops[-1]), one.dtype) for one in b]
-        for block, one, stop, own in zip(blocks, b, stops, factors, strict=True):
-            block[:, stop - one.shape[1] : stop] = one * one.dtype.type(own / factor)
-        several |= {"lora_a": [np.concatenate(a)], "lora_b": blocks}
-    joined = {
-        kind: join_parts([pieces[kind] for _, pieces in parts], tensors)
+        blocks = zip(several["lora_b"], stops, strict=True)
+        several["lora_b"] = [
+            np.pad(x, ((0, 0), (stop - x.shape[1], stops[-1] - stop))) for x, stop in blocks
+        ]
+        several["lora_a"] = [np.concatenate(a)]
+    return {
+        kind: join_parts([part[kind][0] for part in parts], tensors)
         for kind, tensors in several.items()
     }
-    return joined, factor
 
 
-def _ranks(
-    ranks: Mapping[str, int], factors: Mapping[str, float], *, rank_stabilized: bool
-) -> dict[str, Any]:
+def _ranks(sizes: Mapping[str, tuple[int, float]], *, rank_stabilized: bool) -> dict[str, Any]:
     """Return the keys of ranks and strengths: one of each, and patterns of those that differ."""
 
-    def alpha(module: str) -> float:
-        divisor = math.sqrt(ranks[module]) if rank_stabilized else ranks[module]
-        value = float(f"{factors[module] * divisor:.12g}")
+    def alpha(rank: int, factor: float) -> float:
+        value = float(f"{factor * (math.sqrt(rank) if rank_stabilized else rank):.12g}")
         return int(value) if value.is_integer() else value
 
-    largest = max(ranks, key=lambda module: ranks[module])
-    defaults = {"r": ranks[largest], "lora_alpha": alpha(largest)}
-    alphas = {module: alpha(module) for module in ranks}
+    largest = max(sizes, key=lambda module: sizes[module][0])
+    ranks = {module: rank for module, (rank, _) in sizes.items()}
+    alphas = {module: alpha(*size) for module, size in sizes.items()}
     return {
-        **defaults,
+        "r": ranks[largest],
+        "lora_alpha": alphas[largest],
         "use_rslora": rank_stabilized,
-        "rank_pattern": _patterns(ranks, defaults["r"]),
-        "alpha_pattern": _patterns(alphas, defaults["lora_alpha"]),
+        "rank_pattern": {m: x for m, x in ranks.items() if x != ranks[largest]},
+        "alpha_pattern": {m: x for m, x in alphas.items() if x != alphas[largest]},
     }
-
-
-def _patterns(values: Mapping[str, float], default: float) -> dict[str, float]:
-    """Return the values that are not the default, by the last name of modules or by the whole."""
-    by_name: dict[str, set[float]] = {}
-    for module, value in values.items():
-        by_name.setdefault(module.rpartition(".")[2], set()).add(value)
-    patterns: dict[str, float] = {}
-    for module, value in values.items():
-        name = module.rpartition(".")[2]
-        if value != default or len(by_name[name]) > 1:
-            patterns[name if len(by_name[name]) == 1 else module] = value
-    return patterns
-
-
-def _short_names(modules: Iterable[str], groups: Mapping[str, list[Piece]]) -> list[str]:
-    """Return the ends of names that match these modules alone; PEFT compares ends of names."""
-    chosen, present = set(modules), {_module_of(name) for name in groups} | set(modules)
-    names = set()
-    for module in chosen:
-        name = module.rpartition(".")[2]
-        alike = {one for one in present if one.endswith(name)}
-        names.add(name if alike <= chosen else module)
-    return sorted(names)
 
 
 def _module_of(tensor: str) -> str:

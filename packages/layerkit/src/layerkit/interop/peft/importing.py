@@ -7,15 +7,15 @@ joins several weights, such as `qkv_proj`, gives all of them its A and each its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
-from layerkit.base.base_layer import PARAMS
 from layerkit.config import Config, build, field_names, walk_configs
 from layerkit.config.checks import require
 from layerkit.interop.hugging_face.exporting import describe
@@ -33,7 +33,7 @@ from layerkit.interop.hugging_face.tensors import (
     group_by_weight,
     pieces_of,
 )
-from layerkit.interop.peft.adapter_folder import AdapterFolder
+from layerkit.interop.peft.adapter_folder import MAX_SHOWN, AdapterFolder
 from layerkit.layers.basic.dots import weight_of_dot
 from layerkit.layers.quantization.lora import (
     add_lora,
@@ -48,12 +48,6 @@ from layerkit.layers.quantization.stored_weights import without_weight_formats
 WEIGHT = ".weight"
 """Suffix of the tensor of a module that has an adapter."""
 Folders = Mapping[str, float]
-# Largest number of parts of a folder that an error lists.
-_MAX_SHOWN = 10
-
-
-# Folder, module, and the piece of each of its tensors.
-_Part: TypeAlias = tuple[AdapterFolder, str, dict[str, Piece]]
 
 
 class PlacedAdapters:
@@ -61,7 +55,9 @@ class PlacedAdapters:
 
     Attributes:
       dots: Config of each `LoraDot` by the path of its variables.
-      ranks: Rank for each path that a folder adapts, which is one of a template.
+      weights: Weights of the model by path.
+      sizes: Rank and factor of B·A that the folders need, by id of the config of a `LoraDot`.
+      shapes: Shape of each value that the folders have, by path.
     """
 
     def __init__(self, folders: Sequence[AdapterFolder], config: Config):
@@ -72,14 +68,13 @@ class PlacedAdapters:
           TensorMismatchError: A folder has tensors that the model lacks.
           ConfigError: Folders cannot be added.
         """
-        self._folders = folders
         self.dots = lora_dots(config)
         # Several families may have the model, such as Llama and Phi 3 with joined tensors.
-        names = {module.rpartition(".")[2] for folder in folders for module in folder.ranks}
+        names = {module.rpartition(".")[2] for folder in folders for module in folder.modules}
         families = sorted(FAMILIES, key=lambda family: len(names - _module_names(family)))
         self._family, self.weights, self._groups = model_pieces(config, families)
-        self._parts: dict[Path, dict[Index, list[_Part]]] = {}
-        self._saved: dict[Path, dict[Index, tuple[AdapterFolder, Piece]]] = {}
+        # Folder, module and piece of each part of a value, by path and index.
+        self._parts: dict[Path, dict[Index, list[tuple[AdapterFolder, str, Piece]]]] = {}
         for folder in folders:
             is_alone = len(folders) == 1 and folder.weight == 1.0
             needs_one = folder.has_magnitude or bool(folder.saved)
@@ -89,85 +84,72 @@ class PlacedAdapters:
                 raise TensorMismatchError(
                     "the model cannot have these parts of the adapter",
                     owner=str(folder.path),
-                    value=sorted(unknown)[:_MAX_SHOWN],
+                    value=sorted(unknown)[:MAX_SHOWN],
                 )
-        self.ranks = self._ranks()
+        self.sizes: dict[int, tuple[int, float]] = {}
+        for path, indices in self._parts.items():
+            for parts in indices.values() if path[-1] == "lora_b" else ():
+                folder, module, _ = parts[0]
+                rank = sum(piece.shape[0] for *_, piece in parts)
+                key, size = id(self.dots[path[:-1]]), (rank, folder.scale(module))
+                self.sizes[key] = max(size, self.sizes.get(key, size))
+        self.shapes = {path: self.weights[path].shape for path in self._parts}
+        for dot, template in self.dots.items():
+            for kind, axis in (("lora_a", -1), ("lora_b", self._axes_of_inputs(dot).start)):
+                if id(template) in self.sizes:
+                    shape = list(self.weights[*dot, kind].shape)
+                    shape[axis] = self.sizes[id(template)][0]
+                    self.shapes[*dot, kind] = tuple(shape)
 
     def _place_modules(self, folder: AdapterFolder) -> list[str]:
         """Match the modules of a folder; return those without an adapter in the model."""
-        dot_of = {(*dot[:-1], weight_of_dot(dot[-1])): dot for dot in self.dots}
+        dot_of = {weight_of((*dot, "lora_a")): dot for dot in self.dots}
         unknown = []
-        for module, rank in folder.ranks.items():
+        for module in folder.modules:
             pieces = self._groups.get(module + WEIGHT, [])
-            if not pieces or not all(piece.path[1:] in dot_of for piece in pieces):
+            dots = [dot_of.get(piece.path, ()) for piece in pieces]
+            paths = {(*dot, kind) for dot in dots for kind in folder.kinds}
+            if not paths or not self.weights.keys() >= paths:
                 unknown.append(module)
                 continue
-            dots = [dot_of[piece.path[1:]] for piece in pieces]
-            located = {
-                kind: folder.locate(
-                    folder.tensors[module, kind],
-                    [
-                        adapter_piece(piece, kind, self._num_inputs(dot, piece.index), rank)
-                        for piece, dot in zip(pieces, dots, strict=True)
-                    ],
-                )
-                for kind in folder.kinds
-            }
-            for number, (piece, dot) in enumerate(zip(pieces, dots, strict=True)):
-                part = {kind: several[number] for kind, several in located.items()}
-                parts = self._parts.setdefault(dot, {})
-                parts.setdefault(piece.index, []).append((folder, module, part))
+            rank, both = folder.rank(module), list(zip(dots, pieces, strict=True))
+            adapters = [
+                adapter_pieces(piece, len(self._axes_of_inputs(dot)), rank) for dot, piece in both
+            ]
+            for kind in folder.kinds:
+                parts = [adapter[kind] for adapter in adapters]
+                located = folder.locate(folder.tensors[module, kind], parts)
+                for dot, piece in zip(dots, located, strict=True):
+                    self._place((*dot, kind), folder, module, piece)
         return unknown
+
+    def _place(self, path: Path, folder: AdapterFolder, module: str, piece: Piece) -> None:
+        parts = self._parts.setdefault(path, {}).setdefault(piece.index, [])
+        parts.append((folder, module, piece))
 
     def _place_saved(self, folder: AdapterFolder) -> list[str]:
         """Match the saved tensors of a folder; return those that the model lacks."""
-        unknown, problems = folder.saved.keys() - self._groups.keys(), []
-        for copy, original in tied_copies(self._family, self._groups).items():
-            both = [folder.saved[name] for name in (original, copy) if name in folder.saved]
-            unknown -= {copy}
+        saved, copies = folder.saved, tied_copies(self._family, self._groups)
+        problems = [*(saved.keys() - self._groups.keys() - copies.keys())]
+        for copy, original in copies.items():
+            both = [saved[name] for name in (original, copy) if name in saved]
             is_tied = len(both) == 2 and same_tensor(folder.source, *both)
-            if both and not is_tied and not (folder.ties_weights and original in folder.saved):
+            if both and not is_tied and not (folder.ties_weights and original in saved):
                 problems.append(f"{copy} apart from {original}, to which the model ties it")
-        for name in folder.saved.keys() & self._groups.keys():
-            for piece in folder.locate(folder.saved[name], self._groups[name]):
-                self._saved.setdefault(piece.path, {})[piece.index] = (folder, piece)
+        for name in saved.keys() & self._groups.keys():
+            for piece in folder.locate(saved[name], self._groups[name]):
+                self._place(piece.path, folder, name, piece)
         needed = group_by_weight([piece for group in self._groups.values() for piece in group])
-        partly = [p for p in self._saved if self._saved[p].keys() != needed[p].keys()]
-        return [*unknown, *problems, *(f"{'/'.join(p[1:])} in some layers only" for p in partly)]
+        partly = [
+            p for p in self._parts if p in needed and self._parts[p].keys() != needed[p].keys()
+        ]
+        return [*problems, *(f"{'/'.join(path[1:])} in some layers only" for path in partly)]
 
-    def _ranks(self) -> dict[Path, int]:
-        """Return the largest sum of ranks among the modules of each template, by path."""
-        largest: dict[int, int] = {}
-        for dot, parts in self._parts.items():
-            for several in parts.values():
-                rank = sum(folder.ranks[module] for folder, module, _ in several)
-                key = id(self.dots[dot])
-                largest[key] = max(rank, largest.get(key, 0))
-        return {dot: largest[id(self.dots[dot])] for dot in self._parts}
-
-    def modules(self) -> Iterator[tuple[Path, AdapterFolder, str]]:
-        """Yield (path of the adapter, folder, module) for all modules."""
-        for dot, parts in self._parts.items():
-            for several in parts.values():
-                for folder, module, _ in several:
-                    yield dot, folder, module
-
-    def shapes(self) -> dict[Path, tuple[int, ...]]:
-        """Return the shape of each value that the folders have, by path with the collection."""
-        shapes = {path: self.weights[path].shape for path in self._saved}
-        for dot, rank in self.ranks.items():
-            (*a, _), b = (self.weights[PARAMS, *dot, f"lora_{x}"].shape for x in "ab")
-            axis = len(next(iter(self._parts[dot])))
-            leading, outs = tuple(b[:axis]), tuple(b[axis + 1 :])
-            shapes[PARAMS, *dot, "lora_a"] = (*a, rank)
-            shapes[PARAMS, *dot, "lora_b"] = (*leading, rank, *outs)
-            if any(folder.has_magnitude for folder in self._folders):
-                shapes[PARAMS, *dot, "lora_magnitude"] = (*leading, *outs)
-        return shapes
-
-    def _num_inputs(self, dot: Path, index: Index) -> int:
-        """Return the number of axes of the weight that are contracted."""
-        return len(self.weights[PARAMS, *dot, "lora_a"].shape) - 1 - len(index)
+    def _axes_of_inputs(self, dot: Path) -> range:
+        """Return the axes of a weight that are contracted; those of layers and experts precede."""
+        a, b = (*dot, "lora_a"), (*dot, "lora_b")
+        a, b, w = (self.weights[path].shape for path in (a, b, weight_of(a)))
+        return range(len(a) + len(b) - 2 - len(w), len(a) - 1)
 
     def read(self, path: Path) -> np.ndarray:
         """Return a value in float32, of the shape in `shapes`.
@@ -176,32 +158,23 @@ class PlacedAdapters:
         model, and NaN where there is no adapter.
 
         Raises:
-          TensorMismatchError: A tensor has another shape or is not finite.
+          TensorMismatchError: A tensor is not finite.
         """
-        dot, kind = path[1:-1], path[-1]
-        fill = np.nan if kind == "lora_magnitude" else 0
-        value = np.full(self.shapes()[path], fill, np.float32)
-        for index, (saving, piece) in self._saved.get(path, {}).items():
-            value[index] = saving.read(piece)
-        for index, several in self._parts.get(dot, {}).items():
-            start = 0
-            for folder, module, pieces in several:
-                part, rank = folder.read(pieces[kind]), folder.ranks[module]
-                if kind == "lora_a":
-                    value[index][..., start : start + rank] = part
-                elif kind == "lora_b":
-                    factor = folder.weight * folder.scale(module) / lora_scale(self.dots[dot])
-                    value[index][start : start + rank] = part * np.float32(factor)
-                else:
-                    value[index] = part
-                start += rank
+        kind = path[-1]
+        value = np.full(self.shapes[path], np.nan if kind == "lora_magnitude" else 0, np.float32)
+        for index, parts in self._parts.get(path, {}).items():
+            tensors = [folder.read(piece) for folder, _, piece in parts]
+            if kind == "lora_b":
+                scale = lora_scale(self.dots[path[:-1]])
+                factors = (one.weight * one.scale(module) / scale for one, module, _ in parts)
+                tensors = [x * np.float32(y) for x, y in zip(tensors, factors, strict=True)]
+            joined = np.concatenate(tensors, -1 if kind == "lora_a" else 0)
+            value[index][tuple(map(slice, joined.shape))] = joined
         return value
 
     def relative(self, path: Path, magnitude: Any, w: Any) -> jax.Array:
         """Return the changes of the norms of columns of a weight `w`; see `read`."""
-        index = next(iter(self._parts[path[1:-1]]))
-        axes = range(len(index), len(index) + self._num_inputs(path[1:-1], index))
-        norms = column_norms(w, tuple(axes))
+        norms = column_norms(w, tuple(self._axes_of_inputs(path[:-1])))
         return jnp.nan_to_num(magnitude - norms)
 
 
@@ -235,12 +208,11 @@ def tied_copies(family: Family, groups: Mapping[str, list[Piece]]) -> dict[str, 
     return {c: of for c, of in family.copies.items() if c not in groups and of in groups}
 
 
-def adapter_piece(piece: Piece, kind: str, num_inputs: int, rank: int) -> Piece:
-    """Return the piece of an adapter's tensor that belongs to a piece of its weight.
+def adapter_pieces(piece: Piece, num_inputs: int, rank: int) -> dict[str, Piece]:
+    """Return the pieces of the tensors of an adapter that belong to a piece of its weight.
 
     Args:
       piece: Piece of the weight, with axes (in, out).
-      kind: `lora_a`, `lora_b` or `lora_magnitude`.
       num_inputs: Number of axes of the weight that are contracted.
       rank: Rank of the adapter.
     """
@@ -251,17 +223,18 @@ def adapter_piece(piece: Piece, kind: str, num_inputs: int, rank: int) -> Piece:
     if their_ins is None or their_outs is None:
         expected = "a tensor with one axis of inputs and one of outputs"
         raise TensorMismatchError(field="adapter of", value=piece.name, expected=expected)
-    layouts = {
-        "lora_a": (Layout((("rank",), their_ins), (*ins, "rank")), (*in_sizes, rank)),
-        "lora_b": (Layout((their_outs, ("rank",)), ("rank", *outs)), (rank, *out_sizes)),
-        "lora_magnitude": (Layout((their_outs,), outs), out_sizes),
-    }
-    layout, shape = layouts[kind]
     # A joined tensor has one A, and concatenates outputs.
-    is_joined = piece.joined_axis is not None and kind != "lora_a"
-    offset, repeats = (piece.offset, piece.repeats) if is_joined else (0, 1)
-    axis = 0 if is_joined else None
-    return Piece(piece.name, piece.path, piece.index, shape, layout, axis, offset, repeats)
+    alone = dataclasses.replace(piece, joined_axis=None, offset=0, repeats=1)
+    joined = alone if piece.joined_axis is None else dataclasses.replace(piece, joined_axis=0)
+    rows = {
+        "lora_a": (alone, (*in_sizes, rank), Layout((("rank",), their_ins), (*ins, "rank"))),
+        "lora_b": (joined, (rank, *out_sizes), Layout((their_outs, ("rank",)), ("rank", *outs))),
+        "lora_magnitude": (joined, out_sizes, Layout((their_outs,), outs)),
+    }
+    return {
+        kind: dataclasses.replace(like, shape=shape, layout=layout)
+        for kind, (like, shape, layout) in rows.items()
+    }
 
 
 def add_adapters(config: Config, folders: Folders) -> Config:
@@ -277,28 +250,7 @@ def add_adapters(config: Config, folders: Folders) -> Config:
       TensorMismatchError: A folder has tensors that the model lacks.
       ConfigError: The model has adapters already, or the folders cannot be added.
     """
-    opened = open_folders(folders)
-    adapted = add_lora(config)
-    placed = PlacedAdapters(opened, adapted)
-    modules: dict[int, list[tuple[AdapterFolder, str]]] = {}
-    for dot, folder, module in placed.modules():
-        modules.setdefault(id(placed.dots[dot]), []).append((folder, module))
-    for path, rank in placed.ranks.items():
-        dot_tpl = placed.dots[path]
-        folder, module = max(modules[id(dot_tpl)], key=lambda one: one[0].ranks[one[1]])
-        is_alone = len(opened) == 1
-        dot_tpl.set(
-            rank=rank,
-            alpha=float(folder.alpha(module) if is_alone else folder.scale(module) * rank),
-            rank_stabilized=is_alone and folder.rank_stabilized,
-            has_magnitude=folder.has_magnitude,
-            dropout_rate=max(one.dropout_rate for one in opened),
-        )
-    for owner in walk_configs(adapted):
-        inner = owner.dot_tpl if "dot_tpl" in field_names(owner) else None
-        if inner is not None and is_lora(inner) and id(inner) not in modules:
-            owner.dot_tpl = inner.dot_tpl
-    return adapted
+    return _adapt(config, folders)[0]
 
 
 def import_adapters(
@@ -314,18 +266,35 @@ def import_adapters(
     Raises:
       ConfigError: See `add_adapters`.
     """
-    adapted = add_adapters(config, folders)
-    placed = PlacedAdapters(open_folders(folders), adapted)
-    made, shapes = dict(flatten_dict(variables)), placed.shapes()
-    for path, like in placed.weights.items():
-        if path in shapes:
-            value: Any = placed.read(path)
-            if path[-1] == "lora_magnitude":
-                value = placed.relative(path, value, made[weight_of(path)])
-            made[path] = jnp.asarray(value, like.dtype)
-        elif path not in made and path[1:-1] in placed.dots:
-            made[path] = jnp.zeros(like.shape, like.dtype)
+    adapted, placed = _adapt(config, folders)
+    made = dict(flatten_dict(variables))
+    for path in placed.shapes:
+        value: Any = placed.read(path)
+        if path[-1] == "lora_magnitude":
+            value = placed.relative(path, value, made[weight_of(path)])
+        made[path] = jnp.asarray(value, placed.weights[path].dtype)
     return adapted, unflatten_dict(made)
+
+
+def _adapt(config: Config, folders: Folders) -> tuple[Config, PlacedAdapters]:
+    """Return the config with adapters that fit the folders, and their places in it."""
+    opened = open_folders(folders)
+    adapted = add_lora(
+        config,
+        rank_stabilized=all(folder.rank_stabilized for folder in opened),
+        has_magnitude=any(folder.has_magnitude for folder in opened),
+        dropout_rate=max((folder.dropout_rate for folder in opened), default=0.0),
+    )
+    placed = PlacedAdapters(opened, adapted)
+    for owner in walk_configs(adapted):
+        dot: Any = owner.dot_tpl if "dot_tpl" in field_names(owner) else None
+        if id(dot) in placed.sizes:
+            rank, scale = placed.sizes[id(dot)]
+            dot.set(rank=rank, alpha=1.0)
+            dot.alpha = scale / lora_scale(dot)
+        elif is_lora(dot):
+            owner.dot_tpl = dot.dot_tpl
+    return adapted, placed
 
 
 def open_folders(folders: Folders) -> list[AdapterFolder]:

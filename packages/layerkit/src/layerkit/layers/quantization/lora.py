@@ -31,7 +31,6 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import lax
 
-from layerkit.base.base_layer import PARAMS
 from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import (
     Config,
@@ -59,6 +58,7 @@ LORA_WEIGHTS = ".*/lora_(a|b|magnitude)"
 """Regular expression that matches the paths of LoRA weights and no others."""
 
 Path = tuple[str, ...]
+_WEIGHTS = ("lora_a", "lora_b", "lora_magnitude")
 
 
 class LoraDot(Dot):
@@ -257,18 +257,16 @@ def merge_lora(config: Config, variables: Any) -> Any:
     """
     merged = flatten_dict(variables)
     for dot, adapter in lora_dots(config).items():
-        if (PARAMS, *dot, "lora_a") not in merged:
-            raise ConfigError("the variables lack LoRA weights", value="/".join((*dot, "lora_a")))
-        parts = {
-            name: merged.pop((PARAMS, *dot, name))
-            for name in ("lora_a", "lora_b", "lora_magnitude")
-            if (PARAMS, *dot, name) in merged
-        }
-        target = (PARAMS, *dot[:-1], weight_of_dot(dot[-1]))
-        merged[target] = _add_adapter(merged[target], parts, adapter, owner="/".join(dot))
+        if (*dot, "lora_a") not in merged:
+            value = "/".join((*dot[1:], "lora_a"))
+            raise ConfigError("the variables lack LoRA weights", value=value)
+        names = [name for name in _WEIGHTS if (*dot, name) in merged]
+        parts = {name: merged.pop((*dot, name)) for name in names}
+        target = (*dot[:-1], weight_of_dot(dot[-1]))
+        merged[target] = _add_adapter(merged[target], parts, adapter, owner="/".join(dot[1:]))
         # The wrapped product takes the place of the adapter.
-        for path in [p for p in merged if p[1 : len(dot) + 2] == (*dot, "base")]:
-            merged[path[0], *dot, *path[len(dot) + 2 :]] = merged.pop(path)
+        for path in [p for p in merged if p[1 : len(dot) + 1] == (*dot[1:], "base")]:
+            merged[path[0], *dot[1:], *path[len(dot) + 1 :]] = merged.pop(path)
     return unflatten_dict(merged)
 
 
@@ -302,7 +300,7 @@ def without_lora(config: Config) -> Config:
 
 
 def lora_dots(config: Config) -> dict[Path, Config]:
-    """Return the configs of all adapters by the path of their variables, without the collection.
+    """Return the configs of all adapters by the path of their variables.
 
     A layer's path does not follow from that of its config, so the model is traced with a rank of
     its own for each config.
@@ -315,12 +313,9 @@ def lora_dots(config: Config) -> dict[Path, Config]:
     require(bool(dots), None, "config", target_of(config).__qualname__, "a model with LoraDot")
     for rank, dot in enumerate(marks, 1):
         dot.rank = rank
-    variables = jax.eval_shape(build(marked).init, jax.random.key(0))
-    return {
-        path[:-1]: dots[leaf.shape[-1] - 1]
-        for path, leaf in flatten_dict(variables[PARAMS]).items()
-        if path[-1] == "lora_a"
-    }
+    variables = flatten_dict(jax.eval_shape(build(marked).init, jax.random.key(0)))
+    ranks = {path[:-1]: x.shape[-1] for path, x in variables.items() if path[-1] == "lora_a"}
+    return {path: dots[rank - 1] for path, rank in ranks.items()}
 
 
 def lora_scale(adapter: Any) -> float:
