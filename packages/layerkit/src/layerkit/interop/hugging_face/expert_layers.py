@@ -18,6 +18,7 @@ from layerkit.interop.hugging_face.keys import (
     ConfigFile,
     Entry,
     UnsupportedModelError,
+    all_layers,
     get_field,
     layer_templates,
     set_field,
@@ -118,8 +119,7 @@ def expert_layers(
         network.stack_tpl = repeat_pattern(pattern)
 
     def write(network: Config) -> dict[str, Any]:
-        pattern = layer_templates(network)
-        layers = [pattern[layer % len(pattern)] for layer in range(network.num_layers)]
+        layers = all_layers(network)
         dense = [n for n, template in enumerate(layers) if not _has_experts(template)]
         mixtures = [template for template in layers if _has_experts(template)]
         if not mixtures:

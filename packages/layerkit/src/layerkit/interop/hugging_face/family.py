@@ -12,7 +12,7 @@ from layerkit.interop.hugging_face.keys import (
     ConfigFile,
     Entry,
     UnsupportedModelError,
-    layer_templates,
+    all_layers,
 )
 from layerkit.interop.hugging_face.tensors import EXPERT, Row
 from layerkit.models.language_model import LanguageModel
@@ -126,9 +126,8 @@ class Family:
         """
         if any(EXPERT in row.name for row in self.rows):
             network = getattr(model, self.network_field)
-            pattern = [layer.feed_forward_tpl for layer in layer_templates(network)]
-            counts = [getattr(feed_forward, "num_experts", 0) for feed_forward in pattern]
-            total = sum(counts[layer % len(counts)] for layer in range(network.num_layers))
+            experts = [layer.feed_forward_tpl for layer in all_layers(network)]
+            total = sum(getattr(one, "num_experts", 0) for one in experts)
             self._check_count("number of experts of all layers", total, num_tensors)
 
     def _check_count(self, field: str, count: Any, num_tensors: int) -> None:

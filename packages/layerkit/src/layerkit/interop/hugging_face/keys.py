@@ -215,6 +215,12 @@ def layer_templates(network: Config) -> list[Config]:
     return [template for stack in stacks for template in stack.block_tpls or [stack.layer_tpl]]
 
 
+def all_layers(network: Config) -> list[Config]:
+    """Return the template of each layer of a network with one stack."""
+    pattern = layer_templates(network)
+    return [pattern[layer % len(pattern)] for layer in range(network.num_layers)]
+
+
 def set_field(network: Config, path: str, value: Any) -> None:
     """Set a field by its path; `layer.…` sets it in the templates of all layers."""
     for owner, name in _owners(network, path):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from layerkit.config import Config
-from layerkit.interop.hugging_face.keys import ConfigFile, Entry, layer_templates
+from layerkit.interop.hugging_face.keys import ConfigFile, Entry, all_layers
 from layerkit.layers.transformer.stacks import StackedTransformerRepeated
 
 T = TypeVar("T")
@@ -62,13 +62,10 @@ def layer_types(
         network.stack_tpl = repeat_pattern(pattern)
 
     def write(network: Config) -> dict[str, Any]:
-        pattern = layer_templates(network)
-        near = [template for template in pattern if template.attention_tpl.window is not None]
-        far = [template for template in pattern if template.attention_tpl.window is None]
-        types = [
-            FAR if pattern[layer % len(pattern)].attention_tpl.window is None else NEAR
-            for layer in range(network.num_layers)
-        ]
+        layers = all_layers(network)
+        near = [template for template in layers if template.attention_tpl.window is not None]
+        far = [template for template in layers if template.attention_tpl.window is None]
+        types = [FAR if layer.attention_tpl.window is None else NEAR for layer in layers]
         content: dict[str, Any] = {"layer_types": types}
         if near:  # Gemma of Transformers loads no null.
             content[window] = to_theirs(near[0].attention_tpl.window)

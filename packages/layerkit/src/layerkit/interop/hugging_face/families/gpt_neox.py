@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import BASIC_ENTRIES
+from layerkit.interop.hugging_face.families.stablelm import layer_norm_network
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import key
 from layerkit.interop.hugging_face.layouts import OUT_OF_HEADS
@@ -19,20 +20,13 @@ from layerkit.interop.hugging_face.parts import (
     tied_embedding,
 )
 from layerkit.interop.hugging_face.rotary import rotary
-from layerkit.layers.basic.normalizations import LayerNorm
-from layerkit.layers.basic.positions import RotaryPositionalEmbedding
-from layerkit.layers.transformer.stacks import StackedTransformerRepeated
-from layerkit.models.transformer_lm import TransformerLm
 
 
 def _network() -> Config:
-    norm = LayerNorm.HParams.config(scale_offset=0.0)
-    stack = StackedTransformerRepeated.HParams.config()
-    stack.layer_tpl.norm_tpl = norm.clone()
-    stack.layer_tpl.attention_tpl.combined_qkv = True
-    stack.layer_tpl.attention_tpl.rotary_tpl = RotaryPositionalEmbedding.HParams.config()
-    stack.layer_tpl.feed_forward_tpl.has_bias = True
-    network: Config = TransformerLm.HParams.config(final_norm_tpl=norm, stack_tpl=stack)
+    network = layer_norm_network()
+    layer = network.stack_tpl.layer_tpl
+    layer.attention_tpl.combined_qkv = True
+    layer.feed_forward_tpl.set(use_gate=False, has_bias=True)
     return network
 
 

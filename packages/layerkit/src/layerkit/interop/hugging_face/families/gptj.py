@@ -9,6 +9,7 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.gpt2 import GPT2
+from layerkit.interop.hugging_face.families.stablelm import layer_norm_network
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, fixed, get_field, key, set_field
 from layerkit.interop.hugging_face.layouts import INTO_HEADS, OUT_OF_HEADS
@@ -20,22 +21,15 @@ from layerkit.interop.hugging_face.parts import (
     tied_embedding,
 )
 from layerkit.interop.hugging_face.tensors import Row
-from layerkit.layers.basic.normalizations import LayerNorm
-from layerkit.layers.basic.positions import RotaryPositionalEmbedding
-from layerkit.layers.transformer.stacks import StackedTransformerRepeated
-from layerkit.models.transformer_lm import TransformerLm
 
 _ROTARY = "layer.attention_tpl.rotary_tpl"
 
 
 def _network() -> Config:
-    norm = LayerNorm.HParams.config(scale_offset=0.0)
-    stack = StackedTransformerRepeated.HParams.config()
-    stack.layer_tpl.set(norm_tpl=norm.clone(), parallel=True, parallel_shares_norm=True)
-    rotary = RotaryPositionalEmbedding.HParams.config(pairing="neighbors")
-    stack.layer_tpl.attention_tpl.rotary_tpl = rotary
-    stack.layer_tpl.feed_forward_tpl.has_bias = True
-    network: Config = TransformerLm.HParams.config(final_norm_tpl=norm, stack_tpl=stack)
+    network = layer_norm_network()
+    layer = network.stack_tpl.layer_tpl.set(parallel=True, parallel_shares_norm=True)
+    layer.attention_tpl.rotary_tpl.pairing = "neighbors"
+    layer.feed_forward_tpl.set(use_gate=False, has_bias=True)
     return network
 
 

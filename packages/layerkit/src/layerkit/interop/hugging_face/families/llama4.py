@@ -22,7 +22,7 @@ from layerkit.interop.hugging_face.families.llama import (
     llama_family,
 )
 from layerkit.interop.hugging_face.families.mixtral import mixture_network
-from layerkit.interop.hugging_face.keys import ConfigFile, Entry, get_field, key, layer_templates
+from layerkit.interop.hugging_face.keys import ConfigFile, Entry, all_layers, get_field, key
 from layerkit.interop.hugging_face.layer_types import FAR, repeat_pattern, shortest_period
 from layerkit.interop.hugging_face.layouts import LINEAR
 from layerkit.interop.hugging_face.rotary import rotary, rotary_keys
@@ -71,8 +71,7 @@ def _read_layers(file: ConfigFile, network: Config) -> None:
 
 
 def _write_layers(network: Config) -> dict[str, Any]:
-    templates = layer_templates(network)
-    layers = [templates[i % len(templates)] for i in range(network.num_layers)]
+    layers = all_layers(network)
     attention = [layer.attention_tpl for layer in layers]
     growing = [one for one in attention if one.query_growth]
     content: dict[str, Any] = {

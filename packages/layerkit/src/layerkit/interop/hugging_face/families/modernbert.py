@@ -11,7 +11,7 @@ from typing import Any
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.bert import encoder_network, masked_lm_head
 from layerkit.interop.hugging_face.family import Family
-from layerkit.interop.hugging_face.keys import ConfigFile, Entry, fixed, key, layer_templates
+from layerkit.interop.hugging_face.keys import ConfigFile, Entry, all_layers, fixed, key
 from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types, repeat_pattern
 from layerkit.interop.hugging_face.layouts import INTO_HEADS, LINEAR, OUT_OF_HEADS
 from layerkit.interop.hugging_face.parts import (
@@ -55,8 +55,7 @@ def _every_third(file: ConfigFile, layer: int) -> str:
 
 
 def _drop_first_norm(_: ConfigFile, network: Config) -> None:
-    pattern = layer_templates(network)
-    layers = [pattern[layer % len(pattern)].clone() for layer in range(network.num_layers)]
+    layers = [layer.clone() for layer in all_layers(network)]
     norm = layers[0].norm_tpl
     layers[0].set(norm_tpl=IdentityNorm.HParams.config(), feed_forward_norm_tpl=norm)
     network.stack_tpl = repeat_pattern(layers)
@@ -64,7 +63,7 @@ def _drop_first_norm(_: ConfigFile, network: Config) -> None:
 
 def _write_period(network: Config) -> dict[str, Any]:
     """Return the key that versions read which ignore `layer_types`."""
-    windows = [layer.attention_tpl.window for layer in layer_templates(network)]
+    windows = [layer.attention_tpl.window for layer in all_layers(network)]
     far = (layer for layer, window in enumerate(windows) if layer and window is None)
     return {"global_attn_every_n_layers": next(far, network.num_layers)}
 

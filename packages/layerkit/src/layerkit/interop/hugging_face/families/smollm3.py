@@ -14,7 +14,7 @@ from layerkit.interop.hugging_face.families.llama import (
     llama_entries,
     llama_family,
 )
-from layerkit.interop.hugging_face.keys import ConfigFile, Entry, layer_templates
+from layerkit.interop.hugging_face.keys import ConfigFile, Entry, all_layers
 from layerkit.interop.hugging_face.layer_types import (
     FAR,
     NEAR,
@@ -51,8 +51,7 @@ def _read_near(file: ConfigFile, template: Config) -> None:
 
 
 def _read_rotary(file: ConfigFile, network: Config) -> None:
-    pattern = layer_templates(network)
-    templates = [pattern[layer % len(pattern)] for layer in range(network.num_layers)]
+    templates = all_layers(network)
     kinds = []
     for layer, template in enumerate(templates):
         letter = "f" if template.attention_tpl.window is None else "n"
@@ -66,10 +65,9 @@ def _read_rotary(file: ConfigFile, network: Config) -> None:
 
 
 def _write_rotary(network: Config) -> dict[str, Any]:
-    pattern = layer_templates(network)
-    rotary_tpls = [template.attention_tpl.rotary_tpl for template in pattern]
+    rotary_tpls = [template.attention_tpl.rotary_tpl for template in all_layers(network)]
     used = [tpl for tpl in rotary_tpls if tpl is not None]
-    has_rotary = [int(rotary_tpls[i % len(pattern)] is not None) for i in range(network.num_layers)]
+    has_rotary = [int(tpl is not None) for tpl in rotary_tpls]
     return {"no_rope_layers": has_rotary, **(rotary_keys(used[0]) if used else {})}
 
 
