@@ -312,6 +312,7 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
     ("case", "name", "value"),
     [
         ("fp8", "weight_scale_inv", np.ones((3, 2), np.float32)),
+        ("fp8", "weight_scale_inv", np.ones((1, 1), np.float32)),
         ("fp8", "weight_scale_inv", np.ones((2, 2), np.int32)),
         ("gptq", "qzeros", None),
         ("gptq", "scales", np.ones((2, 95), np.float16)),

@@ -132,11 +132,11 @@ def decode_scaled(
     table = np.arange(256, dtype=np.uint8).view(values.dtype).astype(np.float32)
     scale = scale.reshape(-1, 1) if scale.ndim < 2 else scale
     rows, columns = values.shape
-    stated = [options.get("weight_block_size"), *_stated(options, "block_structure")]
-    if scale.size == 1:
+    of_groups = _stated(options, "block_structure")
+    if stated := options.get("weight_block_size") or (of_groups and of_groups[0]):
+        blocks = [min(int(size), rows * columns) for size in stated]
+    elif scale.size == 1:
         blocks = [rows, columns]
-    elif any(stated):
-        blocks = [min(int(size), rows * columns) for size in next(filter(None, stated))]
     else:
         blocks = [1, _group_size(options, columns, scale.shape[1])]
     counts = tuple(-(-size // block) for size, block in zip(values.shape, blocks, strict=True))
