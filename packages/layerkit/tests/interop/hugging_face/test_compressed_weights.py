@@ -339,6 +339,18 @@ def test_tensors_that_do_not_fit_raise(make_compressed, case, name, value):
         import_model(make_compressed(case, edit=edit))
 
 
+@pytest.mark.parametrize(
+    ("case", "keys"),
+    [
+        ("gptq of old files", {"desc_act": True}),
+        ("packed", {"config_groups": {"a": {"weights": {"actorder": "group"}}}}),
+    ],
+)
+def test_order_of_inputs_that_is_stated_but_absent_raises(make_compressed, case, keys):
+    with pytest.raises(TensorFileError, match="g_idx"):
+        open_tensors(make_compressed(case, keys=keys))
+
+
 def test_mxfp4_is_that_of_transformers(make_folder):
     torch = pytest.importorskip("torch")
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")

@@ -204,6 +204,7 @@ def decode_gptq(
         lambda rows: unpack(zeros + ones, 1, bits, rows, positions).T,
         scales.T,
         index_name=".g_idx",
+        is_reordered=bool(options.get("desc_act")),
         group_size=int(options.get("group_size") or -1),
     )
 
@@ -229,6 +230,7 @@ def decode_packed(parts: StoredParts, options: Mapping[str, Any]) -> CompressedW
         lambda rows: half if zeros is None else unpack(zeros, 0, bits, rows),
         scales,
         index_name=".weight_g_idx",
+        is_reordered=not {"group", "dynamic"}.isdisjoint(_stated(options, "actorder")),
         group_size=_group_size(options, inputs, scales.shape[1]),
     )
 
@@ -241,16 +243,19 @@ def _decode_grouped(
     scales: np.ndarray,
     *,
     index_name: str,
+    is_reordered: bool,
     group_size: int,
 ) -> CompressedWeight:
     """Return the weight (codes - zeros) · scales, where groups of inputs share zeros and scales.
 
     `codes` returns `[outputs, inputs]` of ranges of both, `zeros` returns `[outputs, groups]` of a
     range of outputs, and `scales` are `[outputs, groups]`. The tensor `index_name` has the groups
-    `[inputs]`. If it is absent, a group is `group_size` consecutive inputs; -1 is all.
+    `[inputs]`. If it is absent, a group is `group_size` consecutive inputs; -1 is all. It may not
+    be absent if `is_reordered`.
     """
     inputs, groups = shape[1], scales.shape[1]
-    index = parts.get(index_name, np.integer, (inputs,)) if index_name in parts.arrays else None
+    has_index = is_reordered or index_name in parts.arrays
+    index = parts.get(index_name, np.integer, (inputs,)) if has_index else None
     size = group_size if group_size > 0 else inputs
     is_valid = -(-inputs // size) == groups
     if index is not None:
