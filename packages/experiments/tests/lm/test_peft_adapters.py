@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import layerkit_runner
+from layerkit.errors import ConfigError
 from layerkit_experiments.lm.fine_tune import FineTuneLora
 from layerkit_runner import cli
 from layerkit_runner.errors import UsageError
@@ -80,6 +81,11 @@ def test_trained_adapters_are_loaded_by_peft_and_back(base: Path, tmp_path: Path
     assert_near(loaded.logits(IDS), expected)
     with raises(UsageError, field="folder"):
         layerkit_runner.load(tmp_path / "adapter")
+
+    with pytest.raises(
+        ConfigError, match="LORA_ONLY.*since the folders of ADAPTERS have their own"
+    ):
+        FineTuneLora(**fields, ADAPTERS=adapters).validate()
 
     # Beside the model of the experiment, whose adapters have the same shapes.
     partitioner, task = build_parts(resolve(FineTuneLora(**fields)))

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from layerkit.config import Config, build, field_names, target_of
+from layerkit.config.checks import require
 from layerkit.errors import ConfigError
 from layerkit_experiments.recipes.fine_tuning import (
     add_adapters,
     folder_tokenizer,
-    peft_model,
     train_adapters,
 )
 from layerkit_experiments.recipes.language_model import remat_policy
@@ -185,8 +185,8 @@ class FineTuneLora(FineTune):
     LORA_MAGNITUDE: bool = False
     """Also train the norms of the columns of the adapted weights (DoRA)."""
     ADAPTERS: dict[str, float] | None = None
-    """Weights of folders of PEFT, whose summed adapters are trained further; they replace those of
-    LORA_RANK and the other fields."""
+    """Weights of folders of PEFT, whose summed adapters are trained further, in place of those of
+    the fields above."""
 
     LEARNING_RATE = 3e-4
     WEIGHT_DECAY = 0.0
@@ -206,9 +206,24 @@ class FineTuneLora(FineTune):
         """Return the config of the task, with the adapters of ADAPTERS if there are any."""
         task = super().task()
         if self.ADAPTERS:
-            task.model = peft_model(task.model, self.ADAPTERS)
+            # Imported late, since few runs read folders of PEFT.
+            from layerkit.interop import peft
+
+            try:
+                task.model = peft.add_adapters(task.model, self.ADAPTERS)
+            except OSError as error:
+                raise ConfigError(str(error), owner="ADAPTERS") from error
             task.initial_weights = weights_of(self.HF_FOLDER, self.ADAPTERS)
         return task
+
+    def validate(self) -> None:
+        """Raise an error if fields of new adapters are set beside ADAPTERS, which has its own."""
+        super().validate()
+        names = [name for name in vars(FineTuneLora) if name.startswith("LORA_")]
+        for name in names if self.ADAPTERS else ():
+            value, default = getattr(self, name), getattr(FineTuneLora, name)
+            expected = f"{default!r}, since the folders of ADAPTERS have their own"
+            require(value == default, None, name, value, expected)
 
     def learner(self) -> Config:
         """Return the config of the learner, which trains only adapters."""

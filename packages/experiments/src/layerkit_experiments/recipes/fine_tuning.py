@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from layerkit.config import Config
@@ -29,20 +28,6 @@ def add_adapters(fields: Any, model: Config, **options: Any) -> Config:
         only=fields.LORA_ONLY,
         **options,
     )
-
-
-def peft_model(model: Config, folders: Mapping[str, float]) -> Config:
-    """Return the config of a model with the weighted adapters of folders of PEFT.
-
-    Raises:
-      ConfigError: A folder is missing, or its adapter is not supported.
-    """
-    from layerkit.interop import peft
-
-    try:
-        return peft.add_adapters(model, folders)
-    except OSError as error:
-        raise ConfigError(str(error), owner="ADAPTERS") from error
 
 
 def train_adapters(learner: Config) -> Config:

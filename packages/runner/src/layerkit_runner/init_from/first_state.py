@@ -21,7 +21,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weight_formats import WeightFormat, scale_path
 from layerkit.errors import UserError
-from layerkit.interop.peft.importing import weight_of
 from layerkit.layers.quantization.stored_weights import round_like
 from layerkit_runner.checkpointing.stored_state import OPT_STATE, LeafPath, join, named_leaves
 from layerkit_runner.errors import UsageError, as_usage_error
@@ -131,7 +130,10 @@ def _read_match(
             target: _compute(initial, [read[key] for key in keys[target]])
             for target, initial in matched.values.items()
         }
-        computed |= _relative_norms(matched, computed)
+        for path, initial in matched.values.items():
+            if isinstance(initial.stored, StoredAdapters):
+                relative = initial.stored.placed.relative(path, computed)
+                computed[path] = relative.astype(computed[path].dtype)
         return _assemble(task, _rounded(task.model, computed, stored_leaves), matched.step)
 
     stored_leaves = named_leaves(partitioner.abstract_stored_state(task))
@@ -246,18 +248,6 @@ def _floating_weights(model: BaseLayer, state: TrainState) -> TrainState:
         for path, leaf in plain.items()
     }
     return state.replace(params=unflatten_dict(params))
-
-
-def _relative_norms(
-    matched: Matched, values: Mapping[LeafPath, jax.Array]
-) -> dict[LeafPath, jax.Array]:
-    """Return the norms of columns of adapters (DoRA), relative to those of the weights."""
-    relative = {}
-    for path, initial in matched.values.items():
-        if path[-1] == "lora_magnitude" and isinstance(initial.stored, StoredAdapters):
-            w, norms = values[weight_of(path)], initial.stored.placed.relative
-            relative[path] = norms(path, values[path], w).astype(values[path].dtype)
-    return relative
 
 
 def _rounded(

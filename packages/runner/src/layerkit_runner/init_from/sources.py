@@ -19,6 +19,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from layerkit.base.base_layer import PARAMS
 from layerkit.base.base_model import BaseModel
 from layerkit.config import build, is_config
+from layerkit.config.checks import require
 from layerkit.errors import hub_hint
 from layerkit.interop.hugging_face import families, folder, importing, tensors
 from layerkit.interop.hugging_face.compressed.tensors import open_tensors
@@ -54,22 +55,22 @@ class Opened:
 
 def open_sources(sources: Sequence[Source], state: TrainState, **options: Any) -> list[Opened]:
     """Open the folders of all sources; see `open_source`. Those of adapters become one."""
-    kinds = [recognize(source.folder or "") for source in sources]
+    opened: list[Opened] = []
     adapters: dict[str, float] = {}
-    for source, kind in zip(sources, kinds, strict=True):
+    first, place = sources[0], 0
+    for source in sources:
+        kind = recognize(source.folder or "")
         if isinstance(kind, PeftFolder):
+            if not adapters:
+                first, place = source, len(opened)
             path = str(kind.directory)
             adapters[path] = adapters.get(path, 0.0) + source.scale
-        elif source.scale != 1.0:
+        else:
             expected = f"1.0, since {source.folder} has no adapters"
-            raise UsageError(field="scale", value=source.scale, expected=expected)
-    opened = []
-    for source, kind in zip(sources, kinds, strict=True):
-        if not isinstance(kind, PeftFolder):
+            require(source.scale == 1.0, None, "scale", source.scale, expected)
             opened.append(open_source(source, state, **options))
-        elif adapters:
-            opened.append(Opened(source, StoredAdapters(adapters, model=options["model"])))
-            adapters = {}
+    if adapters:
+        opened.insert(place, Opened(first, StoredAdapters(adapters, model=options["model"])))
     return opened
 
 

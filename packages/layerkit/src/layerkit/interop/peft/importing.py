@@ -172,10 +172,12 @@ class PlacedAdapters:
             value[index][tuple(map(slice, joined.shape))] = joined
         return value
 
-    def relative(self, path: Path, magnitude: Any, w: Any) -> jax.Array:
-        """Return the changes of the norms of columns of a weight `w`; see `read`."""
-        norms = column_norms(w, tuple(self._axes_of_inputs(path[:-1])))
-        return jnp.nan_to_num(magnitude - norms)
+    def relative(self, path: Path, values: Mapping[Path, Any]) -> Any:
+        """Return one of the values, with norms relative to those of the weight; see `read`."""
+        if path[-1] != "lora_magnitude":
+            return values[path]
+        norms = column_norms(values[weight_of(path)], tuple(self._axes_of_inputs(path[:-1])))
+        return jnp.nan_to_num(values[path] - norms)
 
 
 def weight_of(path: Path) -> Path:
@@ -268,11 +270,9 @@ def import_adapters(
     """
     adapted, placed = _adapt(config, folders)
     made = dict(flatten_dict(variables))
+    made |= {path: jnp.asarray(placed.read(path)) for path in placed.shapes}
     for path in placed.shapes:
-        value: Any = placed.read(path)
-        if path[-1] == "lora_magnitude":
-            value = placed.relative(path, value, made[weight_of(path)])
-        made[path] = jnp.asarray(value, placed.weights[path].dtype)
+        made[path] = placed.relative(path, made).astype(placed.weights[path].dtype)
     return adapted, unflatten_dict(made)
 
 
