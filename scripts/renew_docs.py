@@ -135,9 +135,11 @@ def write_commands() -> str:
 def _replace(path: Path, source: str, part: str) -> str:
     """Return the text of a page in which the part made from `source` is another."""
     begin = BEGIN.format(source)
-    return re.sub(
-        f"{begin}.*?{END}", lambda _: begin + part + END, path.read_text(), flags=re.DOTALL
-    )
+    before, has_begin, rest = path.read_text().partition(begin)
+    _, has_end, after = rest.partition(END)
+    if not (has_begin and has_end):
+        sys.exit(f"{path}: expected the lines {begin!r} and {END!r}.")
+    return before + begin + part + END + after
 
 
 Models = tuple[str, str, list[Family]]
