@@ -26,13 +26,12 @@ PREFIX = "base_model.model."
 """Prefix of the names of tensors."""
 MAX_SHOWN = 10
 """Largest number of parts of a folder that an error lists."""
-# Suffixes of the tensors of a module; the last is a spelling of newer versions.
-_SUFFIXES = {
-    ".lora_A.weight": "lora_a",
-    ".lora_B.weight": "lora_b",
-    ".lora_magnitude_vector": "lora_magnitude",
-    ".lora_magnitude_vector.weight": "lora_magnitude",
+SUFFIXES = {
+    "lora_a": ".lora_A.weight",
+    "lora_b": ".lora_B.weight",
+    "lora_magnitude": ".lora_magnitude_vector",
 }
+"""Suffixes of the tensors of a module. Newer versions also append `.weight` to the last."""
 # Keys that do not change the computation: names, initial values, the model's place, and the modules
 # that have adapters, which the tensors name.
 # fmt: off
@@ -101,9 +100,10 @@ class AdapterFolder:
         self.saved: dict[str, str] = {}
         for stored in self.source.names():
             name = stored.removeprefix(PREFIX)
-            for suffix, kind in _SUFFIXES.items():
-                if name.endswith(suffix):
-                    self.tensors[name.removesuffix(suffix), kind] = stored
+            for kind, suffix in SUFFIXES.items():
+                module = name.removesuffix(suffix).removesuffix(f"{suffix}.weight")
+                if module != name:
+                    self.tensors[module, kind] = stored
                     break
             else:
                 self.saved[name] = stored

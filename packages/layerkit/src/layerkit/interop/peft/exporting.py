@@ -34,6 +34,7 @@ from layerkit.interop.peft.adapter_folder import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     PREFIX,
+    SUFFIXES,
 )
 from layerkit.interop.peft.importing import (
     WEIGHT,
@@ -46,12 +47,6 @@ from layerkit.layers.quantization.lora import column_norms, lora_dots, lora_scal
 from layerkit.layers.quantization.stored_weights import dequantize_model
 from layerkit.models.language_model import LanguageModel
 
-# Names of the tensors of a module's adapter.
-_NAMES = {
-    "lora_a": "lora_A.weight",
-    "lora_b": "lora_B.weight",
-    "lora_magnitude": "lora_magnitude_vector",
-}
 _Part: TypeAlias = dict[str, tuple[Piece, np.ndarray]]
 
 
@@ -112,7 +107,7 @@ def export_adapters(
             module, scales = name.removesuffix(WEIGHT), [lora_scale(dots[dot]) for dot in paths]
             adapter = _join(parts, scales)
             sizes[module] = len(adapter["lora_a"]), max(scales)
-            tensors |= {f"{PREFIX}{module}.{_NAMES[kind]}": x for kind, x in adapter.items()}
+            tensors |= {f"{PREFIX}{module}{SUFFIXES[kind]}": x for kind, x in adapter.items()}
     for name, original in saved.items():
         tensors[PREFIX + name] = gather_tensor(groups[original], leaves)
     if jax.process_index() != 0:
@@ -164,7 +159,7 @@ def _part_of_adapter(
     """Return the tensors of the adapter of one piece, without ranks of zeros, and their pieces."""
     values = {
         kind: gather_part(leaves[*path, kind], piece.index)
-        for kind in _NAMES
+        for kind in SUFFIXES
         if (*path, kind) in leaves
     }
     a, b = values["lora_a"], values["lora_b"]
