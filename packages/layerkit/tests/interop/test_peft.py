@@ -174,22 +174,13 @@ def test_several_adapters_are_the_weighted_sum_of_peft(tmp_path):
     model.set_adapter("two")
     drawn(model)
     model.save_pretrained(tmp_path, selected_adapters=["two"])
+    for module in (module for module in model.modules() if hasattr(module, "lora_A")):
+        for name in module.scaling:
+            module.scaling[name] *= {"one": 0.75, "two": -0.5}[name]
+    model.base_model.set_adapter(["one", "two"])
     folders = {str(tmp_path / "adapter"): 0.75, str(tmp_path / "two"): -0.5}
     adapted = import_adapters(folders, *import_model(tmp_path / "base"))
-    weights = [remove_lora(*adapted)[1]]
-    # Linear in the adapters, of which PEFT merges one after another.
-    plain = flatten_dict(import_model(tmp_path / "base")[1])
-    merged = dict(plain)
-    for name, weight in zip(("one", "two"), folders.values(), strict=True):
-        copy = peft.PeftModel.from_pretrained(
-            transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="float32"),
-            tmp_path / {"one": "adapter"}.get(name, name),
-        )
-        copy.merge_and_unload().save_pretrained(tmp_path / "merged")
-        for path, value in flatten_dict(import_model(tmp_path / "merged")[1]).items():
-            merged[path] = merged[path] + weight * (value - plain[path])
-    for path, value in flatten_dict(weights[0]).items():
-        np.testing.assert_allclose(value, merged[path], atol=2e-6, err_msg="/".join(path))
+    assert_near(our_logits(*adapted), torch_logits(model))
 
 
 @pytest.mark.parametrize("options", [{}, {"rank_stabilized": True}, {"has_magnitude": True}])
