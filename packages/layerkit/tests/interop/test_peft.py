@@ -165,6 +165,13 @@ def test_adapters_of_peft_give_its_logits_and_return_unchanged(name, tmp_path):
         assert names == set(theirs["target_modules"])
 
 
+def test_dora_of_one_of_several_unrolled_layers(tmp_path):
+    options = {"target_modules": ATTENTION, "layers_to_transform": [1], "use_dora": True}
+    expected = made(tmp_path, "Llama", SIZES, **options)
+    plain = import_model(tmp_path / "base", repeated=False)
+    assert_near(our_logits(*import_adapters({str(tmp_path / "adapter"): 1.0}, *plain)), expected)
+
+
 def test_several_adapters_are_the_weighted_sum_of_peft(tmp_path):
     made(tmp_path, "Llama", SIZES, target_modules=ATTENTION)
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype="float32")

@@ -100,6 +100,10 @@ class PlacedAdapters:
                     shape = list(self.weights[*dot, kind].shape)
                     shape[axis] = self.sizes[id(template)][0]
                     self.shapes[*dot, kind] = tuple(shape)
+            magnitude = (*dot, "lora_magnitude")  # also of layers without an adapter
+            is_adapted = id(template) in self.sizes and magnitude in self.weights
+            if is_adapted and any(folder.has_magnitude for folder in folders):
+                self.shapes[magnitude] = self.weights[magnitude].shape
 
     def _place_modules(self, folder: AdapterFolder) -> list[str]:
         """Match the modules of a folder; return those without an adapter in the model."""
