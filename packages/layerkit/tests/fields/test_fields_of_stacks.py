@@ -19,6 +19,7 @@ NUMBERS = jnp.asarray(np.random.default_rng(0).normal(size=(BATCH, LENGTH, 64)),
 MEMORY = NUMBERS[:, ::-1]
 POSITIONS = row_positions(BATCH, LENGTH)
 SEGMENTS = jnp.asarray(np.sort(np.arange(BATCH * LENGTH).reshape(BATCH, LENGTH) % 3), jnp.int32)
+SOFTMAX = {"params": {"w": NUMBERS[0, :, :8]}}
 MASK = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=SEGMENTS)
 GAUSSIAN = WeightInit.Gaussian()
 CROSS = Config(L.CrossAttention)
@@ -69,6 +70,23 @@ def cached(layer):
 def stack(layer):
     whole = whole_and_cached(layer)
     return whole if reads_memory(layer) else (whole, cached(layer))
+
+
+def look_ahead(layer):
+    return layer(NUMBERS[..., :DIMS], MEMORY[..., :DIMS], mask=MASK, positions=POSITIONS)
+
+
+def predict_further(layer):
+    """Return the losses that a row of the softmax's inputs would have."""
+    layer(
+        NUMBERS[..., :DIMS],
+        SEGMENTS,
+        targets={"labels": SEGMENTS},
+        weights=jnp.ones((BATCH, LENGTH)),
+        embed=lambda ids, positions: NUMBERS[..., :DIMS] * ids[..., None],
+        softmax=L.FullSoftmax(input_dims=DIMS, num_classes=8).bind(SOFTMAX),
+    )
+    return NUMBERS[0, 0, 0]
 
 
 def wide_layer(**fields):
@@ -219,6 +237,20 @@ EXAMPLES = [
         stream_inputs=Change(value=False, others={"num_stages": 2}),
         stage_remat="none",
         **STACK_CHANGES,
+    ),
+    of(
+        L.MultiTokenModule,
+        {**LAYER, "layer_tpl": Config(L.Transformer)},
+        look_ahead,
+        num_kv_heads=2,
+        dim_per_head=4,
+        layer_tpl=wide_layer(),
+    ),
+    of(
+        L.MultiTokenPrediction,
+        {"module_tpl": Config(L.MultiTokenModule, **LAYER, layer_tpl=Config(L.Transformer))},
+        predict_further,
+        module_tpl=Config(L.MultiTokenModule, **LAYER, layer_tpl=wide_layer()),
     ),
     of(
         L.Repeat,

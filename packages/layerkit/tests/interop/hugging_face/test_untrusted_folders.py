@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from layerkit.config import Config
 from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face import (
     TensorFileError,
@@ -21,7 +22,10 @@ from layerkit.interop.hugging_face import (
     import_model,
     model_config,
 )
-from layerkit.interop.hugging_face.layer_types import shortest_period
+from layerkit.interop.hugging_face.keys import all_layers
+from layerkit.interop.hugging_face.layer_types import stack_layers
+from layerkit.layers.transformer.transformer import Transformer
+from layerkit.models.transformer_lm import TransformerLm
 
 INDEX = "model.safetensors.index.json"
 
@@ -209,8 +213,22 @@ def test_tensor_that_is_not_finite_raises(raises, make_folder, number, dtype, wa
 
 
 @pytest.mark.parametrize(
-    ("types", "period"),
-    [("", ""), ("a", "a"), ("aaaa", "a"), ("aabaabaa", "aab"), ("aaab", "aaab"), ("aba", "ab")],
+    ("types", "first", "period"),
+    [
+        ("1", "", "1"),
+        ("1111", "", "1"),
+        ("11211211", "", "112"),
+        ("1112", "", "1112"),
+        ("121", "", "12"),
+        ("33322", "333", "2"),
+        ("3122122", "3", "122"),
+    ],
 )
-def test_shortest_period_repeats_to_the_sequence(types, period):
-    assert "".join(shortest_period(list(types))) == period
+def test_stack_repeats_the_fewest_templates_of_its_layers(types, first, period):
+    layers = [Config(Transformer, hidden_dims=int(kind)) for kind in types]
+    stack = stack_layers(layers)
+    assert [str(template.hidden_dims) for template in stack.first_tpls or ()] == list(first)
+    pattern = stack.block_tpls or [stack.layer_tpl]
+    assert [str(template.hidden_dims) for template in pattern] == list(period)
+    network = Config(TransformerLm, stack_tpl=stack, num_layers=len(types))
+    assert all_layers(network) == layers

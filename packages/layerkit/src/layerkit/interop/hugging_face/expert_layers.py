@@ -20,10 +20,9 @@ from layerkit.interop.hugging_face.keys import (
     UnsupportedModelError,
     all_layers,
     get_field,
-    layer_templates,
     set_field,
 )
-from layerkit.interop.hugging_face.layer_types import repeat_pattern, shortest_period
+from layerkit.interop.hugging_face.layer_types import stack_layers
 from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.transformer.transformer import TransformerFeedForward
 
@@ -102,21 +101,21 @@ def expert_layers(
         sparse.num_layers = max(are_dense.count(False), 1)
         for entry in entries:
             entry.read(file, sparse)
-        templates, mixtures = layer_templates(network), layer_templates(sparse)
+        sparse.num_layers = network.num_layers
+        templates = {True: all_layers(network), False: all_layers(sparse)}
         sizes = {True: network.hidden_dims, False: sparse.hidden_dims}
-        kinds = [(layer % len(templates), dense) for layer, dense in enumerate(are_dense)]
-        pattern = []
-        for index, dense in shortest_period(kinds):
-            template = (templates if dense else mixtures)[index].clone()
+        layers = []
+        for layer, dense in enumerate(are_dense):
+            template = templates[dense][layer].clone()
             if dense:
                 template.feed_forward_tpl = TransformerFeedForward.HParams.config(
                     use_gate=True, activation_tpl=template.feed_forward_tpl.activation_tpl
                 )
             if len(set(are_dense)) > 1:
                 template.hidden_dims = sizes[dense]
-            pattern.append(template)
+            layers.append(template)
         network.hidden_dims = 0 if len(set(are_dense)) > 1 else sizes[True in are_dense]
-        network.stack_tpl = repeat_pattern(pattern)
+        network.stack_tpl = stack_layers(layers)
 
     def write(network: Config) -> dict[str, Any]:
         layers = all_layers(network)
@@ -125,7 +124,7 @@ def expert_layers(
         if not mixtures:
             raise UnsupportedModelError("no layer has experts")
         sparse = network.clone()
-        sparse.stack_tpl = repeat_pattern(mixtures)
+        sparse.stack_tpl = stack_layers(mixtures)
         sparse.num_layers = len(mixtures)
         sparse.hidden_dims = mixtures[0].hidden_dims or network.hidden_dims
         content = write_dense(dense)

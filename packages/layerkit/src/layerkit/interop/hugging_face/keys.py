@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -210,15 +211,21 @@ def fixed(name: str, value: Any) -> Entry:
 
 
 def layer_templates(network: Config) -> list[Config]:
-    """Return the templates of a network's layers: one per stack, or those of its pattern."""
+    """Return the templates of a network's layers: of its stacks, the first ones and the pattern."""
     stacks = [getattr(network, name) for name in field_names(network) if name.endswith("stack_tpl")]
-    return [template for stack in stacks for template in stack.block_tpls or [stack.layer_tpl]]
+    return [
+        template
+        for stack in stacks
+        for template in (*(stack.first_tpls or ()), *(stack.block_tpls or [stack.layer_tpl]))
+    ]
 
 
 def all_layers(network: Config) -> list[Config]:
     """Return the template of each layer of a network with one stack."""
-    pattern = layer_templates(network)
-    return [pattern[layer % len(pattern)] for layer in range(network.num_layers)]
+    templates = layer_templates(network)
+    first = len(network.stack_tpl.first_tpls or ())
+    pattern = itertools.cycle(templates[first:])
+    return [*templates[:first], *itertools.islice(pattern, network.num_layers - first)]
 
 
 def set_field(network: Config, path: str, value: Any) -> None:

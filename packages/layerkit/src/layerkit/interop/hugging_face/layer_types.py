@@ -52,14 +52,12 @@ def layer_types(
             if not has_switch:
                 raise file.invalid(window, f"a window, since layer_types has {NEAR!r}")
             types = [FAR for _ in layers]
-        pattern = []
-        for kind in shortest_period(types):
-            template = network.stack_tpl.layer_tpl.clone()
-            if kind == NEAR:
-                template.attention_tpl.window = to_ours(size)
-                make_near(file, template)
-            pattern.append(template)
-        network.stack_tpl = repeat_pattern(pattern)
+        templates = {FAR: network.stack_tpl.layer_tpl}
+        if NEAR in types:
+            templates[NEAR] = near = network.stack_tpl.layer_tpl.clone()
+            near.attention_tpl.window = to_ours(size)
+            make_near(file, near)
+        network.stack_tpl = stack_layers([templates[kind] for kind in types])
 
     def write(network: Config) -> dict[str, Any]:
         layers = all_layers(network)
@@ -78,14 +76,21 @@ def layer_types(
     return Entry(read, write)
 
 
-def repeat_pattern(pattern: Sequence[Config]) -> Config:
-    """Return the stack that repeats the templates of a period."""
-    fields = {"layer_tpl": pattern[0]} if len(pattern) == 1 else {"block_tpls": tuple(pattern)}
-    stack: Config = StackedTransformerRepeated.HParams.config(**fields)
+def stack_layers(layers: Sequence[Config]) -> Config:
+    """Return the stack of layers, which repeats the fewest templates that give them.
+
+    Leading layers, such as the dense ones of DeepSeek V3, may come before the pattern.
+    """
+    kinds = [layers.index(layer) for layer in layers]
+
+    def period(first: int) -> int:
+        rest = kinds[first:]
+        return next(n for n in range(1, len(rest) + 1) if rest[n:] == rest[:-n])
+
+    _, first = min((first + period(first), first) for first in range(len(kinds)))
+    # Layers of one config would share their weights.
+    templates = tuple(layer.clone() for layer in layers[: first + period(first)])
+    stack: Config = StackedTransformerRepeated.HParams.config(first_tpls=templates[:first] or None)
+    pattern = templates[first:]
+    stack.set(**({"layer_tpl": pattern[0]} if len(pattern) == 1 else {"block_tpls": pattern}))
     return stack
-
-
-def shortest_period(types: Sequence[T]) -> list[T]:
-    """Return the shortest pattern that, repeated and cut, gives `types`."""
-    kinds, sizes = list(types), range(1, len(types) + 1)
-    return next((kinds[:size] for size in sizes if kinds[size:] == kinds[:-size]), [])

@@ -23,7 +23,7 @@ from layerkit.interop.hugging_face.families.llama import (
 )
 from layerkit.interop.hugging_face.families.mixtral import mixture_network
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, all_layers, get_field, key
-from layerkit.interop.hugging_face.layer_types import FAR, repeat_pattern, shortest_period
+from layerkit.interop.hugging_face.layer_types import FAR, stack_layers
 from layerkit.interop.hugging_face.layouts import LINEAR
 from layerkit.interop.hugging_face.rotary import rotary, rotary_keys
 from layerkit.interop.hugging_face.tensors import Row, replace_rows
@@ -57,8 +57,8 @@ def _read_layers(file: ConfigFile, network: Config) -> None:
     grows = file.get("attn_temperature_tuning", default=True) and growth["query_growth"]
     norm = RmsNormNoScale.HParams.config(epsilon=network.final_norm_tpl.epsilon)
     has_norm = file.get("use_qk_norm", default=True)
-    pattern = []
-    for is_rotated, kind in shortest_period(kinds[: len(layers)]):
+    templates = []
+    for is_rotated, kind in kinds[: len(layers)]:
         template = network.stack_tpl.layer_tpl.clone()
         attention = template.attention_tpl.set(chunk=size if kind == _CHUNKED else None)
         if is_rotated:
@@ -66,8 +66,8 @@ def _read_layers(file: ConfigFile, network: Config) -> None:
             attention.qk_norm_tpl = norm.clone() if has_norm else None
         else:
             attention.set(rotary_tpl=None, **(growth if grows else {}))
-        pattern.append(template)
-    network.stack_tpl = repeat_pattern(pattern)
+        templates.append(template)
+    network.stack_tpl = stack_layers(templates)
 
 
 def _write_layers(network: Config) -> dict[str, Any]:

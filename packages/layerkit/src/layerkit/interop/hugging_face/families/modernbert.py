@@ -12,7 +12,7 @@ from layerkit.config import Config
 from layerkit.interop.hugging_face.families.bert import encoder_network, masked_lm_head
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, all_layers, fixed, key
-from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types, repeat_pattern
+from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types, stack_layers
 from layerkit.interop.hugging_face.layouts import INTO_HEADS, LINEAR, OUT_OF_HEADS
 from layerkit.interop.hugging_face.parts import (
     activation,
@@ -58,7 +58,7 @@ def _drop_first_norm(_: ConfigFile, network: Config) -> None:
     layers = [layer.clone() for layer in all_layers(network)]
     norm = layers[0].norm_tpl
     layers[0].set(norm_tpl=IdentityNorm.HParams.config(), feed_forward_norm_tpl=norm)
-    network.stack_tpl = repeat_pattern(layers)
+    network.stack_tpl = stack_layers(layers)
 
 
 def _write_period(network: Config) -> dict[str, Any]:

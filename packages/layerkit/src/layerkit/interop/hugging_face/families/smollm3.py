@@ -19,8 +19,7 @@ from layerkit.interop.hugging_face.layer_types import (
     FAR,
     NEAR,
     layer_types,
-    repeat_pattern,
-    shortest_period,
+    stack_layers,
 )
 from layerkit.interop.hugging_face.rotary import rotary, rotary_keys
 
@@ -51,17 +50,11 @@ def _read_near(file: ConfigFile, template: Config) -> None:
 
 
 def _read_rotary(file: ConfigFile, network: Config) -> None:
-    templates = all_layers(network)
-    kinds = []
+    templates = [template.clone() for template in all_layers(network)]
     for layer, template in enumerate(templates):
-        letter = "f" if template.attention_tpl.window is None else "n"
-        kinds.append(letter if _has_rotary(file, layer) else letter.upper())
-    kinds = shortest_period(kinds)
-    templates = [template.clone() for template in templates[: len(kinds)]]
-    for kind, template in zip(kinds, templates, strict=True):
-        if kind.isupper():
+        if not _has_rotary(file, layer):
             template.attention_tpl.rotary_tpl = None
-    network.stack_tpl = repeat_pattern(templates)
+    network.stack_tpl = stack_layers(templates)
 
 
 def _write_rotary(network: Config) -> dict[str, Any]:
