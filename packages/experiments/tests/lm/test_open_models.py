@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from layerkit.interop.hugging_face.exporting import _describe
+from layerkit.interop.hugging_face.exporting import describe
 from layerkit.interop.hugging_face.families import family_of
 from layerkit.ops.rotary_scaling import YarnScaling
 from layerkit_experiments.lm.optimal_scaling import DepthDial
@@ -43,6 +43,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "open_models.Qwen3_30B_A3B": (
         "qwen3_moe",
         {"num_experts": 128, "norm_topk_prob": True, "router_aux_loss_coef": 0.001},
+    ),
+    "open_models.DeepSeekV3": (
+        "deepseek_v3",
+        {"first_k_dense_replace": 3, "topk_group": 4, "num_nextn_predict_layers": 1},
     ),
     "open_models.GptOss20B": (
         "gpt_oss",
@@ -92,7 +96,7 @@ def test_recipe_is_a_model_of_its_family(name: str):
         for layer in model.lm_tpl.stack_tpl.block_tpls:
             scaling = YarnScaling(32.0, 4096, truncate=False)
             layer.attention_tpl.rotary_tpl.scaling = scaling
-    _, content = _describe(model, [family_of(family)])
+    _, content = describe(model, [family_of(family)])
     assert {key: content[key] for key in options} == options
     if full := FULL_LAYERS.get(name.partition(".")[2]):
         assert [n for n, kind in enumerate(content["layer_types"]) if kind == FAR] == list(full)
