@@ -245,4 +245,4 @@ def test_pages_import_layerkit_from_its_public_faces():
     pages = [*DOCS.glob("*.md"), DOCS.parent / "README.md"]
     pages += (DOCS.parent / "packages" / name / "README.md" for name in ("layerkit", "runner"))
     imports = {name for page in pages for name in deep.findall(page.read_text())}
-    assert imports <= {"layerkit.interop.hugging_face"}
+    assert imports <= {"layerkit.interop.hugging_face", "layerkit.interop.peft"}
