@@ -65,8 +65,8 @@ FULL_LAYERS["Gemma3_4B"] = range(5, 34, 6)
 
 def resolved(name: str) -> ResolvedExperiment:
     module, _, cls = name.partition(".")
-    found = importlib.import_module(f"layerkit_experiments.lm.{module}")
-    return resolve(getattr(found, cls)())
+    experiments = importlib.import_module(f"layerkit_experiments.lm.{module}")
+    return resolve(getattr(experiments, cls)())
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

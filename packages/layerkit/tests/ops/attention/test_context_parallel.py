@@ -33,8 +33,8 @@ MASKS = {
     "causal": lambda: AttentionMask.causal_mask(BATCH, LENGTH),
     "packed": lambda: AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=SEGMENTS),
     "packed_window": lambda: MASKS["packed"]().within(7),
-    "packed_chunks": lambda: MASKS["packed"]().in_chunks(3),
-    "chunks": lambda: MASKS["causal"]().in_chunks(5),
+    "packed_chunks": lambda: MASKS["packed"]().split_chunks(3),
+    "chunks": lambda: MASKS["causal"]().split_chunks(5),
     "causal_window": lambda: AttentionMask.causal_mask(BATCH, LENGTH).within(3),
     "window_both_ways": lambda: AttentionMask.bidirectional_mask(BATCH, LENGTH).within(3),
     "prefix": lambda: AttentionMask.causal_mask(

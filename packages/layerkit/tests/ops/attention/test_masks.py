@@ -77,15 +77,15 @@ def test_within_narrows_the_window(raises):
 
 def test_chunks_are_those_of_each_segment(raises):
     mask = AttentionMask.causal_mask(1, 9, segment_ids=jnp.array([[1, 1, 1, 1, 2, 2, 2, 0, 0]]))
-    assert mask.in_chunks(None) is mask
+    assert mask.split_chunks(None) is mask
     positions = jnp.array([[0, 1, 2, 3, 0, 1, 2, 0, 1]])
     chunks = np.array([0, 0, 1, 1, 2, 2, 3, 4, 4])
     expected = np.tri(9, dtype=bool) & (chunks[:, None] == chunks)
-    np.testing.assert_array_equal(mask.in_chunks(2, positions).dense()[0, 0], expected)
-    step = AttentionMask.decoding_mask(1, 2, 6, time_step=3).in_chunks(2)
+    np.testing.assert_array_equal(mask.split_chunks(2, positions).dense()[0, 0], expected)
+    step = AttentionMask.decoding_mask(1, 2, 6, time_step=3).split_chunks(2)
     np.testing.assert_array_equal(step.dense()[0, 0] * 1, [[0, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 0]])
     with raises(ConfigError, field="chunk", value=0):
-        mask.in_chunks(0)
+        mask.split_chunks(0)
 
 
 def test_cross_mask_hides_padding_and_other_documents():

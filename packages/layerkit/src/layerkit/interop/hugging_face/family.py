@@ -68,9 +68,7 @@ class Family:
     extra_layers: tuple[str, ...] = ()
     text_of: str | None = None
 
-    def without_absent_layers(
-        self, content: dict[str, Any], names: Collection[str]
-    ) -> dict[str, Any]:
+    def drop_absent_layers(self, content: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
         """Return the content of a config.json without extra layers if a folder lacks them.
 
         Args:

@@ -79,7 +79,7 @@ def model_config(
         family = family_in(content)
         if names is not None:
             family.check_layers(content, num_tensors=len(names))
-            content = family.without_absent_layers(content, names)
+            content = family.drop_absent_layers(content, names)
         compression_of(content)
         model = family.read_config({key: content[key] for key in content if key != KEY})
         if names is not None:
@@ -270,14 +270,14 @@ def _stored_pieces(source: SafetensorsFolder, family: Family, anatomy: Anatomy) 
     # A model that was saved without its head has no prefix.
     is_bare = not any(name.startswith(family.prefix) for name in present)
 
-    def without_prefix(name: str) -> str:
+    def strip_prefix(name: str) -> str:
         return name.removeprefix(family.prefix) if is_bare else name
 
-    copies = {without_prefix(name): of for name, of in {**family.copies, **repeated}.items()}
+    copies = {strip_prefix(name): of for name, of in {**family.copies, **repeated}.items()}
     copies = {name: of for name, of in copies.items() if name in present - needed}
 
     def stored(name: str) -> str:
-        plain = without_prefix(name)
+        plain = strip_prefix(name)
         for ending, older in family.older_endings.items():
             if plain not in present and plain.endswith(ending):
                 plain = plain.removesuffix(ending) + older

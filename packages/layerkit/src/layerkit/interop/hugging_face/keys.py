@@ -210,6 +210,10 @@ def fixed(name: str, value: Any) -> Entry:
     return Entry(read, lambda network: {name: value})
 
 
+NORM_EPSILONS = ("final_norm_tpl.epsilon", "layer.norm_tpl.epsilon")
+"""Fields of families with one epsilon for all norms."""
+
+
 def layer_templates(network: Config) -> list[Config]:
     """Return the templates of a network's layers: of its stacks, the first ones and the pattern."""
     stacks = [getattr(network, name) for name in field_names(network) if name.endswith("stack_tpl")]

@@ -41,9 +41,9 @@ from layerkit.layers.quantization.lora import (
     is_lora,
     lora_dots,
     lora_scale,
-    without_lora,
+    strip_lora,
 )
-from layerkit.layers.quantization.stored_weights import without_weight_formats
+from layerkit.layers.quantization.stored_weights import strip_weight_formats
 
 WEIGHT = ".weight"
 """Suffix of the tensor of a module that has an adapter."""
@@ -203,8 +203,8 @@ def model_pieces(
     Raises:
       UnsupportedModelError: No family has the model.
     """
-    floating = without_weight_formats(config)
-    family = describe(without_lora(floating), families)[0]
+    floating = strip_weight_formats(config)
+    family = describe(strip_lora(floating), families)[0]
     anatomy = dissect(build(floating), family.rows)
     return family, anatomy.weights, group_by_tensor(pieces_of(anatomy, family.rows))
 

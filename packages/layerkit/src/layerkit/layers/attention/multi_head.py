@@ -228,7 +228,7 @@ class MultiHeadAttention(BaseAttention):
             from layerkit.layers.attention.biases import add_bias_of_rows
 
             bias = add_bias_of_rows(self.relative_bias, bias, mask)
-        mask = mask.within(self.window).in_chunks(self.chunk, positions)
+        mask = mask.within(self.window).split_chunks(self.chunk, positions)
         return self._read(query, key, value, mask, bias, cached=False)
 
     def init_cache(self, batch_size: int, max_length: int) -> None:
@@ -300,7 +300,7 @@ class MultiHeadAttention(BaseAttention):
         if self.relative_bias_tpl is not None:
             relative = self.relative_bias(mask.query_positions[:1], mask.key_positions[:1])
             bias = relative if bias is None else relative + bias
-        mask = mask.within(self.window).in_chunks(self.chunk)
+        mask = mask.within(self.window).split_chunks(self.chunk)
         outputs = self._read(query, keys, values, mask, bias, cached=True)
         return jnp.where(time_step + num_tokens <= max_length, outputs, jnp.nan)
 

@@ -287,10 +287,10 @@ def remove_lora(config: Config, variables: Any) -> tuple[Config, Any]:
     if not any(map(is_lora, walk_configs(config))):
         return config, variables
     config, variables = dequantize_model(config, variables)
-    return without_lora(config), merge_lora(config, variables)
+    return strip_lora(config), merge_lora(config, variables)
 
 
-def without_lora(config: Config) -> Config:
+def strip_lora(config: Config) -> Config:
     """Return a copy of a config without adapters."""
     plain = copy_config(config)
     for owner in walk_configs(plain):

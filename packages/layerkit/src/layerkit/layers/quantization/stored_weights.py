@@ -79,7 +79,7 @@ def dequantize_model(config: Config, variables: Any) -> tuple[Config, Any]:
         return config, variables
     expected = "one kind of format in all layers of the config"
     require(len(kinds) == 1, None, "weight_format", sorted(kinds), expected)
-    plain = without_weight_formats(config)
+    plain = strip_weight_formats(config)
     new, abstract = flatten_dict(variables), _abstract_weights(plain)
     for path in [path for path in new if scale_path(path) in new]:
         if scale_path(path) not in abstract:
@@ -88,7 +88,7 @@ def dequantize_model(config: Config, variables: Any) -> tuple[Config, Any]:
     return plain, unflatten_dict(new)
 
 
-def without_weight_formats(config: Config) -> Config:
+def strip_weight_formats(config: Config) -> Config:
     """Return a copy of a config whose weights are all floating."""
     plain = copy_config(config)
     for part in walk_configs(plain):

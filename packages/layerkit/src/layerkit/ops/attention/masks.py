@@ -183,7 +183,7 @@ class AttentionMask:
         narrower = window if self.window is None else min(window, self.window)
         return dataclasses.replace(self, window=narrower)
 
-    def in_chunks(self, size: int | None, positions: jax.Array | None = None) -> AttentionMask:
+    def split_chunks(self, size: int | None, positions: jax.Array | None = None) -> AttentionMask:
         """Return this mask, narrowed to pairs in one chunk; None returns the mask unchanged.
 
         Chunks of a segment are segments here, which every backend supports. The window, which

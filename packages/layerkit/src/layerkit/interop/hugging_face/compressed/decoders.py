@@ -132,8 +132,8 @@ def decode_scaled(
     table = np.arange(256, dtype=np.uint8).view(values.dtype).astype(np.float32)
     scale = scale.reshape(-1, 1) if scale.ndim < 2 else scale
     rows, columns = values.shape
-    of_groups = _stated(options, "block_structure")
-    if stated := options.get("weight_block_size") or (of_groups and of_groups[0]):
+    structures = _stated(options, "block_structure")
+    if stated := options.get("weight_block_size") or (structures and structures[0]):
         blocks = [min(int(size), rows * columns) for size in stated]
     elif scale.size == 1:
         blocks = [rows, columns]

@@ -61,11 +61,11 @@ def masked_lm_head(stem: str, *entries: Entry, activation: Config | None = None)
     def read(file: ConfigFile, network: Config) -> None:
         if file.get("architectures", None) == bare:
             return
-        of_layers = get_field(network, "layer.feed_forward_tpl.activation_tpl")
+        hidden_activation = get_field(network, "layer.feed_forward_tpl.activation_tpl")
         network.softmax_tpl.use_bias = True
         network.head_tpl = NormalizedFeedForward.HParams.config(
             norm_tpl=network.embedding_norm_tpl.clone(),
-            activation_tpl=(activation or of_layers).clone(),
+            activation_tpl=(activation or hidden_activation).clone(),
         )
         for entry in entries:
             entry.read(file, network)

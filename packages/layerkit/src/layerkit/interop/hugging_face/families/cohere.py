@@ -13,7 +13,7 @@ from layerkit.interop.hugging_face.families.llama import (
     llama_family,
     llama_network,
 )
-from layerkit.interop.hugging_face.keys import Entry, fixed, key
+from layerkit.interop.hugging_face.keys import NORM_EPSILONS, Entry, fixed, key
 from layerkit.interop.hugging_face.parts import activation, tied_embedding
 from layerkit.interop.hugging_face.rotary import rotary
 from layerkit.layers.basic.normalizations import LayerNorm
@@ -35,7 +35,7 @@ def cohere_entries(positions: Entry) -> tuple[Entry, ...]:
         *BASIC_ENTRIES[1:],
         key("num_key_value_heads", "num_kv_heads", None, fallback=lambda lm: lm.num_heads),
         key("head_dim", "dim_per_head", None, fallback=lambda lm: lm.model_dims // lm.num_heads),
-        key("layer_norm_eps", ("final_norm_tpl.epsilon", "layer.norm_tpl.epsilon"), 1e-5),
+        key("layer_norm_eps", NORM_EPSILONS, 1e-5),
         key("logit_scale", "softmax_tpl.logit_scale", 0.0625, fallback=lambda lm: 1.0),
         ATTENTION_BIAS,
         positions,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.family import Family
-from layerkit.interop.hugging_face.keys import fixed, key
+from layerkit.interop.hugging_face.keys import NORM_EPSILONS, fixed, key
 from layerkit.interop.hugging_face.layouts import BIAS_OF_HEADS
 from layerkit.interop.hugging_face.parts import (
     activation,
@@ -52,7 +52,7 @@ GPT2 = Family(
         key("n_layer", "num_layers", 12),
         key("n_head", "num_heads", 12),
         key("n_positions", "position_tpl.max_length", 1024),
-        key("layer_norm_epsilon", ("final_norm_tpl.epsilon", "layer.norm_tpl.epsilon"), 1e-5),
+        key("layer_norm_epsilon", NORM_EPSILONS, 1e-5),
         activation("activation_function", "gelu_new"),
         key("embd_pdrop", "dropout_rate", 0.1),
         key("resid_pdrop", "layer.dropout_rate", 0.1),

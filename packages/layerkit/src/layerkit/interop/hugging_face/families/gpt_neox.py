@@ -10,7 +10,7 @@ from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import BASIC_ENTRIES
 from layerkit.interop.hugging_face.families.stablelm import layer_norm_network
 from layerkit.interop.hugging_face.family import Family
-from layerkit.interop.hugging_face.keys import key
+from layerkit.interop.hugging_face.keys import NORM_EPSILONS, key
 from layerkit.interop.hugging_face.layouts import OUT_OF_HEADS
 from layerkit.interop.hugging_face.parts import (
     activation,
@@ -40,7 +40,7 @@ GPT_NEOX = Family(
     entries=(
         tied_embedding(default=False),
         *BASIC_ENTRIES,
-        key("layer_norm_eps", ("final_norm_tpl.epsilon", "layer.norm_tpl.epsilon"), 1e-5),
+        key("layer_norm_eps", NORM_EPSILONS, 1e-5),
         key("use_parallel_residual", "layer.parallel", default=True),
         key("attention_bias", "layer.attention_tpl.use_bias", default=True),
         key("hidden_dropout", ("dropout_rate", "layer.dropout_rate"), 0.0),

@@ -11,7 +11,15 @@ from layerkit.config import Config
 from layerkit.interop.hugging_face.families.gpt2 import GPT2
 from layerkit.interop.hugging_face.families.stablelm import layer_norm_network
 from layerkit.interop.hugging_face.family import Family
-from layerkit.interop.hugging_face.keys import ConfigFile, Entry, fixed, get_field, key, set_field
+from layerkit.interop.hugging_face.keys import (
+    NORM_EPSILONS,
+    ConfigFile,
+    Entry,
+    fixed,
+    get_field,
+    key,
+    set_field,
+)
 from layerkit.interop.hugging_face.layouts import INTO_HEADS, OUT_OF_HEADS
 from layerkit.interop.hugging_face.parts import (
     activation,
@@ -65,7 +73,7 @@ GPTJ = Family(
         key("n_inner", "hidden_dims", None, fallback=lambda network: 4 * network.model_dims),
         key("n_layer", "num_layers", 28),
         key("n_head", "num_heads", 16),
-        key("layer_norm_epsilon", ("final_norm_tpl.epsilon", "layer.norm_tpl.epsilon"), 1e-5),
+        key("layer_norm_epsilon", NORM_EPSILONS, 1e-5),
         activation("activation_function", "gelu_new"),
         key("embd_pdrop", "dropout_rate", 0.0),
         key("resid_pdrop", "layer.dropout_rate", 0.0),

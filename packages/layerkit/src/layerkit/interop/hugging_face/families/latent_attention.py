@@ -14,7 +14,15 @@ from layerkit.interop.hugging_face.families.llama import (
 )
 from layerkit.interop.hugging_face.families.mixtral import mixture_network
 from layerkit.interop.hugging_face.families.qwen2_moe import EXPERT_ROWS
-from layerkit.interop.hugging_face.keys import ConfigFile, Entry, fixed, get_field, key, set_field
+from layerkit.interop.hugging_face.keys import (
+    NORM_EPSILONS,
+    ConfigFile,
+    Entry,
+    fixed,
+    get_field,
+    key,
+    set_field,
+)
 from layerkit.interop.hugging_face.layouts import INTO_HEADS, LINEAR
 from layerkit.interop.hugging_face.parts import activation, tied_embedding
 from layerkit.interop.hugging_face.rotary import rotary
@@ -77,7 +85,7 @@ def latent_entries(first_dense: int, experts: tuple[Entry, ...]) -> tuple[Entry,
         *BASIC_ENTRIES,
         Entry(_read_heads, lambda network: {"num_key_value_heads": network.num_heads}),
         *(key(name, _ATTENTION + field, default) for name, (field, default) in _SIZES.items()),
-        key("rms_norm_eps", ("final_norm_tpl.epsilon", "layer.norm_tpl.epsilon"), 1e-6),
+        key("rms_norm_eps", NORM_EPSILONS, 1e-6),
         ATTENTION_BIAS,
         Entry(_read_rotary, _write_rotary),
         activation("hidden_act", "silu"),

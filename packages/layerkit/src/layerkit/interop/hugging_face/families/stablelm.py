@@ -17,6 +17,7 @@ from layerkit.interop.hugging_face.families.llama import (
     llama_network,
 )
 from layerkit.interop.hugging_face.keys import (
+    NORM_EPSILONS,
     ConfigFile,
     Entry,
     fixed,
@@ -62,7 +63,7 @@ STABLELM = llama_family(
         tied_embedding(default=False),
         *BASIC_ENTRIES,
         key("num_key_value_heads", "num_kv_heads", 32, fallback=lambda lm: lm.num_heads),
-        key("layer_norm_eps", ("final_norm_tpl.epsilon", "layer.norm_tpl.epsilon"), 1e-5),
+        key("layer_norm_eps", NORM_EPSILONS, 1e-5),
         # One norm precedes parallel branches.
         key(
             "use_parallel_residual",

@@ -11,7 +11,7 @@ from layerkit.interop.hugging_face.families.llama import (
     llama_family,
 )
 from layerkit.interop.hugging_face.families.stablelm import LAYER_NORM_ROWS, layer_norm_network
-from layerkit.interop.hugging_face.keys import key
+from layerkit.interop.hugging_face.keys import NORM_EPSILONS, key
 from layerkit.interop.hugging_face.parts import activation, linear_rows, tied_embedding
 from layerkit.interop.hugging_face.rotary import rotary
 
@@ -34,7 +34,7 @@ STARCODER2 = llama_family(
         tied_embedding(default=True),
         *BASIC_ENTRIES,
         key("num_key_value_heads", "num_kv_heads", 2, fallback=lambda lm: lm.num_heads),
-        key("norm_epsilon", ("final_norm_tpl.epsilon", "layer.norm_tpl.epsilon"), 1e-5),
+        key("norm_epsilon", NORM_EPSILONS, 1e-5),
         key(
             "use_bias",
             ("layer.attention_tpl.use_bias", "layer.feed_forward_tpl.has_bias"),
