@@ -267,6 +267,7 @@ class RunOptions:
         "print JSON; also with --list, --print_config and --diff_config",
         ("plan", "inspect"),
     )
+    html: bool = _switch("print --inspect=batches as a page of HTML, with whole texts", _INSPECT)
     coordinator_address: str | None = _option(
         "host:port of process 0; auto: ask the launcher, which is then required. By default Slurm,"
         " Open MPI, torchrun, Kubernetes or the TPU pod is asked, if there is one",

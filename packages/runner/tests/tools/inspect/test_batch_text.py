@@ -9,7 +9,15 @@ import pytest
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs import ByteTokenizer, LocalText
 from layerkit_inputs.base.base_input import BaseInput
-from layerkit_runner.tools.inspect.batches import field_table, real_rows, row_lines, summary
+from layerkit_runner.tools.inspect.batches import (
+    HTML,
+    TERMINAL,
+    escaped,
+    field_table,
+    real_rows,
+    row_lines,
+    summary,
+)
 
 
 class Letters(BaseInput):
@@ -61,6 +69,28 @@ def test_segments_are_separate_and_labels_of_weight_0_are_marked(packed: NestedM
         "  labels[2]: “⟦de⟧f”",
     ]
     assert list(row_lines(LETTERS, packed, 1)) == ["row 1: padding"]
+
+
+def test_labels_that_count_are_colored_on_a_terminal_and_in_html(packed: NestedMap):
+    lines = [*row_lines(LETTERS, packed, 0, style=TERMINAL)]
+    assert lines[1:3] == ["  ids[1]: “ab”", "  labels[1]: “b\x1b[32m\\n\x1b[0m”"]
+    # A character of the text that stands for a tag is escaped.
+    packed.labels[0, :2] = [ord("<") - ord("a") + 1, 0xE000 - ord("a") + 1]
+    packed.weights[0, :2] = 1
+    (line,) = [*row_lines(LETTERS, packed, 0, style=HTML)][2:3]
+    assert escaped(line) == "  labels[1]: “<mark>&lt;\\ue000</mark>”"
+
+
+def test_long_texts_are_cut_between_whole_marks():
+    batch = NestedMap(
+        ids=np.ones((1, 300), np.int32),
+        labels=np.ones((1, 300), np.int32),
+        weights=np.arange(300)[None] % 150 >= 75,
+    )
+    *_, line = row_lines(LETTERS, batch, 0)
+    assert line == f"  labels: “⟦{'a' * 75}⟧{'a' * 5} … ⟦{'a' * 5}⟧{'a' * 75}”"
+    *_, line = row_lines(LETTERS, batch, 0, style=HTML)
+    assert line.removeprefix("  labels").count("a") == 300
 
 
 def test_ids_without_a_vocabulary_are_decoded_by_a_given_tokenizer():

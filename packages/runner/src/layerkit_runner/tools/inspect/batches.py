@@ -7,9 +7,15 @@ as many as the mesh has, or else one for each host.
 from __future__ import annotations
 
 import contextlib
+import html
+import itertools
 import json
+import operator
+import os
+import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -37,8 +43,26 @@ from layerkit_runner.tools.plan.targets import start_simulated
 _ROWS_SHOWN = 2
 _MOST_CHARACTERS = 160
 _NUMBERS_SHOWN = 8
-UNWEIGHTED = "⟦{}⟧"
-"""Mark of labels of weight 0."""
+_PAGE = """\
+<!doctype html><meta charset="utf-8"><title>{}</title>
+<style>pre {{ white-space: pre-wrap }} mark {{ background: #b7e4b7 }}</style>
+<pre>"""
+_TAGS = str.maketrans({"\ue000": "<mark>", "\ue001": "</mark>"})
+
+
+class Style(NamedTuple):
+    """A form of labels by their weights, and the largest number of characters of a text."""
+
+    weighted: str
+    unweighted: str
+    legend: str
+    most_characters: int | None = _MOST_CHARACTERS
+
+
+PLAIN = Style("{}", "⟦{}⟧", "labels of weight 0 are in ⟦brackets⟧")
+TERMINAL = Style("\x1b[32m{}\x1b[0m", "{}", "labels that count for the loss are green")
+# Texts hold no characters for private use, which stand for tags until the line is escaped.
+HTML = Style("\ue000{}\ue001", "{}", TERMINAL.legend, None)
 SPECIAL = "⟪{}⟫"
 """Mark of special ids, which distinguishes them from the same characters in the text."""
 
@@ -51,10 +75,13 @@ def print_batches(resolved: ResolvedExperiment, options: RunOptions) -> None:
         partitioner, num_devices=options.num_devices, default=max(1, options.num_hosts)
     )
     hosts = simulated_hosts(devices, options.num_hosts)
+    is_colored = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    style = HTML if options.html else TERMINAL if is_colored else PLAIN
+    if options.html:
+        print(_PAGE.format(html.escape(resolved.name)))
     print(
         f"{len(hosts)} host(s) of {len(devices) // len(hosts)} device(s) each are simulated;"
-        f" labels of weight 0 are in {UNWEIGHTED.format('brackets')},"
-        f" special ids in {SPECIAL.format('these')}"
+        f" {style.legend}, special ids in {SPECIAL.format('these')}"
     )
     kinds = [(c, "train" if c.is_training else "eval") for c in resolved.datasets]
     kinds += [(config, "decode") for config in resolved.decode_datasets]
@@ -62,8 +89,17 @@ def print_batches(resolved: ResolvedExperiment, options: RunOptions) -> None:
         tokenizer = build(config) if (config := resolved.experiment.tokenizer()) else None
     for config, kind in kinds:
         print()
-        for line in input_lines(config, kind, partitioner, hosts, options.num_batches, tokenizer):
-            print(line, flush=True)
+        for line in input_lines(
+            config, kind, partitioner, hosts, options.num_batches, tokenizer, style=style
+        ):
+            print(escaped(line) if options.html else line, flush=True)
+    if options.html:
+        print("</pre>")
+
+
+def escaped(line: str) -> str:
+    """Return a line of the style `HTML` with tags and escaped text."""
+    return html.escape(line).translate(_TAGS)
 
 
 def simulated_hosts(devices: list[jax.Device], num_hosts: int) -> list[HostTopology]:
@@ -82,6 +118,8 @@ def input_lines(
     hosts: list[HostTopology],
     num_batches: int,
     tokenizer: Tokenizer | None = None,
+    *,
+    style: Style = PLAIN,
 ) -> Iterator[str]:
     """Yield the description of an input and of its first batches, on all hosts.
 
@@ -108,7 +146,7 @@ def input_lines(
         yield f"  batch {number}, read in {seconds:.3f} s: {summary(batch)}"
         lines = field_table(batch) if number == 1 else []
         for row in range(min(_ROWS_SHOWN, len(real_rows(batch)))):
-            lines += row_lines(first, batch, row, tokenizer)
+            lines += row_lines(first, batch, row, tokenizer, style=style)
         yield from (f"    {line}" for line in [*lines, *_host_lines(batches)])
     yield f"  state: {len(json.dumps(first.get_state())):,} bytes, scope {first.state_scope}"
     if skipped := sum(source.num_skipped for source in inputs):
@@ -183,7 +221,12 @@ def field_table(batch: NestedMap) -> list[str]:
 
 
 def row_lines(
-    dataset: BaseInput, batch: NestedMap, row: int, tokenizer: Tokenizer | None = None
+    dataset: BaseInput,
+    batch: NestedMap,
+    row: int,
+    tokenizer: Tokenizer | None = None,
+    *,
+    style: Style = PLAIN,
 ) -> Iterator[str]:
     """Yield the text of each sequence of ids in a row, by segments, or else its numbers.
 
@@ -208,14 +251,12 @@ def row_lines(
             where = here & (segments == segment)
             suffix = f"[{segment}]" if segments.max(initial=0) > 1 else ""
             prefix = f"{side}." if side else ""
-            yield f"  {prefix}ids{suffix}: {_shown(decode(part.ids[row][where]))}"
+            text = [(False, decode(part.ids[row][where]))]
+            yield f"  {prefix}ids{suffix}: {_shown(text, style._replace(unweighted='{}'))}"
             if "labels" in part and "weights" in part:
-                has_weight = part.weights[row][where] > 0
-                text = "".join(
-                    ("{}" if is_weighted else UNWEIGHTED).format(decode(piece))
-                    for is_weighted, piece in _runs(has_weight, part.labels[row][where])
-                )
-                yield f"  {prefix}labels{suffix}: {_shown(text)}"
+                runs = _runs(part.weights[row][where] > 0, part.labels[row][where])
+                text = [(is_weighted, decode(piece)) for is_weighted, piece in runs]
+                yield f"  {prefix}labels{suffix}: {_shown(text, style)}"
 
 
 def _numbers_text(x: np.ndarray) -> str:
@@ -280,10 +321,25 @@ def _runs(flags: np.ndarray, ids: np.ndarray) -> Iterator[tuple[bool, np.ndarray
         yield bool(flags[begin]), ids[begin:end]
 
 
-def _shown(text: str) -> str:
-    """Return the text in quotes on one line, without the middle of a long text."""
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
-    if len(line) > _MOST_CHARACTERS:
-        half = _MOST_CHARACTERS // 2
-        line = f"{line[:half]} … {line[-half:]}"
-    return f"“{line}”"
+def _shown(text: Iterable[tuple[bool, str]], style: Style) -> str:
+    """Return pieces of a text in quotes on one line, without the middle of a long text.
+
+    Args:
+      text: Whether a piece counts for the loss, and the piece.
+      style: Form of the pieces.
+    """
+    line = [
+        (is_weighted, char)
+        for is_weighted, piece in text
+        for c in piece
+        for char in (c if c.isprintable() else repr(c)[1:-1])
+    ]
+    if style.most_characters is not None and len(line) > style.most_characters:
+        half = style.most_characters // 2
+        line = [*line[:half], (True, " … "), *line[-half:]]
+    forms = {True: style.weighted, False: style.unweighted}
+    pieces = (
+        forms[is_weighted].format("".join(char for _, char in chars))
+        for is_weighted, chars in itertools.groupby(line, key=operator.itemgetter(0))
+    )
+    return f"“{''.join(pieces)}”"
