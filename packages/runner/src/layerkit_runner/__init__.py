@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from layerkit_runner.init_from.settings import Source as Source
     from layerkit_runner.interface.experiments import get_experiment as get_experiment
     from layerkit_runner.interface.experiments import input_batches as input_batches
-    from layerkit_runner.interface.loaded_model import LoadedModel as LoadedModel
     from layerkit_runner.interface.loading import load as load
-    from layerkit_runner.interface.scoring import Score as Score
     from layerkit_runner.interface.training import MetricsTable as MetricsTable
     from layerkit_runner.interface.training import TrainResult as TrainResult
     from layerkit_runner.interface.training import train as train
@@ -37,6 +35,8 @@ if TYPE_CHECKING:
     from layerkit_runner.partitioning.partitioner import PmapPartitioner as PmapPartitioner
     from layerkit_runner.partitioning.partitioner import SpmdPartitioner as SpmdPartitioner
     from layerkit_runner.run.executor import Executor as Executor
+    from layerkit_runner.run.model.loaded_model import LoadedModel as LoadedModel
+    from layerkit_runner.run.model.scoring import Score as Score
     from layerkit_runner.run.programs.decode_program import DecodeProgram as DecodeProgram
     from layerkit_runner.run.programs.eval_program import BaseProgram as BaseProgram
     from layerkit_runner.run.programs.eval_program import EvalProgram as EvalProgram

@@ -17,8 +17,8 @@ import layerkit_runner
 from layerkit.errors import UserError
 from layerkit_inputs import ByteTokenizer
 from layerkit_runner import LoadedModel, TrainResult, cli
-from layerkit_runner.interface.generation import Buckets, NoTokenizerError, find_tokenizer
 from layerkit_runner.run.job import build_parts
+from layerkit_runner.run.model.generation import Buckets, NoTokenizerError, find_tokenizer
 from layerkit_runner.run.resolve import resolve
 
 PROMPTS = ["im", "def ", "re"]

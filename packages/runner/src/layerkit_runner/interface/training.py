@@ -17,9 +17,9 @@ from layerkit_runner.config.requests import ResolvedExperiment, flag_word
 from layerkit_runner.distributed.stop_signals import Interrupts
 from layerkit_runner.errors import UsageError
 from layerkit_runner.interface.experiments import ExperimentLike, get_experiment, set_num_steps
-from layerkit_runner.interface.loaded_model import LoadedModel
 from layerkit_runner.interface.loading import load_checkpoint
 from layerkit_runner.observers import Metrics, read_metrics
+from layerkit_runner.run.model.loaded_model import LoadedModel
 from layerkit_runner.run.run_mode import job_errors
 from layerkit_runner.run.training_run import run_train
 from layerkit_runner.run_options import RunOptions

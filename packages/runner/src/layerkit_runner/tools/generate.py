@@ -21,7 +21,7 @@ from layerkit_runner.files.text import check_utf8
 from layerkit_runner.run_options import RunOptions
 
 if TYPE_CHECKING:
-    from layerkit_runner.interface.loaded_model import LoadedModel
+    from layerkit_runner.run.model.loaded_model import LoadedModel
 
 _MARK = ">>> "
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.packing.model_features import encoder_decoder_features, lm_features
-from layerkit_runner.interface.generation import Buckets, Ids
+from layerkit_runner.run.model.generation import Buckets, Ids
 
 
 @dataclasses.dataclass(frozen=True)

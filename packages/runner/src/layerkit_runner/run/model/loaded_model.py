@@ -15,7 +15,9 @@ from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.tokenizer_interface import Tokenizer, end_disagreement, end_ids
 from layerkit_inputs.packing.model_features import as_tokens
 from layerkit_runner.errors import UsageError
-from layerkit_runner.interface.generation import (
+from layerkit_runner.observers import Observers
+from layerkit_runner.run.job import Job
+from layerkit_runner.run.model.generation import (
     Buckets,
     GenerateOptions,
     Ids,
@@ -28,9 +30,7 @@ from layerkit_runner.interface.generation import (
     token_array,
     token_rows,
 )
-from layerkit_runner.interface.scoring import Score, source_rows, text_rows
-from layerkit_runner.observers import Observers
-from layerkit_runner.run.job import Job
+from layerkit_runner.run.model.scoring import Score, source_rows, text_rows
 from layerkit_runner.run.programs import model_calls
 from layerkit_runner.run.programs.build_programs import eval_programs
 from layerkit_runner.run.programs.decode_program import TextStream

@@ -1,0 +1,1 @@
+"""A model with weights that scores and continues texts, for Python, tools and programs."""
