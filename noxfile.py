@@ -85,12 +85,12 @@ GPU_BENCHMARKS = (
 # Packages whose modules can all be imported; some modules of inputs need extras.
 DOCTESTED = ("layerkit", "runner")
 # Extras of layerkit-inputs in the ordinary sessions.
-LIGHT_EXTRAS = "[grain,hf,text]"
+LIGHT_EXTRAS = "[chat,grain,hf,text]"
 # Extras of all packages that TEST_TOOLS and LIGHT_EXTRAS install.
-TESTED_EXTRAS = ("grain", "hf", "text", "plots", "wandb", "sweeps")
+TESTED_EXTRAS = ("chat", "grain", "hf", "text", "plots", "wandb", "sweeps")
 TENSORFLOW_EXTRAS = "[seqio,lingvo]"
 # Extras for the corpora of the named experiments.
-CORPUS_EXTRAS = "[grain,hf,seqio,text]"
+CORPUS_EXTRAS = "[chat,grain,hf,seqio,text]"
 # The longest tests come first, so that workers end at about the same time.
 ALL_SUITES = [*ROOT.glob("integration_tests"), *sorted(ROOT.glob("packages/*/tests"), reverse=True)]
 # safetensors belongs to the extra layerkit[hf]; matplotlib, wandb, optuna and flatbuffers belong to

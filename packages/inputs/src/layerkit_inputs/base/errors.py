@@ -26,6 +26,7 @@ _EXTRA_OF = {
     "array_record": "grain",
     "datasets": "hf",
     "grain": "grain",
+    "jinja2": "chat",
     "pyarrow": "grain",
     "sentencepiece": "text",
     "seqio": "seqio",

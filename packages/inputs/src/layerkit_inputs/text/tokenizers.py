@@ -121,6 +121,13 @@ class _FileTokenizer(Configurable):
 
         return read_declared_tokens(self, self.path)
 
+    @property
+    def declared_tokens(self) -> dict[str, str | None]:
+        """Special tokens by role that the folder declares; a chat template may write them."""
+        return {
+            role: getattr(self, role, None) or self._declared.tokens.get(role) for role in ROLES
+        }
+
     @functools.cached_property
     def _sha256(self) -> str:
         with Path(self.path).open("rb") as file:
@@ -340,6 +347,11 @@ class HuggingFaceTokenizer(_FileTokenizer):
         added = self._model.get_added_tokens_decoder()
         return {token_id: token.content for token_id, token in added.items() if token.special}
 
+    @property
+    def added_tokens(self) -> list[str]:
+        """Tokens that a text may spell out, special or not."""
+        return [token.content for token in self._model.get_added_tokens_decoder().values()]
+
     @functools.cached_property
     def byte_ids(self) -> frozenset[int]:
         """Return the ids of single bytes, which a decoder joins to characters."""
@@ -381,6 +393,18 @@ class HuggingFaceTokenizer(_FileTokenizer):
     def encode(self, text: str | bytes) -> np.ndarray:
         """Return the ids of a text, int32 `[length]`, without special ids."""
         return np.array(self._model.encode(as_text(text), add_special_tokens=False).ids, np.int32)
+
+    def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the ids of a text, int32 `[length]`, and the place of each in the text.
+
+        Places are begins and ends in characters, int64 `[length, 2]`. A token begins where the one
+        before it ends, or before, if both are bytes of one character.
+        """
+        encoding = self._model.encode(as_text(text), add_special_tokens=False)
+        places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+        # The post-processor may leave out spaces.
+        places[1:, 0] = np.minimum(places[1:, 0], places[:-1, 1])
+        return np.array(encoding.ids, np.int32), places
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """Decode ids `[length]`. Special and unknown ids are dropped."""
