@@ -104,6 +104,14 @@ def encode_prompt(
     return _encode(tokenizer, text, splits, [])[0]
 
 
+def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the ids of the special tokens that a template writes after an answer, maybe none."""
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    end = template.render(turns).rpartition("answer")[2]
+    special = getattr(tokenizer, "special_tokens", {})
+    return tuple(token_id for token_id, name in special.items() if name and name in end)
+
+
 def _select_turns(conversation: Conversation, loss_on: LossOn) -> list[int]:
     """Return the positions of the messages that have loss."""
     messages, first = conversation.messages, conversation.num_prompt_messages

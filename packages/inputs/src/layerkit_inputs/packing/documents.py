@@ -160,6 +160,8 @@ class Documents:
     """Cumulative sum of the documents' predictions, int64 `[documents]`."""
     num_inputs: np.ndarray | None = None
     """Number of predictions of inputs of each document, without loss, int64 `[documents]`."""
+    has_loss: np.ndarray | None = None
+    """Whether the prediction of each id of `ids` has a loss, bool `[tokens]`. None: all have."""
 
     @classmethod
     def of(
@@ -168,11 +170,12 @@ class Documents:
         sizes: np.ndarray,
         *,
         num_inputs: np.ndarray | None = None,
+        has_loss: np.ndarray | None = None,
     ) -> Documents:
         """Return the documents of a stream, of `sizes` ids each, int64 `[documents]`."""
         sizes = np.asarray(sizes, np.int64)
         stops = np.cumsum(sizes)
-        return cls(ids, stops - sizes, np.cumsum(sizes - 1), num_inputs)
+        return cls(ids, stops - sizes, np.cumsum(sizes - 1), num_inputs, has_loss)
 
     def __len__(self) -> int:
         """Return the number of documents."""
@@ -192,12 +195,13 @@ class Documents:
           pad_id: Id of padded positions.
         """
         pieces = plan.pieces(rows)
-        tokens = self.read(self.begins[pieces.document] + pieces.start, pieces.length + 1)
+        begins = self.begins[pieces.document] + pieces.start
+        tokens = self.read(begins, pieces.length + 1)
         ids, labels = ids_and_labels(tokens, pieces.length)
         num_inputs = None
         if self.num_inputs is not None:
             num_inputs = self.num_inputs[pieces.document] - pieces.start
-        return stretch_features(
+        batch = stretch_features(
             ids,
             labels,
             rows=pieces.row,
@@ -208,6 +212,10 @@ class Documents:
             num_inputs=num_inputs,
             weights_on_targets_only=True,
         )
+        if self.has_loss is not None:
+            has_loss = self.has_loss[ranges(begins + 1, pieces.length)]
+            batch.weights[batch.paddings == 0] *= has_loss
+        return batch
 
     def read(self, begins: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """Return concatenated stretches of ids. Adjacent stretches are read together.

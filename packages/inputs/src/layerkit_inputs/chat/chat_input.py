@@ -1,0 +1,371 @@
+"""ChatInput and ChatPrompts, inputs of conversations in files, by the chat template of a model.
+
+Files are JSON lines, JSON arrays, Parquet, and the Arrow files of data sets that `datasets` saved
+to disk. `conversations` lists the forms of rows. The conversations are rendered and tokenized on
+first use, and their ids are kept in memory. A conversation is a document: its template writes the
+special tokens, also those at its start and end.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import datetime
+import functools
+import gzip
+import json
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from layerkit.config.checks import require
+from layerkit.config.nested_map import NestedMap
+from layerkit.errors import ConfigError
+from layerkit_inputs.base.errors import BadRecordError, require_extra
+from layerkit_inputs.base.find_files import TextFile, find_text_files
+from layerkit_inputs.chat.conversations import FORMS, Conversation, read_conversation
+from layerkit_inputs.chat.template import ChatTemplate, load_chat_template
+from layerkit_inputs.chat.token_masks import (
+    ChatTokens,
+    LossOn,
+    encode_conversation,
+    encode_prompt,
+)
+from layerkit_inputs.packing.documents import DocumentPrompts, Documents, RowPlan
+from layerkit_inputs.packing.model_features import segment_features
+from layerkit_inputs.parquet.row_group_sizes import (
+    MAX_ROW_GROUP_BYTES,
+    open_parquet,
+    read_row_group,
+)
+from layerkit_inputs.text.split_documents import Split, SplitDocuments
+from layerkit_inputs.text.text_files import read_raw_documents
+from layerkit_inputs.text.tokenizers import SpecialTokensInText
+
+COLUMNS = frozenset(
+    {"system", "tools", "input", "chosen", "rejected", "label"}.union(*map(frozenset, FORMS))
+)
+"""Columns that are read; others may have any types."""
+SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
+"""Suffixes of the files that are read; those of JSON may be followed by `.gz`."""
+# Files that `datasets` writes beside the Arrow files of a data set.
+_DESCRIPTIONS = frozenset({"dataset_dict.json", "dataset_info.json", "state.json"})
+_ROWS_AT_A_TIME = 1000
+
+
+def find_row_files(paths: Sequence[str], *, field: str) -> list[TextFile]:
+    """Return the files of `paths`, as `find_text_files`; of folders, those with `SUFFIXES`.
+
+    Raises:
+      MissingFileError: An entry of `paths` matches no file.
+      BadRecordError: No file in the folders has one of the suffixes.
+    """
+    others = [path for path in paths if not Path(path).is_dir()]
+    named = {file.path.resolve() for file in (find_text_files(others) if others else ())}
+    files = [
+        file
+        for file in find_text_files(paths, field=field)
+        if file.path.resolve() in named
+        or (_suffix(file.path) in SUFFIXES and file.path.name not in _DESCRIPTIONS)
+    ]
+    if not files:
+        expected = f"files with the suffixes {', '.join(SUFFIXES)}"
+        raise BadRecordError(field=field, value=list(paths), expected=expected)
+    return files
+
+
+def read_rows(file: TextFile, *, max_bytes: int) -> Iterator[tuple[str, Any]]:
+    """Yield the place and the contents of each row of a file: a dict, or a line of JSON as bytes.
+
+    Args:
+      file: File to read.
+      max_bytes: Largest size of an unpacked JSON array, or line of JSON, in bytes.
+
+    Raises:
+      BadRecordError: The file cannot be read.
+    """
+    kind, path = _suffix(file.path), file.path
+    if kind not in SUFFIXES:
+        raise BadRecordError(owner=str(path), field="suffix", value=kind, choices=SUFFIXES)
+    if kind in (".parquet", ".arrow"):
+        rows = enumerate(_table_rows(path, kind))
+    elif (array := _json_array(path, max_bytes)) is not None:
+        rows = enumerate(array)
+    else:
+        lines = read_raw_documents(file, field="", max_document_bytes=max_bytes)
+        yield from ((line.where, line.data) for line in lines)
+        return
+    yield from ((f"{path}, row {number}", row) for number, row in rows)
+
+
+def as_row(row: Any) -> dict[str, Any]:
+    """Return a row of `read_rows` as a dict.
+
+    Raises:
+      BadRecordError: The row is not a JSON object.
+    """
+    if isinstance(row, bytes):
+        try:
+            row = json.loads(row)
+        except (ValueError, RecursionError) as error:
+            raise BadRecordError(f"not a line of JSON ({error})") from None
+    require(isinstance(row, dict), None, "type of a row", type(row).__name__, "a JSON object")
+    return dict(row)
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.name.removesuffix(".gz")).suffix.lower()
+
+
+def _json_array(path: Path, max_bytes: int) -> list[Any] | None:
+    """Return the rows of a file that is one JSON array, or None for other files."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
+            begin = next(filter(None, map(bytes.strip, stream)), b"")
+            if not begin.startswith(b"["):
+                return None
+            stream.seek(0)
+            text = stream.read(max_bytes + 1)
+        require(len(text) <= max_bytes, str(path), "max_bytes", max_bytes, "the size of the array")
+        array: list[Any] = json.loads(text)
+    except (OSError, EOFError, ValueError, RecursionError) as error:
+        raise BadRecordError(f"cannot be read as JSON ({error})", owner=str(path)) from None
+    return array
+
+
+def _table_rows(path: Path, kind: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a Parquet file, or of an Arrow stream."""
+    arrow = require_extra("pyarrow", needed_by="Parquet and Arrow files")
+    parquet = require_extra("pyarrow.parquet", needed_by="Parquet files")
+    try:
+        if kind == ".arrow":
+            with arrow.memory_map(str(path)) as opened, arrow.ipc.open_stream(opened) as stream:
+                names = [name for name in stream.schema.names if name in COLUMNS]
+                for batch in stream:
+                    yield from batch.select(names).to_pylist()
+            return
+        names = [name for name in parquet.read_schema(path).names if name in COLUMNS]
+        with open_parquet(path, columns=names) as file:
+            for group in range(file.metadata.num_row_groups):
+                table = read_row_group(file, group, columns=names, max_bytes=MAX_ROW_GROUP_BYTES)
+                for batch in table.to_batches(_ROWS_AT_A_TIME):
+                    yield from batch.to_pylist()
+    except (arrow.ArrowException, OSError) as error:
+        raise BadRecordError(f"cannot read the file ({error})", owner=str(path)) from None
+
+
+class _Conversations(SplitDocuments):
+    """Base class of inputs of conversations, which a chat template renders."""
+
+    paths: Sequence[str] | None = None
+    """Files, folders or patterns of conversations. Required."""
+    max_bytes: int = 1 << 31
+    """Maximum bytes of the conversations of a split, whose tokens are kept in memory."""
+    chat_template: str | None = None
+    """A name such as `chatml`, a `.jinja` file, or a folder; None: that of the tokenizer's
+    folder."""
+    template_date: str = "2025-01-01"
+    """Date that a template writes as that of the day, so that a resumed run has the same data."""
+    special_tokens_in_text: SpecialTokensInText = "text"
+    """Encoding of special tokens that a message spells out: as `text`, or as their `ids`."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        self._counts = collections.Counter[str]()
+
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        today = datetime.datetime.fromisoformat(self.template_date)
+        return load_chat_template(self.chat_template, self._tokenizer, today=today)
+
+    def _encode(self, conversation: Conversation) -> ChatTokens | str:
+        """Return the tokens of a conversation, or the reason for which it is dropped."""
+        raise NotImplementedError
+
+    def _find_files(self, paths: Sequence[str] | None, field: str) -> list[TextFile]:
+        return find_row_files(paths or (), field=field)
+
+    def _begin(self) -> None:
+        self._tokens: list[ChatTokens] = []
+        self._counts.clear()
+
+    def _texts(self, file: TextFile) -> Iterator[tuple[str, bytes]]:
+        try:
+            for where, row in read_rows(file, max_bytes=self.max_bytes):
+                try:
+                    conversation = read_conversation(as_row(row))
+                    yield where, json.dumps(conversation, ensure_ascii=False).encode()
+                except (ConfigError, UnicodeError, TypeError) as error:
+                    self._bad.report(file=where, record=None, problem=str(error))
+        except BadRecordError as error:
+            if self.on_bad_record == "refuse":
+                raise
+            self._bad.report(file=str(file.path), record=None, problem=str(error))
+
+    def _add(self, where: str, parts: Iterable[bytes]) -> None:
+        (text,) = parts
+        try:
+            tokens = self._encode(Conversation(*json.loads(text)))
+        except (ConfigError, UnicodeError) as error:
+            self._bad.report(file=where, record=None, problem=str(error))
+            return
+        self._count(text)
+        self._check_size(self._num_bytes)
+        if isinstance(tokens, str):
+            self._counts[tokens] += 1
+        else:
+            self._tokens.append(tokens)
+
+    def _build(self) -> Documents:
+        if not self._tokens and self._counts:
+            problem = "no conversation is left"
+            raise self._config_error(problem, field="conversations", value=dict(self._counts))
+        sizes = np.array([len(tokens.ids) for tokens in self._tokens], np.int64)
+        none = ChatTokens(np.zeros(0, np.int32), np.zeros(0, bool))
+        ids, has_loss = map(np.concatenate, zip(none, *self._tokens, strict=True))
+        self._tokens = []
+        return Documents.of(ids, sizes, has_loss=has_loss)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        documents = self._documents
+        # It depends on the template, its variables, and all fields that choose tokens.
+        tokens = zlib.crc32(np.asarray(documents.ids).astype("<i4").tobytes())
+        loss = zlib.crc32(np.asarray(documents.has_loss).tobytes(), tokens)
+        return {**super()._fingerprint(), "tokens_crc32": loss}
+
+    def _data_text(self) -> str:
+        text = super()._data_text()
+        return "; ".join([text, *(f"{kind}: {count:,}" for kind, count in self._counts.items())])
+
+
+class ChatInput(_Conversations):
+    """An input of packed rows of conversations, with a loss on what the assistant writes.
+
+    Batches hold arrays `[batch, length]`: `ids` and `labels` (int32; a label is the next token of
+    the conversation), `weights` (float32, 1 for labels that the assistant writes and that
+    `loss_on` selects), `paddings` (float32, 1 where padded), `segment_ids` and `segment_pos`
+    (int32). Evaluation batches also have `provenance` and `eval_sample_weights`, each `[batch]`.
+    """
+
+    seq_length: int = 1024
+    """Positions of a row."""
+    packing: Literal["first_fit", "none"] = "first_fit"
+    """`first_fit` (several whole conversations in a row) or `none` (one in a row)."""
+    loss_on: LossOn = "all"
+    """Turns of the assistant with a loss: `all`, the `last`, or those whose `train` is true."""
+    too_long: Literal["cut", "drop"] = "cut"
+    """`cut` keeps the first turns of a conversation that fit a row, up to an answer, unless only
+    the last turn has a loss; `drop` leaves it out. Both are counted in the start report."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        self._check_at_least(1, "seq_length")
+
+    @classmethod
+    def blank_batch(cls, config: Any, rows: int) -> NestedMap:
+        """Return a batch of empty rows, whose arrays do not depend on the conversations."""
+        return segment_features([()] * rows, length=config.seq_length)
+
+    def _encode(self, conversation: Conversation) -> ChatTokens | str:
+        tokens = self._encode_turns(conversation, len(conversation.messages))
+        if len(tokens.ids) > self.seq_length + 1:
+            num_messages = self._num_messages_that_fit(conversation)
+            if not num_messages:
+                return "conversations dropped as too long"
+            tokens = self._encode_turns(conversation, num_messages)
+            if tokens.has_loss[1:].any():
+                self._counts["conversations cut at a turn"] += 1
+        return tokens if tokens.has_loss[1:].any() else "conversations dropped without a loss"
+
+    def _encode_turns(self, conversation: Conversation, num_messages: int) -> ChatTokens:
+        """Return the tokens of the first messages."""
+        return encode_conversation(
+            conversation._replace(messages=conversation.messages[:num_messages]),
+            self._template,
+            self._tokenizer,
+            loss_on=self.loss_on,
+            special_tokens_in_text=self.special_tokens_in_text,
+        )
+
+    def _num_messages_that_fit(self, conversation: Conversation) -> int:
+        """Return how many messages up to an answer fit a row; 0 if none."""
+        if self.too_long == "drop" or self.loss_on == "last":
+            return 0
+        first = conversation.num_prompt_messages
+        roles = [message["role"] for message in conversation.messages]
+        ends = [i + 1 for i, role in enumerate(roles) if i >= first and role == "assistant"]
+        num_fit = bisect.bisect_right(
+            ends,
+            self.seq_length + 1,
+            key=lambda end: len(self._encode_turns(conversation, end).ids),
+        )
+        return ends[num_fit - 1] if num_fit else 0
+
+    @functools.cached_property
+    def _plan(self) -> RowPlan:
+        return RowPlan(self._documents.ends, self.seq_length, self.packing)
+
+    def _num_rows(self) -> int:
+        return self._plan.num_rows
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        return self._documents.rows_of(self._plan, rows, pad_id=self._tokenizer.pad_id)
+
+    def _fingerprint(self) -> dict[str, Any]:
+        row_fields = {"seq_length": self.seq_length, "packing": self.packing}
+        return {**super()._fingerprint(), **row_fields}
+
+
+class ChatPrompts(DocumentPrompts, _Conversations):
+    """An input of conversations up to their last answer, for a model to continue.
+
+    Batches are those of `DocumentPrompts`. A longer prompt than `prompt_length` is dropped.
+    """
+
+    split: Split = "heldout"
+    """`train`, `heldout`, `test` or `all`."""
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._answers: list[str] = []
+
+    def _encode(self, conversation: Conversation) -> ChatTokens | str:
+        messages = conversation.messages
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if not answers or not answers[-1]:
+            return "conversations dropped without a prompt and an answer"
+        ids = encode_prompt(
+            conversation._replace(messages=messages[: answers[-1]]),
+            self._template,
+            self._tokenizer,
+            special_tokens_in_text=self.special_tokens_in_text,
+        )
+        if len(ids) > self.prompt_length:
+            return "prompts dropped as too long"
+        self._answers.append(messages[answers[-1]].get("content") or "")
+        return ChatTokens(ids, np.ones(len(ids), bool))
+
+    def _build(self) -> Documents:
+        documents = super()._build()
+        return dataclasses.replace(documents, num_inputs=documents.num_predictions)
+
+    @property
+    def has_prediction_metrics(self) -> bool:
+        """Whether `prediction_metrics` reads decoded text: True."""
+        return True
+
+    def prediction_metrics(self, predictions: Mapping[int, str]) -> dict[str, float]:
+        """Return `exact_match`, the share of answers that equal those of the files.
+
+        Spaces and line breaks around an answer do not count. Without predictions, return {}.
+        """
+        if not predictions or not len(self._documents):
+            return {}
+        equal = [text.strip() == self._answers[n].strip() for n, text in predictions.items()]
+        return {"exact_match": float(np.mean(equal))}
