@@ -11,11 +11,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from layerkit.base.sharding import DEFAULT_RULES, BoundSharding
 from layerkit.base.weights import is_box
+from layerkit.config import Config
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.beam_search import BeamSearch
 from layerkit.decoding.loop import SampleDecoder
+from layerkit.decoding.speculative import SpeculativeDecoder
 from layerkit.layers.basic.embeddings import Embedding, FullSoftmax
 from layerkit.layers.basic.positions import PositionalEmbedding, RotaryPositionalEmbedding
+from layerkit.layers.transformer.multi_token import MultiTokenPrediction
 from layerkit.layers.transformer.stacks import StackedTransformerRepeated
 from layerkit.models.language_model import LanguageModel
 from layerkit.models.sequence_model import SequenceModel
@@ -114,6 +117,18 @@ def test_decoding_under_sequence_parallelism_equals_one_device(bound, model, var
     batch, sharding = prompts(), BoundSharding(bound.mesh, rules)
     batch.ids = batch.ids[:, : WIDTH - 1]
     check_on_mesh(sharding, model, variables, DECODERS["greedy"], batch)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "width"),
+    [("bound", WIDTH), pytest.param("split_rows", WIDTH - 1, marks=pytest.mark.slow)],
+)
+def test_drafts_on_eight_devices_equal_those_of_one(request, model, mesh, width):
+    drafting = model.clone(lm_tpl=model.lm_tpl.clone().set(mtp_tpl=Config(MultiTokenPrediction)))
+    batch, decoder = prompts(), SpeculativeDecoder(max_decode_steps=STEPS)
+    batch.ids = batch.ids[:, :width]
+    bound = request.getfixturevalue(mesh)
+    check_on_mesh(bound, drafting, random_weights(drafting), decoder, batch)
 
 
 def test_sharded_sources_may_have_any_length(split_rows):

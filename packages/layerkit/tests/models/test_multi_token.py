@@ -9,24 +9,31 @@ import pytest
 
 from layerkit.base.base_layer import AUX_LOSS
 from layerkit.config import Config, build
+from layerkit.config.nested_map import NestedMap
+from layerkit.decoding import SampleDecoder, SpeculativeDecoder
 from layerkit.layers import (
     AttentionMask,
+    Embedding,
+    FullSoftmax,
     MoeFeedForward,
+    MultiHeadLatentAttention,
     MultiTokenPrediction,
+    RmsNorm,
     RotaryPositionalEmbedding,
     StackedTransformerRepeated,
     Transformer,
 )
-from layerkit.models import TransformerLm
+from layerkit.models import LanguageModel, TransformerLm
+from layerkit.models.language_model import prompts_of_batch
 
 VOCAB, LENGTH, DEPTH, WEIGHT = 11, 9, 2, 0.3
 IDS = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, LENGTH + 1)), jnp.int32)
 
 
-def make(**fields):
+def network(**fields):
     layer = Config(Transformer, **fields)
     layer.attention_tpl.rotary_tpl = Config(RotaryPositionalEmbedding)
-    network = Config(
+    return Config(
         TransformerLm,
         vocab_size=VOCAB,
         model_dims=8,
@@ -35,9 +42,11 @@ def make(**fields):
         num_heads=2,
         stack_tpl=Config(StackedTransformerRepeated, layer_tpl=layer),
         mtp_tpl=Config(MultiTokenPrediction, depth=DEPTH, loss_weight=WEIGHT),
-        train=True,
     )
-    model = build(network)
+
+
+def make(**fields):
+    model = build(network(**fields).set(train=True))
     return model, model.init(jax.random.key(0))
 
 
@@ -112,3 +121,57 @@ def test_evaluation_has_no_further_losses():
     )
     trained = losses(model, variables, ids, labels)[0]
     np.testing.assert_allclose(plain.xent, trained.xent, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("noise", "has_latents", "eos"),
+    [(0.0, True, None), (0.0, False, 8), (0.5, False, 8), (0.8, True, None), (30.0, False, None)],
+)
+def test_drafts_change_no_token(noise, has_latents, eos):
+    lm = network()
+    lm.set(embedding_tpl=Config(Embedding), softmax_tpl=Config(FullSoftmax))
+    lm.final_norm_tpl = Config(RmsNorm)
+    if has_latents:
+        sizes = {"plain_dim_per_head": 4, "rotary_dim_per_head": 2, "value_dim_per_head": 3}
+        lm.stack_tpl.layer_tpl.attention_tpl = Config(
+            MultiHeadLatentAttention, latent_dims=6, **sizes
+        )
+    fields = {"max_decode_steps": 12, "eos_id": eos}
+    plain, drafting = (
+        build(Config(LanguageModel, lm_tpl=lm, decoder=Config(decoder, temperature=0.0, **fields)))
+        for decoder in (SampleDecoder, SpeculativeDecoder)
+    )
+    variables = plain.init(jax.random.key(0))
+    # Without noise a token depends on the one before alone, and all drafts are right.
+    drawn = variables["params"]["lm"]
+    for part in (drawn["stack"], drawn["mtp"]):
+        part |= jax.tree.map(lambda leaf: noise * leaf, part)
+    for module in drawn["mtp"].values():
+        same = jnp.concatenate([jnp.eye(8), jnp.zeros((8, 8))])
+        module["projection"]["w"] = same + module["projection"]["w"]
+        for name in ("embedding_norm", "hidden_norm", "norm"):
+            module[name]["scale"] = jnp.ones(8)
+    batch = NestedMap(ids=IDS[:, :5], prompt_lengths=jnp.array([5, 2]))
+    steps: list[int] = []
+
+    def decode(model):
+        prompts = prompts_of_batch(model, model.lm, batch)
+
+        def counted(cache, ids, time_step, method="extend_step"):
+            if method == "extend_step":
+                jax.debug.callback(lambda: steps.append(1))
+            return prompts.extend(cache, ids, time_step, method)
+
+        return prompts._replace(extend=counted).decode()
+
+    results, counts = [], []
+    for model in (plain, drafting):
+        steps.clear()
+        results.append(jax.jit(lambda v, m=model: m.apply(v, method=decode))(variables))
+        jax.effects_barrier()
+        counts.append(len(steps))
+    np.testing.assert_array_equal(results[1].ids, results[0].ids)
+    np.testing.assert_array_equal(results[1].lengths, results[0].lengths)
+    np.testing.assert_allclose(results[1].log_probs, results[0].log_probs, rtol=1e-4, atol=1e-5)
+    if noise == 0.0 and eos is None:  # The prompts, and a step for each column or for two.
+        assert counts == [1 + 15, 1 + 8]

@@ -31,5 +31,6 @@ if TYPE_CHECKING:
     from layerkit.decoding.loop import extend_prompts as extend_prompts
     from layerkit.decoding.loop import sample_token as sample_token
     from layerkit.decoding.loop import start_prompts as start_prompts
+    from layerkit.decoding.speculative import SpeculativeDecoder as SpeculativeDecoder
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -21,6 +21,7 @@ from layerkit.base.base_layer import CACHE, PARAMS, BaseLayer, visit_layers
 from layerkit.base.sharding import BoundSharding, is_single_cpu, model_device
 from layerkit.base.weights import shared_ids
 from layerkit.config import Config, is_config, target_of
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.cache_rows import round_up, row_axes, row_parts
 from layerkit.decoding.decoder import ExtendFn, Prompts
@@ -90,6 +91,10 @@ def cache_prompts(
     max_length = round_up(ids.shape[1] + decoder.max_decode_steps, parts)
 
     extend, switches = _step(bare, variables, max_length, lengths)
+    can_draft = hasattr(bare, "draft_step") and not switches
+    expected = "one without drafts, unless the network is a TransformerLm without LongRoPE"
+    name = type(decoder).__name__
+    require(can_draft or not decoder.drafts, model, "decoder", name, expected)
 
     # Decoders repeat and reorder the rows of the cache, and in the same way the prefix lengths and
     # the tokens.
@@ -201,15 +206,18 @@ def _extend_fn(bare: BaseLayer, variables: Any) -> ExtendFn:
     """
 
     # Functions of variables can be called in a loop, unlike bound modules.
-    def extend(rows: Any, ids: jax.Array, time_step: jax.Array) -> tuple[Any, jax.Array]:
+    def extend(
+        rows: Any, ids: jax.Array, time_step: jax.Array, method: str = "extend_step"
+    ) -> tuple[Any, jax.Array]:
         cache, prefix_lengths = rows
+        has_prefix = prefix_lengths is not None and method == "extend_step"
         logits, state = bare.apply(
             {**variables, CACHE: cache},
             ids,
             time_step=time_step,
-            method="extend_step",
+            method=method,
             mutable=[CACHE],
-            **({} if prefix_lengths is None else {"prefix_lengths": prefix_lengths}),
+            **({"prefix_lengths": prefix_lengths} if has_prefix else {}),
         )
         return (state[CACHE], prefix_lengths), logits
 

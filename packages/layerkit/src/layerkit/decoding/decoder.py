@@ -25,9 +25,10 @@ from layerkit.config.checks import check_sizes, require
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.logit_processors import ConfiguredValue, LogitProcessor, MinSteps, RowOptions
 
-ExtendFn = Callable[[Any, jax.Array, jax.Array], tuple[Any, jax.Array]]
+ExtendFn = Callable[..., tuple[Any, jax.Array]]
 """Function `(cache, ids [rows, t], time_step) -> (cache, logits [rows, t, vocab])`, where
-`time_step`, an int32 scalar, is the column of the first ids."""
+`time_step`, an int32 scalar, is the column of the first ids. Of a decoder with `drafts` it also has
+`method`, the method of the network."""
 
 
 class Prompts(NamedTuple):
@@ -82,6 +83,7 @@ class Decoder(ConfiguredValue):
 
     Attributes:
       row_options: Names of the `RowOptions` that the decoder supports.
+      drafts: True if the decoder calls `draft_step` of the network.
       max_decode_steps: Largest number of tokens that a row gets beyond its prompt.
       max_length: Largest number of tokens of prompt and continuation; None for no such limit. A
         longer prompt gets no token.
@@ -97,6 +99,7 @@ class Decoder(ConfiguredValue):
     """
 
     row_options: ClassVar[tuple[str, ...]] = ()
+    drafts: ClassVar[bool] = False
 
     max_decode_steps: int = 64
     max_length: int | None = None

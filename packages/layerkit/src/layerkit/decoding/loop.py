@@ -8,6 +8,7 @@ likely ones. Its loop stops when all rows have ended, and each row has its own r
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection
 from typing import Any, ClassVar
 
@@ -243,6 +244,12 @@ class SampleDecoder(Decoder):
         by_prompt = prompts.ids.shape[0], num_samples
         return best_first(jax.tree.map(lambda x: x.reshape(*by_prompt, *x.shape[1:]), samples))
 
+    def advance(self, extend: ExtendFn, rows: SampledRows) -> SampledRows:
+        """Run the model once; return the rows with tokens in their next column."""
+        before = jax.lax.dynamic_slice_in_dim(rows.ids, rows.column - 1, 1, axis=1)
+        cache, logits = extend(rows.cache, before, rows.column - 1)
+        return choose_column(self, rows.replace(cache=cache), logits[:, -1])
+
 
 class SampledRows(struct.PyTreeNode):
     """The rows of a `SampleDecoder` after some of their tokens.
@@ -312,43 +319,41 @@ def advance_rows(
       rows: Rows so far.
       until: Column before which to pause, an int32 scalar; None for no pause.
     """
-    processors = decoder.all_processors(rows.options.names())
-
-    def advance(rows: SampledRows) -> SampledRows:
-        column = rows.column
-        before = jax.lax.dynamic_slice_in_dim(rows.ids, column - 1, 1, axis=1)
-        cache, logits = extend(rows.cache, before, column - 1)
-        logits = logits[:, -1].astype(jnp.float32)
-        owner = type(decoder).__qualname__
-        check_ids(decoder.eos_ids, logits.shape[-1], owner=owner, field="eos_id")
-        for sequence in decoder.stop_sequences:
-            check_ids(sequence, logits.shape[-1], owner=owner, field="stop_sequences")
-        so_far = RowsSoFar(rows.ids, rows.prompt_lengths, column, rows.options)
-        column_keys = None
-        if rows.keys is not None:
-            column_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(rows.keys, column)
-        drawn = sample_token(process_logits(processors, logits, so_far), column_keys)
-        log_prob = jnp.take_along_axis(jax.nn.log_softmax(logits), drawn[:, None], axis=-1)[:, 0]
-        in_prompt = column < rows.prompt_lengths
-        counts = ~in_prompt & ~rows.ended
-        token = jnp.where(counts, drawn, jnp.where(in_prompt, rows.ids[:, column], 0))
-        ids = rows.ids.at[:, column].set(token)
-        lengths = rows.lengths + counts
-        ends = _ends(decoder, ids, column, lengths - rows.prompt_lengths) | (lengths >= rows.limits)
-        return rows.replace(
-            column=column + 1,
-            ids=ids,
-            log_probs=rows.log_probs.at[:, column].set(jnp.where(counts, log_prob, 0.0)),
-            lengths=lengths,
-            ended=rows.ended | (counts & ends),
-            cache=cache,
-        )
 
     def has_next(rows: SampledRows) -> jax.Array:
         open_rows = ~jnp.all(rows.ended)
         return open_rows if until is None else open_rows & (rows.column < until)
 
-    return jax.lax.while_loop(has_next, advance, rows)
+    return jax.lax.while_loop(has_next, functools.partial(decoder.advance, extend), rows)
+
+
+def choose_column(decoder: SampleDecoder, rows: SampledRows, logits: jax.Array) -> SampledRows:
+    """Return the rows with tokens in their next column, given its logits `[rows, vocab]`."""
+    column, logits = rows.column, logits.astype(jnp.float32)
+    processors = decoder.all_processors(rows.options.names())
+    owner = type(decoder).__qualname__
+    check_ids(decoder.eos_ids, logits.shape[-1], owner=owner, field="eos_id")
+    for sequence in decoder.stop_sequences:
+        check_ids(sequence, logits.shape[-1], owner=owner, field="stop_sequences")
+    so_far = RowsSoFar(rows.ids, rows.prompt_lengths, column, rows.options)
+    column_keys = None
+    if rows.keys is not None:
+        column_keys = jax.vmap(jax.random.fold_in, in_axes=(0, None))(rows.keys, column)
+    drawn = sample_token(process_logits(processors, logits, so_far), column_keys)
+    log_prob = jnp.take_along_axis(jax.nn.log_softmax(logits), drawn[:, None], axis=-1)[:, 0]
+    in_prompt = column < rows.prompt_lengths
+    counts = ~in_prompt & ~rows.ended
+    token = jnp.where(counts, drawn, jnp.where(in_prompt, rows.ids[:, column], 0))
+    ids = rows.ids.at[:, column].set(token)
+    lengths = rows.lengths + counts
+    ends = _ends(decoder, ids, column, lengths - rows.prompt_lengths) | (lengths >= rows.limits)
+    return rows.replace(
+        column=column + 1,
+        ids=ids,
+        log_probs=rows.log_probs.at[:, column].set(jnp.where(counts, log_prob, 0.0)),
+        lengths=lengths,
+        ended=rows.ended | (counts & ends),
+    )
 
 
 def _ends(

@@ -128,7 +128,9 @@ def prompts_of_batch(
         lengths = jnp.full((rows,), width, jnp.int32)
 
     def init_cache(lm: TransformerLm, ids: jax.Array, max_length: int) -> None:
-        lm.init_cache(ids.shape[0], max_length)
+        lm.init_cache(
+            ids.shape[0], max_length, **({"drafts": True} if model.decoder.drafts else {})
+        )
 
     return cache_prompts(
         model,

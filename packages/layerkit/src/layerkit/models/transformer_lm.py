@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from layerkit.base.base_layer import BaseLayer
+from layerkit.base.base_layer import CACHE, BaseLayer
 from layerkit.config import Config, build, sub_config_field
 from layerkit.config.checks import require
 from layerkit.config.hparams import Conditions, derive_fields
 from layerkit.config.nested_map import NestedMap
+from layerkit.layers.attention.cache import extend_cache, read_cache, write_cache
 from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.basic.embeddings import ClassSoftmax, SharedEmbeddingSoftmax
 from layerkit.layers.basic.normalizations import BaseNormalization, LayerNorm
@@ -28,6 +29,7 @@ from layerkit.layers.transformer.stacks import StackedTransformer
 from layerkit.layers.transformer.transformer import drop_none, gather_positions
 from layerkit.ops.attention.masks import AttentionMask, row_positions
 
+_HIDDEN_AXES = ("batch", "length", "act_embed")
 # A tied softmax does not embed if there is a separate embedding.
 TIED_EMBEDDING_CONDITIONS: Conditions = {
     "softmax_tpl.scale_by_sqrt_dims": "not embedding_tpl",
@@ -213,11 +215,17 @@ class TransformerLm(BaseLayer):
             segment_pos = jnp.where(segment_ids > 0, segment_pos, 0)
         return self._normalize(self.stack(x, mask=mask, positions=segment_pos))
 
-    def init_cache(self, batch_size: int, max_length: int) -> None:
+    def init_cache(self, batch_size: int, max_length: int, *, drafts: bool = False) -> None:
         """Create an empty cache for sequences of at most `max_length` tokens.
 
+        Args:
+          batch_size: Number of rows.
+          max_length: Number of tokens of a row.
+          drafts: True to cache what `draft_step` reads, the hidden states of all positions.
+
         Raises:
-          ConfigError: The model is not causal, or has fewer positions than tokens.
+          ConfigError: The model is not causal, has fewer positions than tokens, or drafts without
+            multi-token prediction.
         """
         expected = "True, since cached states must not depend on later tokens"
         require(self.is_causal, self, "is_causal", self.is_causal, expected)
@@ -226,6 +234,12 @@ class TransformerLm(BaseLayer):
             # long.
             self.position(row_positions(batch_size, max_length))
         self.stack.init_cache(batch_size, max_length)
+        if drafts:
+            expected = "MultiTokenPrediction, to draft tokens"
+            require(self.mtp_tpl is not None, self, "mtp_tpl", self.mtp_tpl, expected)
+            shape = (batch_size, max_length, self.model_dims)
+            write_cache(self, "hidden", jnp.zeros(shape, self.compute_dtype), _HIDDEN_AXES)
+            self.mtp.layers[0].init_cache(batch_size, max_length)
 
     def extend_step(
         self, ids: jax.Array, *, time_step: jax.Array, prefix_lengths: jax.Array | None = None
@@ -246,7 +260,31 @@ class TransformerLm(BaseLayer):
         x = self.stack.extend_step(
             x, time_step=time_step, positions=positions, **drop_none(prefix_lengths=prefix_lengths)
         )
-        return self.softmax.logits(self._apply_head(self._normalize(x)))
+        hidden = self._normalize(x)
+        if self.has_variable(CACHE, "hidden"):
+            extend_cache(self, "hidden", hidden, _HIDDEN_AXES, time_step=time_step)
+            # `draft_step` writes the slot of the last token anew, once the token after it is known.
+            self.draft_step(jnp.roll(ids, -1, axis=1), time_step=time_step)
+        return self.softmax.logits(self._apply_head(hidden))
+
+    def draft_step(self, ids: jax.Array, *, time_step: jax.Array) -> jax.Array:
+        """Predict the tokens after the next ones of cached rows by the first module.
+
+        Args:
+          ids: Tokens at positions time_step + 1 … time_step + t, int32 `[batch, t]`.
+          time_step: Position of the first hidden state, which `extend_step` has computed, int32
+            scalar.
+
+        Returns:
+          Logits float32 `[batch, t, vocab]` of the tokens at positions time_step + 2 ….
+        """
+        hidden = read_cache(self, "hidden", made_by="init_cache(…, drafts=True)")
+        hidden = jax.lax.dynamic_slice_in_dim(hidden, time_step, ids.shape[1], axis=1)
+        positions = jnp.broadcast_to(time_step + jnp.arange(ids.shape[1]), ids.shape)
+        drafted = self.mtp.layers[0].extend_step(
+            hidden, self._embed(ids, positions), time_step=time_step, positions=positions
+        )
+        return self.softmax.logits(self._apply_head(drafted))
 
     def _normalize(self, x: jax.Array) -> jax.Array:
         x = x if self.final_norm_tpl is None else self.final_norm(x)

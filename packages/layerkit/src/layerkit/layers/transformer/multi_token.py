@@ -82,6 +82,20 @@ class MultiTokenModule(BaseLayer):
         out: jax.Array = self.norm(self.layer(x, mask=mask, positions=positions))
         return out
 
+    def init_cache(self, batch_size: int, max_length: int) -> None:
+        """Create an empty cache of the layer."""
+        self.layer.init_cache(batch_size, max_length)
+
+    def extend_step(
+        self, hidden: jax.Array, embedded: jax.Array, *, time_step: jax.Array, positions: jax.Array
+    ) -> jax.Array:
+        """Compute the next hidden states `[batch, t, input_dims]` of cached rows; see `fprop`."""
+        x = self._join(hidden, embedded)
+        out: jax.Array = self.norm(
+            self.layer.extend_step(x, time_step=time_step, positions=positions)
+        )
+        return out
+
     def _join(self, hidden: jax.Array, embedded: jax.Array) -> jax.Array:
         parts = [self.embedding_norm(embedded), self.hidden_norm(hidden)]
         x = self.projection(jnp.concatenate(parts, axis=-1))

@@ -222,16 +222,17 @@ class LoadedModel:
             calls.advance_rows, decoder, shardings=layouts[1], replicates=False, donates=(1,)
         )
         rows = start(self._state, batch, np.int32(options.seed))
-        column = int(rows.column)
         lengths = np.asarray(rows.lengths)
         while not np.all(rows.ended):
-            column += _COLUMNS_AT_A_TIME if stream is None else 1
-            rows = advance(self._state, rows, np.int32(column))
+            column = int(rows.column)
+            until = column + (_COLUMNS_AT_A_TIME if stream is None else 1)
+            rows = advance(self._state, rows, np.int32(until))
             if stream is not None:
                 before, lengths = lengths, np.asarray(rows.lengths)
-                ids = np.asarray(rows.ids[:, column - 1])
-                for row in np.flatnonzero(lengths > before):
-                    stream(int(row), int(ids[row]))
+                ids = np.asarray(rows.ids)
+                for at in range(column, int(rows.column)):  # Drafts give several columns at once.
+                    for row in np.flatnonzero((before <= at) & (at < lengths)):
+                        stream(int(row), int(ids[row, at]))
         outputs = jax.device_get((rows.ids, rows.prompt_lengths, rows.lengths))
         return [ids[start:end] for _, ids, start, end in zip(prompts, *outputs, strict=False)]
 

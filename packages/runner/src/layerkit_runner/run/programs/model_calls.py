@@ -13,7 +13,7 @@ from layerkit.base.base_layer import RANDOM
 from layerkit.base.base_model import BaseModel
 from layerkit.config import Config, assigned_fields, is_config, target_of
 from layerkit.config.nested_map import NestedMap
-from layerkit.decoding import SampleDecoder, SampledRows, cached_step
+from layerkit.decoding import SampleDecoder, SampledRows, SpeculativeDecoder, cached_step
 from layerkit.layers import TrainablePositionalEmbedding
 from layerkit.models import LanguageModel, SequenceModel
 from layerkit_runner.config.config_tree import walk
@@ -131,7 +131,7 @@ def advance_rows(
 
 
 def decoder_for(model: Any, *, max_new_tokens: int, is_greedy: bool, eos_id: Any) -> SampleDecoder:
-    """Return a decoder of rows with the stop sequences and processors of the model's own."""
+    """Return a decoder of rows with the drafts, stop sequences and processors of the model's."""
     default = model.decoder
     names = [field.name for field in dataclasses.fields(SampleDecoder)]
     fields = {name: getattr(default, name) for name in names if hasattr(default, name)}
@@ -148,7 +148,8 @@ def decoder_for(model: Any, *, max_new_tokens: int, is_greedy: bool, eos_id: Any
         "num_samples": 1,
         "eos_id": eos_id,
     }
-    return SampleDecoder(**fields)
+    drafts = is_greedy and default.drafts
+    return (SpeculativeDecoder if drafts else SampleDecoder)(**fields)
 
 
 def _segments(ids: jax.Array, lengths: jax.Array) -> jax.Array:
