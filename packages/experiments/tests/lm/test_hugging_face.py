@@ -13,7 +13,7 @@ import pytest
 from layerkit.config import Config, build, target_of
 from layerkit.interop.hugging_face import export_model, model_config
 from layerkit.layers import LORA_WEIGHTS
-from layerkit.models import DpoModel
+from layerkit.models import PreferenceModel
 from layerkit_experiments.lm import fine_tune
 from layerkit_experiments.lm.fine_tune import HuggingFaceLm
 from layerkit_experiments.recipes.local_files import LocalFiles
@@ -100,7 +100,7 @@ class Preferences(FineTune):
     """DPO of the model of a folder."""
 
     def model(self) -> Config:
-        return DpoModel.HParams.config(lm_tpl=super().model().lm_tpl)
+        return PreferenceModel.HParams.config(lm_tpl=super().model().lm_tpl)
 
     def learner(self) -> Config:
         return super().learner().set(frozen=("reference_lm/.*",))

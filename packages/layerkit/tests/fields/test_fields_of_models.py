@@ -12,6 +12,7 @@ from layerkit.base.base_model import BaseModel
 from layerkit.config import Config
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import SampleDecoder
+from layerkit.models.preference_model import PolicyModel
 from layerkit.testing import Change, Example, dead_fields, ignored_fields
 
 BATCH, LENGTH, VOCAB = 4, 8, 16
@@ -53,7 +54,11 @@ def model_and_decoding(batch):
 
 
 PROMPTS = NestedMap(ROWS, inputs_indicator=jnp.ones_like(IDS))
-PREFERENCES = NestedMap(chosen=ROWS, rejected=NestedMap(ROWS, ids=LABELS, labels=IDS))
+SEGMENTS = {"segment_ids": jnp.ones_like(IDS).at[:, -1].set(0)}
+PREFERENCES = NestedMap(
+    chosen=NestedMap(ROWS, **SEGMENTS), rejected=NestedMap(ROWS, ids=LABELS, labels=IDS, **SEGMENTS)
+)
+JUDGEMENTS = NestedMap(answer=ROWS, is_desirable=IDS[:, 0] % 2)
 
 EXAMPLES = [
     Example(
@@ -121,17 +126,26 @@ EXAMPLES = [
         top_k=2,
     ),
     of(
-        M.DpoModel,
+        M.PreferenceModel,
         {"lm_tpl": small(M.TransformerLm), "decoder": GREEDY},
         lambda layer: (layer(PREFERENCES), layer.decode(PROMPTS).ids),
         reference="none",
         loss="hinge",
+        gamma=Change(0.5, others={"loss": "simpo", "reference": "none"}),
         decoder=Config(SampleDecoder, temperature=0.0, max_decode_steps=16),
     ),
+    of(
+        M.KtoModel,
+        {"lm_tpl": small(M.TransformerLm), "decoder": GREEDY},
+        lambda layer: (layer(JUDGEMENTS), layer.decode(PROMPTS).ids),
+        reference="none",
+        decoder=Config(SampleDecoder, temperature=0.0, max_decode_steps=16),
+    ),
+    of(M.RewardModel, {"lm_tpl": small(M.TransformerLm)}, model(PREFERENCES)),
 ]
 
 
-_SLOW = {M.SequenceModel, M.DpoModel}
+_SLOW = {M.SequenceModel, M.PreferenceModel, M.KtoModel}
 
 
 @pytest.mark.parametrize(
@@ -156,4 +170,4 @@ def test_ignored_field_raises(example, sharding):
 
 
 def test_every_model_has_an_example(layers_in):
-    assert layers_in(M) <= {example.layer_class for example in EXAMPLES} | {BaseModel}
+    assert layers_in(M) <= {example.layer_class for example in EXAMPLES} | {BaseModel, PolicyModel}

@@ -1,4 +1,4 @@
-"""DpoModel: losses compared with their formulas, and a reference that is not trained."""
+"""PreferenceModel: losses compared with their formulas, and a reference that is not trained."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.base.base_layer import AUX_LOSS, PARAMS
+from layerkit.base.base_layer import AUX_LOSS, PARAMS, RANDOM
 from layerkit.config import build
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.loop import SampleDecoder
 from layerkit.layers.moe.token_choice import MoeFeedForward
+from layerkit.layers.quantization.lora import add_lora
 from layerkit.layers.transformer.multi_token import MultiTokenPrediction
 from layerkit.models.language_model import LanguageModel
-from layerkit.models.preference_model import DpoModel
+from layerkit.models.preference_model import PreferenceModel
 
 KEY = jax.random.key(0)
 BATCH, LENGTH, VOCAB = 4, 6, 11
 
 
 def dpo(**fields):
-    config = DpoModel.HParams.config(**fields)
+    config = PreferenceModel.HParams.config(**fields)
     config.lm_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=8, num_layers=1, num_heads=2)
     return config.Instantiate()
 
@@ -56,12 +57,11 @@ def logits_of(variables, ids):
     return model.apply(variables, ids, method=lambda model, ids: model.lm.logits(ids))
 
 
-def log_probs(variables, rows, *, mean=False):
+def log_probs(variables, rows):
     """Each answer's log-probability, from the logits alone."""
     logits = np.asarray(logits_of(variables, rows.ids), np.float64)
     every = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    tokens = np.take_along_axis(every, rows.labels[..., None], -1)[..., 0] * rows.weights
-    return tokens.sum(-1) / (rows.weights.sum(-1) if mean else 1.0)
+    return (np.take_along_axis(every, rows.labels[..., None], -1)[..., 0] * rows.weights).sum(-1)
 
 
 def expected_loss(name, h, beta, smoothing):
@@ -83,13 +83,13 @@ def test_loss_equals_its_formula(loss, smoothing):
     random = np.random.default_rng(5)
     for side in ("chosen", "rejected"):
         batch[f"{side}_reference_log_probs"] = random.normal(-3, 1, BATCH).astype(np.float32)
-    mean = loss == "ipo"
-    h = (
-        log_probs(variables, batch.chosen, mean=mean)
-        - batch.chosen_reference_log_probs
-        - log_probs(variables, batch.rejected, mean=mean)
-        + batch.rejected_reference_log_probs
-    )
+    ratios = {
+        side: log_probs(variables, batch[side]) - batch[f"{side}_reference_log_probs"]
+        for side in ("chosen", "rejected")
+    }
+    if loss == "ipo":
+        ratios = {side: r / batch[side].weights.sum(-1) for side, r in ratios.items()}
+    h = ratios["chosen"] - ratios["rejected"]
     batch.weights = np.asarray([1.0, 0.0, 1.0, 1.0], np.float32)
     metrics, pairs = run(model, variables, batch)
     losses = expected_loss(loss, h, 0.7, smoothing)
@@ -129,6 +129,27 @@ def test_model_equal_to_its_reference_has_loss_log_2_and_learns():
     assert metrics["reward_accuracy"].value == 1.0
 
 
+@pytest.mark.parametrize("has_magnitude", [False, True], ids=["lora", "dora"])
+def test_base_of_adapters_is_the_reference_without_weights_of_its_own(has_magnitude):
+    config = PreferenceModel.HParams.config(reference="base", train=True)
+    config.lm_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=8, num_layers=1, num_heads=2)
+    config.lm_tpl = add_lora(
+        config.lm_tpl, rank=2, dropout_rate=0.5, has_magnitude=has_magnitude, only=".*query_tpl"
+    )
+    model, batch = build(config), make_batch()
+    assert (model.frozen_weights, dict(model.initial_copies)) == ((), {})
+    params = jax.jit(model.init)(KEY)[PARAMS]
+    assert set(params) == {"lm"}
+    trained = jax.tree_util.tree_map_with_path(
+        lambda path, x: x + 0.3 if "lora" in str(path[-1]) else x, params
+    )
+    predict = functools.partial(model.apply, rngs={RANDOM: KEY}, method="compute_predictions")
+    first, later = (jax.jit(predict)({PARAMS: one}, batch) for one in (params, trained))
+    np.testing.assert_allclose(first.policy, first.reference, rtol=1e-6)
+    np.testing.assert_allclose(later.reference, first.reference, rtol=1e-6)
+    assert (abs(later.policy - later.reference) > 1e-3).all()
+
+
 def test_log_prob_of_no_reference_is_0():
     model = dpo(reference="none", beta=1.0)
     variables, batch = weights(), make_batch()
@@ -163,7 +184,7 @@ def test_labels_of_weight_0_have_no_effect():
 
 
 def test_auxiliary_losses_of_the_reference_are_not_collected():
-    config = DpoModel.HParams.config()
+    config = PreferenceModel.HParams.config()
     config.lm_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=8, num_layers=1, num_heads=2)
     experts = MoeFeedForward.HParams.config(num_experts=4)
     config.lm_tpl.stack_tpl.layer_tpl.feed_forward_tpl = experts
@@ -177,7 +198,7 @@ def test_auxiliary_losses_of_the_reference_are_not_collected():
 
 
 def test_rejected_answers_are_no_targets_of_multi_token_prediction():
-    config = DpoModel.HParams.config(reference="none", train=True)
+    config = PreferenceModel.HParams.config(reference="none", train=True)
     config.lm_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=8, num_layers=1, num_heads=2)
     config.lm_tpl.mtp_tpl = MultiTokenPrediction.HParams.config()
     model, batch = config.Instantiate(), make_batch()

@@ -16,7 +16,7 @@ from etils import epath
 from layerkit.config import Partial
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
-from layerkit.models import DpoModel, LanguageModel, TransformerLm
+from layerkit.models import LanguageModel, PreferenceModel, TransformerLm
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from import plan_first_state
 from layerkit_runner.optim.sharded_adafactor import ShardedAdafactorState, sharded_adafactor
@@ -313,7 +313,7 @@ def test_first_state_of_dpo_has_reference_equal_to_policy(
     )
     base = begin.filled_state(LanguageModel.HParams.config(lm_tpl=lm))
     begin.save(tmp_path, base)
-    model = DpoModel.HParams.config(lm_tpl=lm)
+    model = PreferenceModel.HParams.config(lm_tpl=lm)
     frozen = {"frozen": ("reference_lm/.*",)}
     *_, first, found = first_state(begin, tmp_path, model=model, bound=frozen, draw=draw)
     params = {name.removeprefix("params/"): value for name, value in weights(found).items()}

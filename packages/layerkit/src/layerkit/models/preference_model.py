@@ -1,18 +1,12 @@
-"""DpoModel: a language model trained on preferences between two answers, without a reward model.
+"""Language models trained on preferences: `PreferenceModel` on pairs, `KtoModel` on judgements.
 
-Let r(answer) be log p(answer) under the trained model (the policy) minus log p(answer) under a
-fixed reference model, and h = r(chosen) − r(rejected). The losses are
-
-    sigmoid   −(1 − ε)·log σ(β·h) − ε·log σ(−β·h)     DPO (Rafailov et al., 2023, arXiv:2305.18290);
-                                                      ε > 0 gives conservative DPO
-    hinge     max(0, 1 − β·h)                         SLiC (Zhao et al., 2023, arXiv:2305.10425)
-    ipo       (h − 1/(2β))²                           IPO (Azar et al., 2023, arXiv:2310.12036);
-                                                      here log p is a mean over tokens
+Both train a policy near a fixed reference, without a reward model. The losses, and what they are
+functions of, are those of `layerkit.ops.preference_losses`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -21,79 +15,69 @@ import jax.numpy as jnp
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.base_model import BaseModel, Metrics, WeightedScalar
-from layerkit.config import Config, instance_field, sub_config_field
+from layerkit.config import Config, instance_field, sub_config_field, walk_configs
 from layerkit.config.checks import check_positive, require
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.decoder import Decoder
 from layerkit.decoding.loop import SampleDecoder, SampledRows
+from layerkit.layers.quantization.lora import is_lora, zero_adapters
 from layerkit.models.language_model import prompts_of_batch
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.models.weighted_metrics import example_weights, row_scores
 from layerkit.ops.losses import weighted_mean
+from layerkit.ops.preference_losses import (
+    dpo_loss,
+    hinge_loss,
+    ipo_loss,
+    kto_divergence,
+    kto_loss,
+    orpo_loss,
+    simpo_loss,
+)
 
-_SIDES = ("chosen", "rejected")
-_REFERENCE_KEYS = tuple(f"{side}_reference_log_probs" for side in _SIDES)
-
-
-def _sigmoid(h: jax.Array, beta: float, smoothing: float) -> jax.Array:
-    preferred, other = jax.nn.log_sigmoid(beta * h), jax.nn.log_sigmoid(-beta * h)
-    return -(1.0 - smoothing) * preferred - smoothing * other
-
-
-_LOSSES: dict[str, Callable[[jax.Array, float, float], jax.Array]] = {
-    "sigmoid": _sigmoid,
-    "hinge": lambda h, beta, smoothing: jax.nn.relu(1.0 - beta * h),
-    "ipo": lambda h, beta, smoothing: jnp.square(h - 1.0 / (2.0 * beta)),
-}
+# Losses of mean log-probabilities per token, and losses without a reference.
+_PER_TOKEN = ("ipo", "orpo", "simpo")
+_WITHOUT_REFERENCE = ("orpo", "simpo")
 
 
-class DpoModel(BaseModel):
-    """A language model trained by direct preference optimization.
+class PolicyModel(BaseModel):
+    """Base class of models that train a language model, the policy, near a fixed reference.
 
-    For training and evaluation, a batch has the entries `chosen` and `rejected`. Each has `ids`
-    int32, `labels` int32 and `weights` float32, all `[batch, length]`, with prompt and answer in
-    one row. These `weights` are 0 on the prompt and on padding. Each may also have `segment_ids`
-    and `segment_pos`, which mask padding. The batch itself may have `weights` float32 `[batch]`,
-    the weights of the pairs, and `eval_sample_weights` float32 `[batch]`, which is 0 for rows of
-    padding. `reference="batch"` requires `chosen_reference_log_probs` and
-    `rejected_reference_log_probs` float32 `[batch]`, sums over the tokens with weights, as `scores`
-    returns; with `loss="ipo"`, means over these tokens. For decoding, a batch has `ids` and
-    `prompt_lengths`, as for `LanguageModel`.
+    Rows of a batch have `ids` int32, `labels` int32 and `weights` float32, all `[batch, length]`,
+    with prompt and answer in one row. These `weights` are 0 on the prompt and on padding. Rows may
+    also have `segment_ids` and `segment_pos`, which mask padding. For decoding, a batch has `ids`
+    and `prompt_lengths`, as for `LanguageModel`.
 
     Attributes:
       lm_tpl: Trained network, the policy.
       reference: Source of the log-probabilities of the reference model. `frozen` keeps a second
         network, `reference_lm`, which starts with the initial weights of `lm`, random or loaded.
-        The learner must freeze it. `batch` reads precomputed values from the batch. `none` uses 0.
-      loss: `sigmoid`, `hinge` or `ipo`.
+        The learner must freeze it. `base` is the policy without its LoRA adapters, for learners
+        that train these alone. `batch` reads precomputed values from the batch. `none` uses 0.
       beta: Strength β of the penalty on deviations from the reference; a positive number.
-      label_smoothing: ε, the assumed fraction of pairs whose preference is wrong, in [0, 0.5). Only
-        `sigmoid` supports values above 0.
       decoder: Decoder of the policy, a `SampleDecoder` or `BeamSearch`.
 
     Raises:
-      ConfigError: `reference` or `loss` is unknown, `beta` is not positive, or `label_smoothing` is
-        out of range or not supported by the loss.
+      ConfigError: `reference` is `base` without adapters, or `beta` is not positive.
     """
 
-    reported_metric: ClassVar[str | None] = "reward_accuracy"
-
     lm_tpl: Config[BaseLayer] = sub_config_field(TransformerLm.HParams)
-    reference: Literal["frozen", "batch", "none"] = "frozen"
-    loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    reference: Literal["frozen", "base", "batch", "none"] = "frozen"
     beta: float = 0.1
-    label_smoothing: float = 0.0
     decoder: Annotated[Any, Decoder] = instance_field(SampleDecoder.HParams)
 
     def setup(self) -> None:
         """Check the fields and create the networks."""
-        self._check_fields()
+        check_positive(self, beta=self.beta)
         policy = cast(Any, self.lm_tpl.clone())
         if getattr(policy, "mtp_tpl", None) is not None:
             policy.mtp_tpl.loss_weight = 0.0  # It would make rejected answers more probable.
         self.create_child("lm", policy)
         if self.reference == "frozen":
             self.create_child("reference_lm", self.lm_tpl, train=False)
+        has_adapters = self.reference != "base" or any(map(is_lora, walk_configs(self.lm_tpl)))
+        expected = "another one, since lm_tpl has no LoRA adapters"
+        require(has_adapters, self, "reference", self.reference, expected)
 
     @property
     def frozen_weights(self) -> tuple[str, ...]:
@@ -105,58 +89,6 @@ class DpoModel(BaseModel):
         """Map of the copy `reference_lm` to its original `lm`; empty without a `reference_lm`."""
         return {"reference_lm": "lm"} if self.reference == "frozen" else {}
 
-    def compute_predictions(self, batch: NestedMap) -> NestedMap:
-        """Compute log-probabilities of the answers under the policy and the reference.
-
-        Args:
-          batch: `chosen` and `rejected` with rows `[batch, length]`; see the class.
-
-        Returns:
-          A NestedMap of `policy` and `reference`, each float32 `[2, batch]` (chosen, rejected).
-
-        Raises:
-          MissingKeyError: The batch lacks a key that the loss needs.
-        """
-        pairs = jax.tree.map(
-            lambda chosen, rejected: jnp.concatenate([chosen, rejected]),
-            *(_answer(batch, side) for side in _SIDES),
-        )
-        policy = self._log_probs(self.lm, pairs)
-        if self.reference == "frozen":
-            # The network is unbound so that its auxiliary losses and summaries are not collected.
-            reference_lm, variables = self.reference_lm.unbind()
-            reference = self._log_probs(partial(reference_lm.apply, variables), pairs)
-        elif self.reference == "batch":
-            reference = jnp.stack([batch[name] for name in _REFERENCE_KEYS])
-        else:
-            reference = jnp.zeros_like(policy)
-        return NestedMap(policy=policy, reference=jax.lax.stop_gradient(reference))
-
-    def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
-        """Compute the metrics over pairs, and the rewards β·r of both answers of each pair.
-
-        `reward_accuracy` is the share of pairs whose chosen answer has the higher reward.
-        `reward_margin` is the mean of the chosen answer's reward minus that of the rejected one.
-        The second result has `chosen_rewards` and `rejected_rewards`, both float32 `[batch]`.
-        """
-        rewards = self.beta * (predictions.policy - predictions.reference)
-        margin = rewards[0] - rewards[1]
-        losses = _LOSSES[self.loss](margin / self.beta, self.beta, self.label_smoothing)
-        weights = example_weights(batch, len(margin))
-        means = {
-            "loss": losses,
-            "reward_accuracy": (margin > 0).astype(jnp.float32),
-            "reward_margin": margin,
-            "chosen_reward": rewards[0],
-            "rejected_reward": rewards[1],
-        }
-        total = jnp.sum(weights)
-        metrics = {
-            name: WeightedScalar.of(weighted_mean(values, weights), total)
-            for name, values in means.items()
-        }
-        return metrics, NestedMap(chosen_rewards=rewards[0], rejected_rewards=rewards[1])
-
     def decode(self, batch: NestedMap) -> NestedMap:
         """Continue prompts with the policy; see `LanguageModel.decode`."""
         return prompts_of_batch(self, self.lm, batch).decode()
@@ -165,22 +97,254 @@ class DpoModel(BaseModel):
         """Return the rows of a batch of prompts; see `LanguageModel.start_decoding`."""
         return prompts_of_batch(self, self.lm, batch).start()
 
-    def _log_probs(self, lm: Any, pairs: NestedMap) -> jax.Array:
-        outputs = lm(**pairs)
-        weights = pairs.weights.astype(jnp.float32)
-        log_probs = row_scores(outputs.per_token_xent, weights)
-        if self.loss == "ipo":
-            log_probs /= jnp.maximum(jnp.sum(weights, axis=-1), 1.0)
-        return log_probs.reshape(2, -1)
+    def _reference_log_probs(self, rows: NestedMap) -> jax.Array:
+        """Return log p of the answers under the reference, float32 `[rows]`, without gradient."""
+        if self.reference == "none":
+            return jnp.zeros(len(rows.ids), jnp.float32)
+        if self.reference == "frozen":
+            # The network is unbound so that its auxiliary losses and summaries are not collected.
+            network, variables = self.reference_lm.unbind()
+        else:
+            network, variables = self.lm.unbind()
+            network, variables = network.clone(train=False), zero_adapters(variables)
+        return jax.lax.stop_gradient(_log_probs(partial(network.apply, variables), rows))
 
-    def _check_fields(self) -> None:
-        check_positive(self, beta=self.beta)
+
+class PreferenceModel(PolicyModel):
+    """A language model trained on pairs of answers, of which one is preferred.
+
+    For training and evaluation, a batch has the rows `chosen` and `rejected`; see `PolicyModel`.
+    The batch itself may have `weights` float32 `[batch]`, the weights of the pairs, and
+    `eval_sample_weights` float32 `[batch]`, which is 0 for rows of padding. `reference="batch"`
+    requires `chosen_reference_log_probs` and `rejected_reference_log_probs` float32 `[batch]`, sums
+    over the tokens with weights, as `scores` returns.
+
+    Attributes:
+      loss: `sigmoid` (DPO), `hinge` (SLiC), `ipo`, `simpo` or `orpo`. The last two have no
+        reference. The last three read means over tokens instead of sums. `orpo` adds the mean
+        cross-entropy of the tokens of the chosen answers.
+      label_smoothing: ε, the assumed fraction of pairs whose preference is wrong, in [0, 0.5). Only
+        `sigmoid` supports values above 0.
+      gamma: Least difference of the rewards to aim for. Only `simpo` supports another than 0.
+
+    Raises:
+      ConfigError: `loss` has no reference but the model has, or does not support `label_smoothing`
+        or `gamma`.
+    """
+
+    reported_metric: ClassVar[str | None] = "reward_accuracy"
+
+    loss: Literal["sigmoid", "hinge", "ipo", "simpo", "orpo"] = "sigmoid"
+    label_smoothing: float = 0.0
+    gamma: float = 0.0
+
+    def setup(self) -> None:
+        """Check the fields and create the networks."""
+        super().setup()
         smoothing, expected = self.label_smoothing, "a number in [0, 0.5), and 0 for other losses"
         is_valid = 0.0 <= smoothing < 0.5 if self.loss == "sigmoid" else smoothing == 0
         require(is_valid, self, "label_smoothing", smoothing, expected)
+        is_valid = self.loss == "simpo" or self.gamma == 0
+        require(is_valid, self, "gamma", self.gamma, f"0 for the loss {self.loss}")
+        is_valid = self.reference == "none" or self.loss not in _WITHOUT_REFERENCE
+        expected = f"none, since the loss {self.loss} has no reference"
+        require(is_valid, self, "reference", self.reference, expected)
+
+    def compute_predictions(self, batch: NestedMap) -> NestedMap:
+        """Compute log-probabilities of the answers under the policy and the reference.
+
+        Args:
+          batch: `chosen` and `rejected` with rows `[batch, length]`; see the class.
+
+        Returns:
+          A NestedMap of `policy`, `reference` and `num_tokens` (sums of the weights), each float32
+          `[2, batch]` (chosen, rejected).
+
+        Raises:
+          MissingKeyError: The batch lacks a key that the loss needs.
+        """
+        pairs = join_sides(batch)
+        if self.reference == "batch":
+            names = ("chosen_reference_log_probs", "rejected_reference_log_probs")
+            reference = jnp.concatenate([batch[name] for name in names])
+        else:
+            reference = self._reference_log_probs(pairs)
+        sides = NestedMap(
+            policy=_log_probs(self.lm, pairs),
+            reference=reference,
+            num_tokens=jnp.sum(pairs.weights.astype(jnp.float32), axis=-1),
+        )
+        return jax.tree.map(lambda x: x.reshape(2, -1), sides)
+
+    def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
+        """Compute the metrics over pairs, and the rewards β·r of both answers of each pair.
+
+        `reward_accuracy` is the share of pairs whose chosen answer has the higher reward.
+        `reward_margin` is the mean of the chosen answer's reward minus that of the rejected one.
+        The second result has `chosen_rewards` and `rejected_rewards`, both float32 `[batch]`.
+        """
+        log_ratios = predictions.policy - predictions.reference
+        if self.loss in _PER_TOKEN:
+            log_ratios /= jnp.maximum(predictions.num_tokens, 1.0)
+        weights = example_weights(batch, log_ratios.shape[1])
+        rewards = self.beta * log_ratios
+        metrics = {
+            "loss": mean_metric(self._losses(log_ratios, predictions, weights), weights),
+            **reward_metrics(rewards[0], rewards[1], weights),
+        }
+        return metrics, NestedMap(chosen_rewards=rewards[0], rejected_rewards=rewards[1])
+
+    def _losses(
+        self, log_ratios: jax.Array, predictions: NestedMap, weights: jax.Array
+    ) -> jax.Array:
+        """Return the loss of each pair, float32 `[batch]`, from log ratios `[2, batch]`."""
+        chosen, rejected = log_ratios
+        margin, beta = chosen - rejected, self.beta
+        match self.loss:
+            case "sigmoid":
+                return dpo_loss(margin, beta=beta, label_smoothing=self.label_smoothing)
+            case "hinge":
+                return hinge_loss(margin, beta=beta)
+            case "ipo":
+                return ipo_loss(margin, beta=beta)
+            case "simpo":
+                return simpo_loss(margin, beta=beta, gamma=self.gamma)
+            case "orpo":
+                # The mean is over all tokens, so long answers count more than short ones.
+                xent = weighted_mean(-chosen, weights * predictions.num_tokens[0])
+                return orpo_loss(chosen, rejected, xent, beta=beta)
 
 
-def _answer(batch: NestedMap, side: str) -> NestedMap:
-    rows = batch[side]
+class KtoModel(PolicyModel):
+    """A language model trained on single judgements of answers, desirable or not, by KTO.
+
+    For training and evaluation, a batch has the rows `answer` (see `PolicyModel`) and
+    `is_desirable` `[batch]`, which is 0 for undesirable answers. It may have `weights` and
+    `eval_sample_weights`, as for `PreferenceModel`. The divergence from the reference is estimated
+    from each prompt of the batch with the answer of the row before it.
+
+    Attributes:
+      desirable_weight: Weight of desirable answers. KTO advises to make desirable_weight ×
+        (number of desirable answers) 1 to 4/3 of the same product for undesirable ones.
+      undesirable_weight: Weight of undesirable answers.
+
+    Raises:
+      ConfigError: `reference` is `batch`, since which answers meet depends on the batch, or a batch
+        has a single row.
+    """
+
+    reported_metric: ClassVar[str | None] = "reward_margin"
+
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+
+    def setup(self) -> None:
+        """Check the fields and create the networks."""
+        super().setup()
+        expected = "frozen, base or none, since mismatched answers depend on the batch"
+        require(self.reference != "batch", self, "reference", self.reference, expected)
+
+    def compute_predictions(self, batch: NestedMap) -> NestedMap:
+        """Compute log ratios of the answers and of mismatched ones, each float32 `[batch]`."""
+        rows = _entries(batch.answer)
+        expected = "at least 2, since the divergence needs answers to other prompts"
+        require(len(rows.ids) > 1, self, "rows of a batch", len(rows.ids), expected)
+        mismatched = mismatch_answers(rows)
+        # It is unbound and has no gradient, since the divergence is a constant.
+        lm, variables = self.lm.unbind()
+        constant = partial(lm.clone(train=False).apply, jax.lax.stop_gradient(variables))
+        return NestedMap(
+            log_ratios=_log_probs(self.lm, rows) - self._reference_log_probs(rows),
+            mismatched=_log_probs(constant, mismatched) - self._reference_log_probs(mismatched),
+        )
+
+    def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
+        """Compute the metrics over judgements, and `rewards` β·r, float32 `[batch]`.
+
+        `divergence` is the estimate of KL(policy ‖ reference). `reward_margin` is the mean reward
+        of desirable answers minus that of others.
+        """
+        log_ratios, is_desirable = predictions.log_ratios, batch.is_desirable.astype(bool)
+        weights = example_weights(batch, len(log_ratios))
+        neighbors = weights * jnp.roll(weights, 1)
+        divergence = kto_divergence(predictions.mismatched, neighbors)
+        losses = kto_loss(
+            log_ratios,
+            is_desirable,
+            divergence,
+            beta=self.beta,
+            desirable_weight=self.desirable_weight,
+            undesirable_weight=self.undesirable_weight,
+        )
+        rewards = self.beta * log_ratios
+        desirable, other = (
+            mean_metric(rewards, weights * one) for one in (is_desirable, ~is_desirable)
+        )
+        margin = desirable.value - other.value
+        metrics = {
+            "loss": mean_metric(losses, weights),
+            "divergence": WeightedScalar.of(divergence, jnp.sum(neighbors)),
+            "desirable_reward": desirable,
+            "undesirable_reward": other,
+            "reward_margin": WeightedScalar.of(margin, jnp.minimum(desirable.weight, other.weight)),
+        }
+        return metrics, NestedMap(rewards=rewards)
+
+
+def mismatch_answers(rows: NestedMap) -> NestedMap:
+    """Return rows with the prompt of each row and the answer of the row before it, cut at the end.
+
+    Args:
+      rows: `ids`, `labels` and `weights` `[batch, length]`; an answer starts at the first label
+        with a weight and ends at the last one.
+
+    Returns:
+      The same entries of the new rows. Answers of the last row follow the first prompt.
+    """
+    positions = jnp.arange(rows.ids.shape[1])
+    has_weight = rows.weights > 0
+    starts = jnp.argmax(has_weight, axis=1, keepdims=True)
+    shift = jnp.roll(starts, 1, axis=0) - starts
+    # Positions behind the end of the other row have no weight.
+    source = jnp.clip(positions + shift, 0, len(positions) - 1)
+    is_inside = (positions >= starts) & (positions + shift < len(positions))
+
+    def take(x: jax.Array) -> jax.Array:
+        return jnp.take_along_axis(jnp.roll(x, 1, axis=0), source, axis=1)
+
+    labels = jnp.where(positions < starts, rows.labels, take(rows.labels))
+    weights = jnp.where(is_inside, take(rows.weights), 0)
+    ids = jnp.concatenate([rows.ids[:, :1], labels[:, :-1]], axis=1)
+    return NestedMap(ids=ids, labels=labels, weights=weights)
+
+
+def join_sides(batch: NestedMap) -> NestedMap:
+    """Return the rows `[2·batch, length]` of the chosen answers, then those of the rejected."""
+    sides = (_entries(batch[side]) for side in ("chosen", "rejected"))
+    return jax.tree.map(lambda *both: jnp.concatenate(both), *sides)
+
+
+def _entries(rows: NestedMap) -> NestedMap:
+    """Return the entries of rows that a network reads."""
     names = ("ids", "labels", "weights", "segment_ids", "segment_pos")
     return NestedMap({name: rows[name] for name in names if name in rows})
+
+
+def _log_probs(lm: Any, rows: NestedMap) -> jax.Array:
+    """Return the log-probability of the answer of each row, float32 `[rows]`."""
+    return row_scores(lm(**rows).per_token_xent, rows.weights)
+
+
+def mean_metric(values: jax.Array, weights: jax.Array) -> WeightedScalar:
+    """Return the weighted mean of values float32 `[batch]` as a metric."""
+    return WeightedScalar.of(weighted_mean(values, weights), jnp.sum(weights))
+
+
+def reward_metrics(chosen: jax.Array, rejected: jax.Array, weights: jax.Array) -> Metrics:
+    """Return the metrics of the rewards float32 `[batch]` of both answers of pairs."""
+    return {
+        "reward_accuracy": mean_metric((chosen > rejected).astype(jnp.float32), weights),
+        "reward_margin": mean_metric(chosen - rejected, weights),
+        "chosen_reward": mean_metric(chosen, weights),
+        "rejected_reward": mean_metric(rejected, weights),
+    }

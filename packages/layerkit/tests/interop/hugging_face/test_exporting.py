@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import stat
@@ -14,6 +15,7 @@ from flax import linen as nn
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from layerkit.config import build
+from layerkit.config.nested_map import NestedMap
 from layerkit.interop.hugging_face import (
     TensorMismatchError,
     UnsupportedModelError,
@@ -31,7 +33,7 @@ from layerkit.layers.quantization.lora import add_lora
 from layerkit.layers.quantization.mxfp8 import MxFp8Dot
 from layerkit.layers.quantization.nvfp4 import NvFp4Dot
 from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
-from layerkit.models import DpoModel, LanguageModel, TransformerLm
+from layerkit.models import LanguageModel, PreferenceModel, RewardModel, TransformerLm
 
 pytest.importorskip("safetensors")
 
@@ -109,7 +111,7 @@ def test_model_of_no_family_raises_with_the_nearest(raises, tmp_path):
 
 
 def dpo(lm, reference):
-    return DpoModel.HParams.config(lm_tpl=lm, reference=reference)
+    return PreferenceModel.HParams.config(lm_tpl=lm, reference=reference)
 
 
 SETUPS = {
@@ -149,6 +151,36 @@ def test_export_of_a_training_setup_writes_the_deployed_model(name, tmp_path):
     config, read = import_model(tmp_path)
     expected = logits(model, variables)
     np.testing.assert_allclose(logits(build(config), read), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_reward_model_is_exported_as_a_classifier_of_transformers(name, make_folder, tmp_path):
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    folder = make_folder(name, edit={"pad_token_id": 0, "architectures": None})
+    lm, variables = import_model(folder)
+    reward = RewardModel.HParams.config(lm_tpl=lm.lm_tpl)
+    score = np.random.default_rng(0).normal(size=(8, 1)).astype(np.float32)
+    variables["params"]["score"] = {"w": score}
+    # Each row holds all tokens in `ids`; the last one is no label, so its segment is padding.
+    ids = np.array(
+        [[1, 3, 4, 5, 6, 0], [1, 3, 4, 7, 0, 0], [1, 3, 8, 9, 2, 5], [1, 10, 0, 0, 0, 0]]
+    )
+    lengths = (ids > 0).sum(1, keepdims=True)
+    rows = NestedMap(ids=ids, labels=ids, weights=ids > 0)
+    rows.segment_ids = (np.arange(6) < lengths - 1).astype(np.int32)
+    sides = {"chosen": slice(2), "rejected": slice(2, 4)}
+    batch = NestedMap({side: jax.tree.map(lambda x, n=n: x[n], rows) for side, n in sides.items()})
+    predict = functools.partial(build(reward).apply, method="compute_predictions")
+    rewards = jax.jit(predict)(variables, batch).rewards
+    export_model(tmp_path / "out", reward, variables, tokenizer_folder=folder)
+    model, report = transformers.AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(report.values()) and model.config.num_labels == 1
+    assert model.config.architectures == [type(model).__name__]
+    with torch.no_grad():
+        expected = model(torch.tensor(ids)).logits[:, 0].numpy()
+    np.testing.assert_allclose(rewards.reshape(-1), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_family_argument_selects_the_family(make_folder, tmp_path):

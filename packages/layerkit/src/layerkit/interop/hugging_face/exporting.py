@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import pathlib
+import re
 import secrets
 import stat
 from collections.abc import Mapping, Sequence
@@ -32,10 +33,12 @@ from layerkit.interop.hugging_face.folder import (
 from layerkit.interop.hugging_face.generation import export_defaults
 from layerkit.interop.hugging_face.importing import TensorMismatchError
 from layerkit.interop.hugging_face.keys import UnsupportedModelError
+from layerkit.interop.hugging_face.layouts import LINEAR
 from layerkit.interop.hugging_face.tensors import (
     Index,
     Path,
     Piece,
+    Row,
     dissect,
     group_by_tensor,
     group_by_weight,
@@ -51,7 +54,8 @@ from layerkit.layers.quantization.nvfp4 import NvFp4Dot
 from layerkit.layers.quantization.stored_weights import dequantize_model
 from layerkit.models.bert import BertModel
 from layerkit.models.language_model import LanguageModel
-from layerkit.models.preference_model import DpoModel
+from layerkit.models.preference_model import PolicyModel
+from layerkit.models.reward_model import RewardModel
 from layerkit.models.transformer_lm import TransformerLm
 
 # Fields that change how a model is computed, trained or sharded, but not its outputs.
@@ -72,6 +76,9 @@ _NO_EFFECT = frozenset({
 _ROUNDING_DOTS = (Fp8Dot, Fp8CurrentDot, Int8Dot, MxFp8Dot, NvFp4Dot)
 # Largest number of differences that an error lists.
 _MAX_SHOWN = 4
+# In Transformers a reward model is a classifier, with a head in place of that of the next token.
+_CAUSAL = re.compile("ForCausalLM$|LMHeadModel$")
+_SCORE = Row("score.weight", "score/w", LINEAR)
 # Keys of config.json without a field in our configs, which are copied.
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -87,9 +94,9 @@ def export_model(
 ) -> None:
     """Write a model as a Hugging Face folder.
 
-    The exported model is the deployed one: the policy of a `DpoModel`, and weights with LoRA
-    adapters merged. If there are several processes, all of them must call this function; the first
-    one writes.
+    The exported model is the deployed one: the policy of a `PolicyModel`, and weights with LoRA
+    adapters merged. A `RewardModel` becomes a classifier of sequences with one label. If there are
+    several processes, all of them must call this function; the first one writes.
 
     Args:
       folder: Folder to write. Files of the same names, and all tensors in the folder, are replaced.
@@ -114,10 +121,18 @@ def export_model(
             " another folder."
         )
     model, variables = deployed_model(model, variables)
-    chosen, content = describe(model, candidate_families(family, tokenizer_folder))
-    pieces = pieces_of(dissect(build(model), chosen.rows), chosen.rows)
+    is_reward = issubclass(target_of(model), RewardModel)
+    network = language_model(model.lm_tpl, {})[0] if is_reward else model
+    chosen, content = describe(network, candidate_families(family, tokenizer_folder))
+    rows = chosen.rows
+    if is_reward:
+        rows = (*(row for row in rows if not _is_untied_head(row)), _SCORE)
+        content["architectures"] = [_CAUSAL.sub("ForSequenceClassification", chosen.architecture)]
+        content |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    pieces = pieces_of(dissect(build(model), rows), rows)
     needed, flat = set(group_by_weight(pieces)), flatten_dict(variables)
-    leaves = {path: leaf for path, leaf in flat.items() if path[0] == PARAMS or path in needed}
+    kept = needed if is_reward else {path for path in flat if path[0] == PARAMS} | needed
+    leaves = {path: leaf for path, leaf in flat.items() if path in kept}
     _check_weights(set(leaves), needed)
     path = pathlib.Path(folder)
     writes = jax.process_index() == 0
@@ -137,6 +152,10 @@ def export_model(
     _write_tensors(path, pieces, leaves, max_shard_bytes=max_shard_bytes, writes=writes)
     if writes:
         write_json(path, CONFIG, content)
+
+
+def _is_untied_head(row: Row) -> bool:
+    return row.path == "lm/softmax/w" and row.beside is not None
 
 
 def candidate_families(
@@ -361,7 +380,7 @@ def deployed_model(model: Config, variables: Mapping[str, Any]) -> tuple[Config,
 def language_model(model: Config, variables: Mapping[str, Any]) -> tuple[Config, Mapping[str, Any]]:
     """Return the model that contains a network, and its weights.
 
-    A `DpoModel` becomes a `LanguageModel` of its policy, without the reference. A bare
+    A `PolicyModel` becomes a `LanguageModel` of its policy, without the reference. A bare
     `TransformerLm` becomes the network of a `LanguageModel`, or of a `BertModel` if it is not
     causal. Other models are returned unchanged.
 
@@ -369,7 +388,7 @@ def language_model(model: Config, variables: Mapping[str, Any]) -> tuple[Config,
       model: Config of a model or of a network.
       variables: Variables of the model, `{'params': …}`.
     """
-    if issubclass(target_of(model), DpoModel):
+    if issubclass(target_of(model), PolicyModel):
         model = model.lm_tpl
         variables = {name: tree["lm"] for name, tree in variables.items() if "lm" in tree}
     if issubclass(target_of(model), TransformerLm):

@@ -290,6 +290,13 @@ def remove_lora(config: Config, variables: Any) -> tuple[Config, Any]:
     return strip_lora(config), merge_lora(config, variables)
 
 
+def zero_adapters(variables: Any) -> Any:
+    """Return variables with adapters that change nothing, without a copy of the other weights."""
+    flat = flatten_dict(variables)
+    zeros = {p: jnp.zeros_like(x) for p, x in flat.items() if p[-1] in _WEIGHTS[1:]}
+    return unflatten_dict(flat | zeros)
+
+
 def strip_lora(config: Config) -> Config:
     """Return a copy of a config without adapters."""
     plain = copy_config(config)

@@ -109,7 +109,7 @@ class MultiTokenPrediction(BaseLayer):
       depth: Number of modules, which is that of further tokens that each position predicts.
       loss_weight: Weight λ of the mean of the losses of the modules in the training loss. DeepSeek
         V3 has 0.3 at first and 0.1 for the last third of its tokens; 0 for no losses, as in a
-        `DpoModel`.
+        `PreferenceModel`.
       module_tpl: Module, with weights of its own for each depth.
     """
 
