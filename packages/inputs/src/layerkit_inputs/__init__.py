@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from layerkit_inputs.base.tokenizer_interface import Tokenizer as Tokenizer
     from layerkit_inputs.chat.chat_input import ChatInput as ChatInput
     from layerkit_inputs.chat.chat_input import ChatPrompts as ChatPrompts
+    from layerkit_inputs.chat.preference_input import JudgementInput as JudgementInput
+    from layerkit_inputs.chat.preference_input import PairInput as PairInput
     from layerkit_inputs.grain.array_records import ArrayRecordFiles as ArrayRecordFiles
     from layerkit_inputs.grain.iter_input import GrainIterInput as GrainIterInput
     from layerkit_inputs.grain.map_input import ArrayRecordRows as ArrayRecordRows

@@ -27,7 +27,12 @@ from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.errors import BadRecordError, require_extra
 from layerkit_inputs.base.find_files import TextFile, find_text_files
-from layerkit_inputs.chat.conversations import FORMS, Conversation, read_conversation
+from layerkit_inputs.chat.conversations import (
+    FORMS,
+    Conversation,
+    read_conversation,
+    read_pair,
+)
 from layerkit_inputs.chat.template import ChatTemplate, load_chat_template
 from layerkit_inputs.chat.token_masks import (
     ChatTokens,
@@ -158,7 +163,7 @@ def _table_rows(path: Path, kind: str) -> Iterator[dict[str, Any]]:
         raise BadRecordError(f"cannot read the file ({error})", owner=str(path)) from None
 
 
-class _Conversations(SplitDocuments):
+class ConversationFiles(SplitDocuments):
     """Base class of inputs of conversations, which a chat template renders."""
 
     paths: Sequence[str] | None = None
@@ -183,9 +188,18 @@ class _Conversations(SplitDocuments):
         today = datetime.datetime.fromisoformat(self.template_date)
         return load_chat_template(self.chat_template, self._tokenizer, today=today)
 
+    def _read(self, row: Mapping[str, Any]) -> Any:
+        """Return what a row of a file holds, as a tuple that JSON keeps."""
+        return read_conversation(row)
+
     def _encode(self, conversation: Conversation) -> ChatTokens | str:
         """Return the tokens of a conversation, or the reason for which it is dropped."""
         raise NotImplementedError
+
+    def _encode_row(self, row: Sequence[Any]) -> Sequence[ChatTokens] | str:
+        """Return the documents of a row, as `_read` and JSON give it, or why it is dropped."""
+        tokens = self._encode(Conversation(*row))
+        return tokens if isinstance(tokens, str) else [tokens]
 
     def _find_files(self, paths: Sequence[str] | None, field: str) -> list[TextFile]:
         return find_row_files(paths or (), field=field)
@@ -198,8 +212,8 @@ class _Conversations(SplitDocuments):
         try:
             for where, row in read_rows(file, max_bytes=self.max_bytes):
                 try:
-                    conversation = read_conversation(as_row(row))
-                    yield where, json.dumps(conversation, ensure_ascii=False).encode()
+                    contents = self._read(as_row(row))
+                    yield where, json.dumps(contents, ensure_ascii=False).encode()
                 except (ConfigError, UnicodeError, TypeError) as error:
                     self._bad.report(file=where, record=None, problem=str(error))
         except BadRecordError as error:
@@ -210,7 +224,7 @@ class _Conversations(SplitDocuments):
     def _add(self, where: str, parts: Iterable[bytes]) -> None:
         (text,) = parts
         try:
-            tokens = self._encode(Conversation(*json.loads(text)))
+            tokens = self._encode_row(json.loads(text))
         except (ConfigError, UnicodeError) as error:
             self._bad.report(file=where, record=None, problem=str(error))
             return
@@ -219,7 +233,7 @@ class _Conversations(SplitDocuments):
         if isinstance(tokens, str):
             self._counts[tokens] += 1
         else:
-            self._tokens.append(tokens)
+            self._tokens += tokens
 
     def _build(self) -> Documents:
         if not self._tokens and self._counts:
@@ -243,7 +257,7 @@ class _Conversations(SplitDocuments):
         return "; ".join([text, *(f"{kind}: {count:,}" for kind, count in self._counts.items())])
 
 
-class ChatInput(_Conversations):
+class ChatInput(ConversationFiles):
     """An input of packed rows of conversations, with a loss on what the assistant writes.
 
     Batches hold arrays `[batch, length]`: `ids` and `labels` (int32; a label is the next token of
@@ -322,14 +336,18 @@ class ChatInput(_Conversations):
         return {**super()._fingerprint(), **row_fields}
 
 
-class ChatPrompts(DocumentPrompts, _Conversations):
+class ChatPrompts(DocumentPrompts, ConversationFiles):
     """An input of conversations up to their last answer, for a model to continue.
 
-    Batches are those of `DocumentPrompts`. A longer prompt than `prompt_length` is dropped.
+    Batches are those of `DocumentPrompts`. A longer prompt than `prompt_length` is dropped. Of a
+    pair with a preference, the chosen conversation is read.
     """
 
     split: Split = "heldout"
     """`train`, `heldout`, `test` or `all`."""
+
+    def _read(self, row: Mapping[str, Any]) -> Conversation:
+        return read_pair(row).chosen if "chosen" in row else read_conversation(row)
 
     def _begin(self) -> None:
         super()._begin()

@@ -1,0 +1,191 @@
+"""PairInput and JudgementInput, inputs of preferences in files, by the chat template of a model.
+
+Files, templates and splits are those of `chat_input`; `read_pair` and `read_judgement` read a row.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from layerkit.config.checks import require
+from layerkit.config.nested_map import NestedMap
+from layerkit_inputs.base.base_input import counted
+from layerkit_inputs.base.errors import MissingFileError
+from layerkit_inputs.chat.chat_input import ConversationFiles
+from layerkit_inputs.chat.conversations import Conversation, read_judgement, read_pair
+from layerkit_inputs.chat.token_masks import ChatTokens, encode_conversation
+from layerkit_inputs.packing.documents import RowPlan
+from layerkit_inputs.packing.model_features import segment_features
+
+_ROWS_AT_A_TIME = 16
+
+
+class _Answers(ConversationFiles):
+    """Base class of inputs of conversations whose answers are compared or judged, one in a row.
+
+    Rows have the arrays of `ChatInput`, `[batch, length]`, with a weight on the answer. `ids` also
+    hold the last token, behind the last label.
+    """
+
+    seq_length: int = 1024
+    """Positions of a row. Longer conversations are dropped with their pair, and counted."""
+
+    _noun = "judgement"
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        self._check_at_least(1, "seq_length")
+
+    def _encode(self, conversation: Conversation) -> ChatTokens | str:
+        encoding = self.special_tokens_in_text
+        tokens = encode_conversation(
+            conversation, self._template, self._tokenizer, special_tokens_in_text=encoding
+        )
+        if len(tokens.ids) > self.seq_length:
+            return f"{self._noun}s dropped as too long"
+        return tokens if tokens.has_loss[1:].any() else f"{self._noun}s dropped without an answer"
+
+    def _read_documents_at(self, numbers: np.ndarray) -> NestedMap:
+        """Return documents by number, int64 `[rows]`, as rows."""
+        plan = RowPlan(self._documents.ends, self.seq_length, "none")
+        rows = self._documents.rows_of(plan, numbers, pad_id=self._tokenizer.pad_id)
+        rows.ids[:, 1:] = rows.labels[:, :-1]
+        return rows
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {**super()._fingerprint(), "seq_length": self.seq_length}
+
+    def _data_text(self) -> str:
+        return f"{counted(self._num_rows() or 0, self._noun)} of {super()._data_text()}"
+
+
+class PairInput(_Answers):
+    """An input of pairs of answers, of which one is preferred.
+
+    Batches hold `chosen` and `rejected` with the arrays of a row. With a `reference_file` they also
+    hold `chosen_reference_log_probs` and `rejected_reference_log_probs`, float32 `[batch]`.
+    Evaluation batches have `provenance` and `eval_sample_weights`, each `[batch]`.
+    """
+
+    reference_file: str | None = None
+    """File of log-probabilities under a reference, which `store_reference` writes. None: none."""
+
+    _noun = "pair"
+
+    @classmethod
+    def blank_batch(cls, config: Any, rows: int) -> NestedMap | None:
+        """Return a batch of empty pairs."""
+        sides = [segment_features([()] * rows, length=config.seq_length) for _ in range(2)]
+        batch = NestedMap(chosen=sides[0], rejected=sides[1])
+        if config.reference_file is not None:
+            batch |= _reference_entries(np.zeros((rows, 2), np.float32))
+        return batch
+
+    def _read(self, row: Mapping[str, Any]) -> Any:
+        return read_pair(row)
+
+    def _encode_row(self, row: Sequence[Any]) -> Sequence[ChatTokens] | str:
+        sides = [self._encode(Conversation(*side)) for side in row]
+        reasons = [side for side in sides if isinstance(side, str)]
+        return reasons[0] if reasons else [side for side in sides if not isinstance(side, str)]
+
+    def _num_rows(self) -> int:
+        return len(self._documents) // 2
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        chosen, rejected = (self._read_documents_at(2 * rows + side) for side in range(2))
+        batch = NestedMap(chosen=chosen, rejected=rejected)
+        if self.reference_file is not None:
+            batch |= _reference_entries(self._reference[rows])
+        return batch
+
+    def store_reference(self, score_ids: Callable[[list[np.ndarray]], Sequence[Any]]) -> None:
+        """Write `reference_file`: log-probabilities of all answers under a model.
+
+        Args:
+          score_ids: Method of the model, such as `layerkit_runner.load(FOLDER).score_ids`.
+        """
+        documents, sums = self._documents, []
+        sizes, has_loss = documents.num_predictions + 1, documents.has_loss
+        assert self.reference_file is not None
+        assert has_loss is not None
+        for first in range(0, len(documents), _ROWS_AT_A_TIME):
+            numbers = slice(first, first + _ROWS_AT_A_TIME)
+            spans = [*zip(documents.begins[numbers], sizes[numbers], strict=True)]
+            scores = score_ids([documents.ids[begin : begin + size] for begin, size in spans])
+            for (begin, size), score in zip(spans, scores, strict=True):
+                sums.append(score.token_log_probs @ has_loss[begin + 1 : begin + size])
+        log_probs = np.array(sums, np.float32).reshape(-1, 2)
+        with Path(self.reference_file).open("wb") as file:
+            np.savez(file, log_probs=log_probs, digest=np.array(self._digest))
+
+    @functools.cached_property
+    def _reference(self) -> np.ndarray:
+        """Log-probabilities of the chosen and the rejected answers, float32 `[pairs, 2]`."""
+        file = str(self.reference_file)
+        if not Path(file).is_file():
+            hint = "Write it with PairInput.store_reference; see docs/preferences.md."
+            problem = "no log-probabilities of a reference"
+            raise MissingFileError(
+                problem, owner=self._label, field="reference_file", value=file, hint=hint
+            )
+        with np.load(file, allow_pickle=False) as stored:
+            expected = "a file of the same pairs as tokens; write it again"
+            is_same = str(stored["digest"]) == self._digest
+            require(is_same, self._label, "reference_file", file, expected)
+            log_probs: np.ndarray = stored["log_probs"]
+        return log_probs
+
+    @functools.cached_property
+    def _digest(self) -> str:
+        """Digest of the tokens of all answers."""
+        documents = self._documents
+        parts = (documents.ids, documents.ends, documents.has_loss)
+        return hashlib.sha256(b"".join(np.asarray(part).tobytes() for part in parts)).hexdigest()
+
+
+class JudgementInput(_Answers):
+    """An input of single answers, each judged as desirable or not.
+
+    Batches hold `answer` with the arrays of a row, and `is_desirable` (bool `[batch]`). Evaluation
+    batches also have `provenance` and `eval_sample_weights`, each `[batch]`.
+    """
+
+    @classmethod
+    def blank_batch(cls, config: Any, rows: int) -> NestedMap | None:
+        """Return a batch of empty rows."""
+        answer = segment_features([()] * rows, length=config.seq_length)
+        return NestedMap(answer=answer, is_desirable=np.zeros(rows, bool))
+
+    def _read(self, row: Mapping[str, Any]) -> Any:
+        return read_judgement(row)
+
+    def _begin(self) -> None:
+        super()._begin()
+        self._labels: list[bool] = []
+
+    def _encode_row(self, row: Sequence[Any]) -> Sequence[ChatTokens] | str:
+        tokens = super()._encode_row(row[0])
+        if not isinstance(tokens, str):
+            self._labels.append(row[1])
+        return tokens
+
+    def _num_rows(self) -> int:
+        return len(self._documents)
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        answer = self._read_documents_at(rows)
+        return NestedMap(answer=answer, is_desirable=np.array(self._labels)[rows])
+
+
+def _reference_entries(log_probs: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the entries of a batch for log-probabilities float32 `[rows, 2]`."""
+    names = ("chosen_reference_log_probs", "rejected_reference_log_probs")
+    return {name: log_probs[:, side].copy() for side, name in enumerate(names)}
