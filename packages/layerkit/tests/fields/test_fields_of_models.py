@@ -142,10 +142,24 @@ EXAMPLES = [
         decoder=Config(SampleDecoder, temperature=0.0, max_decode_steps=16),
     ),
     of(M.RewardModel, {"lm_tpl": small(M.TransformerLm)}, model(PREFERENCES)),
+    of(
+        M.DistillationModel,
+        {
+            "lm_tpl": small(M.TransformerLm),
+            "teacher_tpl": small(M.TransformerLm),
+            "decoder": GREEDY,
+        },
+        lambda layer: (layer(ROWS), layer.decode(NestedMap(ids=IDS)).ids),
+        decoder=Config(SampleDecoder, temperature=0.0, max_decode_steps=16),
+        features=((0, 0),),
+        feature_loss=Change("cosine", others={"features": ((0, 0),)}),
+        feature_weight=Change(0.5, others={"features": ((0, 0),)}),
+        prompt_length=Change(4, others={"on_policy_fraction": 0.5}),
+    ),
 ]
 
 
-_SLOW = {M.SequenceModel, M.PreferenceModel, M.KtoModel}
+_SLOW = {M.SequenceModel, M.PreferenceModel, M.KtoModel, M.DistillationModel}
 
 
 @pytest.mark.parametrize(

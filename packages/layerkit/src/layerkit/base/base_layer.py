@@ -30,6 +30,7 @@ from flax import linen as nn
 from layerkit.base.layer_methods import CACHE as CACHE
 from layerkit.base.layer_methods import COLLECTIONS as COLLECTIONS
 from layerkit.base.layer_methods import INHERITED_FIELDS as INHERITED_FIELDS
+from layerkit.base.layer_methods import INTERMEDIATES as INTERMEDIATES
 from layerkit.base.layer_methods import NON_TRAINABLE as NON_TRAINABLE
 from layerkit.base.layer_methods import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
 from layerkit.base.layer_methods import PARAMS as PARAMS

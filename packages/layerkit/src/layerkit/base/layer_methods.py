@@ -55,8 +55,11 @@ CACHE = "cache"
 # Flax's name for state whose "gradient" is its next value, such as the scales of fp8 products.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
+# Flax's name for the outputs of layers, which `apply(…, capture_intermediates=…)` returns.
+INTERMEDIATES = "intermediates"
+
 # Collections that layers with copies, such as `Repeat`, stack.
-COLLECTIONS = (PARAMS, NON_TRAINABLE, OVERWRITE_WITH_GRADIENT, *REPORTS, CACHE)
+COLLECTIONS = (PARAMS, NON_TRAINABLE, OVERWRITE_WITH_GRADIENT, *REPORTS, CACHE, INTERMEDIATES)
 
 # The random stream that layers draw from while training (dropout and the like).
 RANDOM = "random"

@@ -171,7 +171,11 @@ class TransformerLm(BaseLayer):
 
     def logits(self, ids: jax.Array, **packing: Any) -> jax.Array:
         """Compute the logits float32 `[batch, length, vocab]` of the token after each position."""
-        return self.softmax.logits(self._apply_head(self.hidden(ids, **packing)))
+        return self.softmax.logits(self.predictors(ids, **packing))
+
+    def predictors(self, ids: jax.Array, **packing: Any) -> jax.Array:
+        """Compute the inputs `[batch, length, dims]` of the softmax; see `hidden`."""
+        return self._apply_head(self.hidden(ids, **packing))
 
     def hidden(
         self,

@@ -251,14 +251,12 @@ def chunked_cross_entropy(
 ) -> TokenLosses:
     """Compute `cross_entropy(project(hidden), labels)` with one chunk of the logits at a time.
 
-    The length axis is split into the fewest chunks of at most `chunk_size` positions, of nearly
-    equal size, and padded. The backward pass computes the logits of each chunk again.
+    See `map_chunks`.
 
     Args:
       hidden: `[batch, length, dims]`.
       project: Function from `[batch, positions, dims]` to logits `[batch, positions,
-        num_classes]`, which computes each position separately. The gradients of arrays that it
-        closes over are summed over the chunks in their dtypes, so these should be float32.
+        num_classes]`, which computes each position separately.
       labels: Integers `[batch, length]`; see `cross_entropy`.
       chunk_size: Number of positions of each row whose logits are in memory at once.
       **options: Options of `cross_entropy`.
@@ -270,16 +268,39 @@ def chunked_cross_entropy(
       ConfigError: `cross_entropy` raises an error, or the chunk size is below 1.
     """
     _check_labels("chunked_cross_entropy", labels, hidden.shape[:-1])
-    length = hidden.shape[1]
+
+    def losses_of(hidden: jax.Array, labels: jax.Array) -> TokenLosses:
+        return cross_entropy(project(hidden), labels, **options)
+
+    losses: TokenLosses = map_chunks(losses_of, hidden, labels, chunk_size=chunk_size)
+    return losses
+
+
+def map_chunks(function: Callable[..., Any], *arrays: jax.Array, chunk_size: int) -> Any:
+    """Compute `function(*arrays)` with one chunk of the positions at a time.
+
+    The length axis is split into the fewest chunks of at most `chunk_size` positions, of nearly
+    equal size, and padded. The backward pass computes each chunk again. The gradients of arrays
+    that the function closes over are summed over the chunks in their dtypes, so these should be
+    float32.
+
+    Args:
+      function: Function from arrays `[batch, positions, ...]` to a tree of arrays `[batch,
+        positions]`, which computes each position separately.
+      *arrays: Arrays `[batch, length, ...]`.
+      chunk_size: Number of positions of each row that the function gets at once.
+
+    Returns:
+      The result of the function, arrays `[batch, length]`.
+    """
+    length = arrays[0].shape[1]
     num_chunks = max(1, math.ceil(length / chunk_size))
-
-    def losses_of(chunk: tuple[jax.Array, jax.Array]) -> TokenLosses:
-        return cross_entropy(project(chunk[0]), chunk[1], **options)
-
-    chunks = (_split(hidden, num_chunks), _split(labels, num_chunks))
+    if num_chunks == 1:
+        return function(*arrays)
+    chunks = [_split(array, num_chunks) for array in arrays]
     # In a scan, XLA cannot merge the recomputation with the forward pass.
-    losses = jax.lax.map(jax.checkpoint(losses_of, prevent_cse=False), chunks)
-    return jax.tree.map(lambda x: _join(x, length), losses)
+    run = jax.checkpoint(lambda chunk: function(*chunk), prevent_cse=False)
+    return jax.tree.map(lambda x: _join(x, length), jax.lax.map(run, chunks))
 
 
 def _split(x: jax.Array, num_chunks: int) -> jax.Array:

@@ -33,7 +33,13 @@ from layerkit.layers.quantization.lora import add_lora
 from layerkit.layers.quantization.mxfp8 import MxFp8Dot
 from layerkit.layers.quantization.nvfp4 import NvFp4Dot
 from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
-from layerkit.models import LanguageModel, PreferenceModel, RewardModel, TransformerLm
+from layerkit.models import (
+    DistillationModel,
+    LanguageModel,
+    PreferenceModel,
+    RewardModel,
+    TransformerLm,
+)
 
 pytest.importorskip("safetensors")
 
@@ -120,6 +126,9 @@ SETUPS = {
     "bare_lora": add_lora(llama_by_hand().lm_tpl, rank=2),
     "dpo_frozen": dpo(llama_by_hand().lm_tpl, "frozen"),
     "dpo_batch": dpo(llama_by_hand().lm_tpl, "batch"),
+    "distilled": DistillationModel.HParams.config(
+        lm_tpl=llama_by_hand().lm_tpl, teacher_tpl=llama_by_hand().lm_tpl, features=((0, 0),)
+    ),
     "dpo_lora": dpo(add_lora(llama_by_hand().lm_tpl, rank=2), "frozen"),
 }
 

@@ -53,6 +53,7 @@ from layerkit.layers.quantization.mxfp8 import MxFp8Dot
 from layerkit.layers.quantization.nvfp4 import NvFp4Dot
 from layerkit.layers.quantization.stored_weights import dequantize_model
 from layerkit.models.bert import BertModel
+from layerkit.models.distillation_model import DistillationModel
 from layerkit.models.language_model import LanguageModel
 from layerkit.models.preference_model import PolicyModel
 from layerkit.models.reward_model import RewardModel
@@ -94,9 +95,10 @@ def export_model(
 ) -> None:
     """Write a model as a Hugging Face folder.
 
-    The exported model is the deployed one: the policy of a `PolicyModel`, and weights with LoRA
-    adapters merged. A `RewardModel` becomes a classifier of sequences with one label. If there are
-    several processes, all of them must call this function; the first one writes.
+    The exported model is the deployed one: the policy of a `PolicyModel`, the student of a
+    `DistillationModel`, and weights with LoRA adapters merged. A `RewardModel` becomes a classifier
+    of sequences with one label. If there are several processes, all of them must call this
+    function; the first one writes.
 
     Args:
       folder: Folder to write. Files of the same names, and all tensors in the folder, are replaced.
@@ -380,15 +382,15 @@ def deployed_model(model: Config, variables: Mapping[str, Any]) -> tuple[Config,
 def language_model(model: Config, variables: Mapping[str, Any]) -> tuple[Config, Mapping[str, Any]]:
     """Return the model that contains a network, and its weights.
 
-    A `PolicyModel` becomes a `LanguageModel` of its policy, without the reference. A bare
-    `TransformerLm` becomes the network of a `LanguageModel`, or of a `BertModel` if it is not
-    causal. Other models are returned unchanged.
+    A `PolicyModel` becomes a `LanguageModel` of its policy, and a `DistillationModel` one of its
+    student. A bare `TransformerLm` becomes the network of a `LanguageModel`, or of a `BertModel` if
+    it is not causal. Other models are returned unchanged.
 
     Args:
       model: Config of a model or of a network.
       variables: Variables of the model, `{'params': …}`.
     """
-    if issubclass(target_of(model), PolicyModel):
+    if issubclass(target_of(model), (PolicyModel, DistillationModel)):
         model = model.lm_tpl
         variables = {name: tree["lm"] for name, tree in variables.items() if "lm" in tree}
     if issubclass(target_of(model), TransformerLm):

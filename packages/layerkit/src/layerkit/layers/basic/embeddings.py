@@ -9,8 +9,9 @@ last two: float32 logits with an optional bias and soft cap, and the losses of
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -222,7 +223,7 @@ class ClassSoftmax(BaseLayer):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Map `[batch, length, input_dims]` to float32 logits `[batch, length, num_classes]`."""
-        return self._project(hidden, self.class_vectors(), self.theta.b if self.use_bias else None)
+        return self.projection()(hidden)
 
     def fprop(
         self,
@@ -285,27 +286,44 @@ class ClassSoftmax(BaseLayer):
             correct=losses.correct,
         )
 
-    def _token_losses(self, hidden: jax.Array, labels: jax.Array) -> TokenLosses:
-        options = {
-            "label_smoothing": self.label_smoothing,
-            "z_loss_weight": self.z_loss_weight,
-            "entropy_loss_weight": self.entropy_loss_weight,
-        }
+    @property
+    def loss_options(self) -> dict[str, float]:
+        """Options of `losses.cross_entropy`."""
+        names = ("label_smoothing", "z_loss_weight", "entropy_loss_weight")
+        return {name: getattr(self, name) for name in names}
+
+    def positions_at_once(self, length: int) -> int:
+        """Return the number of positions of a row whose logits are in memory at once.
+
+        Args:
+          length: Number of positions of a row.
+        """
         chunk_size = self.chunk_size
         if chunk_size is None and self.num_classes >= _LARGE_VOCABULARY:
             chunk_size = _DEFAULT_CHUNK
-        if chunk_size is None or hidden.ndim != 3 or hidden.shape[1] <= chunk_size:
-            return cross_entropy(self.logits(hidden), labels, **options)
+        return length if chunk_size is None else min(chunk_size, length)
+
+    def projection(self, dtype: Any = None) -> Callable[[jax.Array], jax.Array]:
+        """Return the function `logits`, with the weights of this layer.
+
+        It maps `[batch, length, input_dims]` to `[batch, length, num_classes]` also where Flax's
+        layers cannot be called, such as in a loop of JAX.
+
+        Args:
+          dtype: Dtype of the class vectors and of the bias, in which `losses.map_chunks` sums
+            gradients; None for theirs.
+        """
+        bias = self.theta.b if self.use_bias else None
+        weights = {"vectors": self.class_vectors(), "bias": bias}
+        return partial(self._project, **jax.tree.map(lambda x: x.astype(dtype or x.dtype), weights))
+
+    def _token_losses(self, hidden: jax.Array, labels: jax.Array) -> TokenLosses:
+        chunk_size = self.positions_at_once(hidden.shape[1]) if hidden.ndim == 3 else None
+        if chunk_size in (None, hidden.shape[1]):
+            return cross_entropy(self.logits(hidden), labels, **self.loss_options)
         # float32, because the gradients of the chunks are summed in this dtype.
-        vectors = self.class_vectors().astype(jnp.float32)
-        bias = self.theta.b.astype(jnp.float32) if self.use_bias else None
-        return chunked_cross_entropy(
-            hidden,
-            partial(self._project, vectors=vectors, bias=bias),
-            labels,
-            chunk_size=chunk_size,
-            **options,
-        )
+        project, options = self.projection(jnp.float32), self.loss_options
+        return chunked_cross_entropy(hidden, project, labels, chunk_size=chunk_size, **options)
 
     def _project(self, hidden: jax.Array, vectors: jax.Array, bias: jax.Array | None) -> jax.Array:
         check_last_axis(self, hidden, input_dims=self.input_dims)

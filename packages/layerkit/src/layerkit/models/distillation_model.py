@@ -1,0 +1,263 @@
+"""DistillationModel: a language model that learns from the distributions of a teacher.
+
+The teacher is a second, frozen network, or its most likely tokens are read from the batch. The
+student learns on the data or, on-policy, on its own continuations of them, as in GKD (Agarwal et
+al., 2024, arXiv:2306.13649). `layerkit.ops.distillation` defines the divergences.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict
+
+from layerkit.base.base_layer import INTERMEDIATES, NON_TRAINABLE, PARAMS, RANDOM, BaseLayer
+from layerkit.base.base_model import NATS_PER_TOKEN, BaseModel, Metrics, WeightedScalar
+from layerkit.base.step_reports import REPORTS
+from layerkit.base.weights import is_box
+from layerkit.config import Config, instance_field, sub_config_field
+from layerkit.config.checks import check_positive, require
+from layerkit.config.hparams import Conditions
+from layerkit.config.nested_map import NestedMap
+from layerkit.decoding.decoder import Decoder
+from layerkit.decoding.loop import SampleDecoder, SampledRows
+from layerkit.layers.basic.linears import Linear
+from layerkit.models.language_model import prompts_of_batch
+from layerkit.models.transformer_lm import TransformerLm
+from layerkit.models.weighted_metrics import token_metrics
+from layerkit.ops.distillation import divergence, feature_distances, top_divergence
+from layerkit.ops.losses import cross_entropy, map_chunks, weighted_mean
+
+TEACHER_WEIGHTS = "teacher/(.*)"
+"""Pattern of the paths of the teacher's weights."""
+_PACKING = ("segment_ids", "segment_pos")
+
+
+class DistillationModel(BaseModel):
+    """A language model, the student, that is trained towards a teacher.
+
+    A batch is that of `LanguageModel`. Without `teacher_tpl` it also has `teacher_ids` int32
+    `[batch, length, k]` and `teacher_log_probs` float32 `[batch, length, k + 1]`, which
+    `top_log_probs` computes. The loss of a token is α·divergence + (1 − α)·cross-entropy, and that
+    of a sampled token is its divergence. Networks with vocabularies of different sizes are
+    compared on the ids that both have. A sharding rule with the prefix `teacher_`, such as
+    `teacher_embed`, replaces that of the axis for the weights of the teacher.
+
+    Attributes:
+      lm_tpl: Network of the student.
+      teacher_tpl: Network of the teacher, with its own dtypes if it sets any. The learner must
+        freeze its weights, `teacher/`. None to read the batch.
+      beta: 0 for the forward KL, 1 for the reverse KL, a number between them for the generalized
+        Jensen–Shannon divergence.
+      temperature: Divisor of the logits of both networks in the divergence.
+      alpha: α, from 0 to 1.
+      on_policy_fraction: Probability that a training step, or microbatch, replaces its rows by
+        samples of the student, which continue their first tokens with `decoder`.
+      prompt_length: Number of these tokens; fewer where the row has `inputs_indicator` or padding
+        that says so.
+      features: Pairs of a layer of the student, whose outputs learn through a linear map, and the
+        layer of the teacher whose outputs they learn; both count from 0.
+      feature_loss: Distance of features; see `feature_distances`.
+      feature_weight: Factor of the mean distance in the loss.
+      decoder: Decoder of the student, a `SampleDecoder` for samples.
+
+    Raises:
+      ConfigError: A number is out of range, or `teacher_tpl` is needed and None.
+    """
+
+    used_only_if: ClassVar[Conditions] = {
+        "prompt_length": "on_policy_fraction",
+        "feature_loss": "features",
+        "feature_weight": "features",
+    }
+    reported_metric: ClassVar[str | None] = "xent"
+    metric_units: ClassVar[Mapping[str, str]] = {"xent": NATS_PER_TOKEN}
+
+    lm_tpl: Config[BaseLayer] = sub_config_field(TransformerLm.HParams)
+    teacher_tpl: Config[BaseLayer] | None = sub_config_field(None)
+    beta: float = 0.0
+    temperature: float = 1.0
+    alpha: float = 1.0
+    on_policy_fraction: float = 0.0
+    prompt_length: int = 32
+    features: tuple[tuple[int, int], ...] = ()
+    feature_loss: Literal["mse", "cosine"] = "mse"
+    feature_weight: float = 1.0
+    decoder: Annotated[Any, Decoder] = instance_field(SampleDecoder.HParams)
+
+    def setup(self) -> None:
+        """Check the fields, and create the networks and the maps of features."""
+        check_positive(self, temperature=self.temperature, prompt_length=self.prompt_length)
+        for name in ("alpha", "beta", "on_policy_fraction"):
+            value = getattr(self, name)
+            require(0 <= value <= 1, self, name, value, "a number from 0 to 1")
+        needs_network = bool(self.features) or self.on_policy_fraction > 0
+        expected = "a network, since features and samples need one"
+        require(self.teacher_tpl or not needs_network, self, "teacher_tpl", None, expected)
+        self.create_child("lm", self.lm_tpl)
+        if self.teacher_tpl is not None:
+            self.create_child("teacher", self.teacher_tpl, train=False)
+        for layer, _ in self.features:
+            sizes = {"input_dims": self.lm.model_dims, "output_dims": self.teacher.model_dims}
+            self.create_child(f"feature_{layer}", Linear.HParams.config(), **sizes)
+        self._places = {
+            "lm": [self.lm.locate_layer(layer) for layer, _ in self.features],
+            "teacher": [self.teacher.locate_layer(layer) for _, layer in self.features],
+        }
+
+    @property
+    def frozen_weights(self) -> tuple[str, ...]:
+        """Regular expression of the paths of the teacher; empty if there is no such network."""
+        return () if self.teacher_tpl is None else (TEACHER_WEIGHTS,)
+
+    def init_boxed(self, *args: Any, **kwargs: Any) -> Any:
+        """Initialize as `BaseModel.init_boxed`, with the teacher's names of logical axes."""
+        variables = super().init_boxed(*args, **kwargs)
+        rules = {} if self.sharding is None else dict(self.sharding.rules.table)
+
+        def rename(box: Any) -> Any:
+            names = [f"teacher_{axis}" for axis in box.axes]
+            axes = zip(names, box.axes, strict=True)
+            return box.replace(axes=tuple(name if name in rules else axis for name, axis in axes))
+
+        weights = dict(variables[PARAMS])
+        if self.teacher_tpl is not None:
+            weights["teacher"] = jax.tree.map(rename, weights["teacher"], is_leaf=is_box)
+        return {**variables, PARAMS: weights}
+
+    def compute_predictions(self, batch: NestedMap) -> NestedMap:
+        """Compute the losses of each token, `[batch, length]`.
+
+        Returns:
+          A NestedMap of `divergence`, of the `TokenLosses` of the labels, of the `weights`, of
+          `feature_distance` with features, and of the scalar `is_sampled`.
+
+        Raises:
+          MissingKeyError: The batch lacks a key that the loss needs.
+        """
+        rows, is_sampled = self._rows(batch)
+        hidden, features = self._run("lm", rows)
+        project, options = self.lm.softmax.projection(jnp.float32), self.lm.softmax.loss_options
+        of_teacher = None
+        if self.teacher_tpl is None:
+            teacher = [batch.teacher_ids, batch.teacher_log_probs]
+        else:
+            *teacher, targets = self._run("teacher", rows)
+            of_teacher = self.teacher.softmax.projection()
+
+        def losses_of(hidden: jax.Array, labels: jax.Array, *teacher: Any) -> Any:
+            logits = project(hidden)
+            losses = cross_entropy(logits, labels, **options)
+            if of_teacher is None:
+                ids, log_probs = teacher
+                return losses, top_divergence(logits, ids, log_probs, self.beta, self.temperature)
+            others = of_teacher(*teacher)
+            size = min(logits.shape[-1], others.shape[-1])
+            both = logits[..., :size], others[..., :size]
+            return losses, divergence(*both, self.beta, self.temperature)
+
+        chunk_size = self.lm.softmax.positions_at_once(hidden.shape[1])
+        losses, per_token = map_chunks(
+            losses_of, hidden, rows.labels, *teacher, chunk_size=chunk_size
+        )
+        result = NestedMap(losses._asdict(), divergence=per_token, weights=rows.weights)
+        if self.features:
+            triples = zip(self.features, features, targets, strict=True)
+            distances = [
+                feature_distances(getattr(self, f"feature_{layer}")(x), y, kind=self.feature_loss)
+                for (layer, _), x, y in triples
+            ]
+            result.feature_distance = sum(distances) / len(distances)
+        return NestedMap(result, is_sampled=is_sampled)
+
+    def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
+        """Compute `loss`, `divergence` and maybe `feature_distance`, and `xent` and `accuracy`.
+
+        The last two are left out in training with samples, whose tokens are no data. The other
+        results are those of `LanguageModel`.
+        """
+        weights = predictions.weights
+        names = ("loss", "xent", "divergence", "feature_distance")
+        means = {n: weighted_mean(predictions[n], weights) for n in names if n in predictions}
+        total = jnp.sum(weights.astype(jnp.float32))
+        outputs = NestedMap(means, total_weight=total, correct=predictions.correct)
+        metrics, rows = token_metrics(NestedMap(outputs, per_token_xent=predictions.xent), weights)
+        alpha = jnp.where(predictions.is_sampled, 1.0, self.alpha)
+        loss = alpha * means["divergence"] + (1.0 - alpha) * means["loss"]
+        means["loss"] = loss + self.feature_weight * means.get("feature_distance", 0.0)
+        if self._samples:
+            metrics = {}
+        reported = {n: WeightedScalar.of(means[n], total) for n in means.keys() - {"xent"}}
+        return metrics | reported, rows
+
+    def decode(self, batch: NestedMap) -> NestedMap:
+        """Continue prompts with the student; see `LanguageModel.decode`."""
+        return prompts_of_batch(self, self.lm, batch).decode()
+
+    def start_decoding(self, batch: NestedMap) -> SampledRows:
+        """Return the rows of a batch of prompts; see `LanguageModel.start_decoding`."""
+        return prompts_of_batch(self, self.lm, batch).start()
+
+    @property
+    def _samples(self) -> bool:
+        return self.on_policy_fraction > 0 and self.is_training
+
+    def _rows(self, batch: NestedMap) -> tuple[NestedMap, jax.Array]:
+        """Return the rows to learn from, and whether the student has sampled them."""
+        names = ("ids", "labels", "weights", *_PACKING)
+        rows = NestedMap({name: batch[name] for name in names if name in batch})
+        if not self._samples:
+            return rows, jnp.zeros((), bool)
+        key, choice = jax.random.split(self.next_prng_key())
+        length = batch.ids.shape[1]
+        width = min(self.prompt_length, length)
+        is_prompt = batch.get("inputs_indicator", rows.get("segment_ids", jnp.ones_like(batch.ids)))
+        lengths = jnp.sum(jnp.cumprod(is_prompt[:, :width] != 0, axis=1, dtype=jnp.int32), axis=1)
+        prompts = NestedMap(ids=batch.ids[:, :width], prompt_lengths=lengths)
+        steps = length + 1 - width
+        decoder = dataclasses.replace(self.decoder, max_decode_steps=steps, max_length=None)
+        model, variables = self.unbind()
+        model, frozen = model.clone(train=False, decoder=decoder), jax.lax.stop_gradient(variables)
+
+        def sample() -> NestedMap:
+            outputs: Any = model.apply(frozen, prompts, rngs={RANDOM: key}, method="decode")
+            positions = jnp.arange(length)[None]
+            is_row = positions < outputs.lengths[:, None] - 1
+            made = {
+                "ids": outputs.ids[:, :-1],
+                "labels": outputs.ids[:, 1:],
+                "weights": is_row & (positions >= lengths[:, None] - 1),
+                "segment_ids": is_row,
+                "segment_pos": jnp.broadcast_to(positions, batch.ids.shape),
+            }
+            return NestedMap({name: made[name].astype(rows[name].dtype) for name in rows})
+
+        is_sampled = jax.random.bernoulli(choice, self.on_policy_fraction)
+        return jax.lax.cond(is_sampled, sample, lambda: rows), is_sampled
+
+    def _run(self, name: str, rows: NestedMap) -> tuple[jax.Array, list[jax.Array]]:
+        """Return the inputs of a network's softmax, and its features."""
+        network = getattr(self, name)
+        # An unbound network reports nothing by itself: a teacher has no auxiliary losses.
+        bare, variables = network.unbind()
+        kept = [c for c in (NON_TRAINABLE, *REPORTS) if network.is_mutable_collection(c)]
+        places = self._places[name]
+        paths = {path for path, _ in places}
+        hidden, updates = bare.apply(
+            variables,
+            rows.ids,
+            **{name: rows[name] for name in _PACKING if name in rows},
+            rngs={RANDOM: self.next_prng_key()} if self.has_rng(RANDOM) else {},
+            method="predictors",
+            mutable=[INTERMEDIATES, *(kept if name == "lm" else ())],
+            capture_intermediates=lambda at, method: method == "__call__" and at.path in paths,
+        )
+        outputs = flatten_dict(updates.pop(INTERMEDIATES, {}))
+        for collection, tree in updates.items():
+            for variable, value in tree.items():
+                network.put_variable(collection, variable, value)
+        return hidden, [outputs[*path, "__call__"][0][indices] for path, indices in places]
