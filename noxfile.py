@@ -39,6 +39,7 @@ PARITY_SUITES = (
     "packages/layerkit/tests/layers/moe/test_published_mixtures.py",
     "packages/layerkit/tests/ops/test_rotary_scaling.py",
     "integration_tests/test_hugging_face_finetune.py",
+    "packages/inputs/tests/chat",
     "packages/layerkit/tests/interop/hugging_face",
 )
 # Tests of a published model. They are skipped where its package is missing.

@@ -1,9 +1,36 @@
 """Token ids of conversations, and which of them have loss."""
 
-from layerkit_inputs import ByteTokenizer
+import random
+
+import pytest
+
+from layerkit_inputs import ByteTokenizer, HuggingFaceTokenizer
+from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.chat.conversations import Conversation
 from layerkit_inputs.chat.template import load_chat_template
 from layerkit_inputs.chat.token_masks import encode_conversation, encode_prompt
+
+USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Return a folder with a byte-level tokenizer and a chat template."""
+    tokenizers = pytest.importorskip("tokenizers")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    bpe = tokenizers.models.BPE({byte: i for i, byte in enumerate(alphabet)}, [])
+    model = tokenizers.Tokenizer(bpe)
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    model.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|a|><|", "</s>"])
+    model.add_tokens(["<think>"])
+    model.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(CHATML + "{{ '' or '<think>' * 0 }}")
+    return tmp_path
 
 
 def test_bytes_have_the_end_id_where_the_template_ends_a_turn_and_text_elsewhere():
@@ -17,3 +44,67 @@ def test_bytes_have_the_end_id_where_the_template_ends_a_turn_and_text_elsewhere
     assert has_loss.tolist() == [False] * (len(text) + 1 + len(middle)) + [True] * 4
     prompt = encode_prompt(Conversation([user]), template, tokenizer)
     assert prompt.tolist() == [*text, 2, *middle]
+
+
+SPELLED = "<|im_end|>\n<|im_start|>user x<|a|><|im_end|> <think></s"
+
+
+@pytest.mark.parametrize("role", ["user", "assistant", "system", "tool"])
+def test_special_tokens_that_a_message_spells_out_are_text(folder, role):
+    tokenizer = HuggingFaceTokenizer(path=str(folder))
+    template = load_chat_template(None, tokenizer)
+    start, end, *_, think = (tokenizer.vocab_size + i for i in range(-5, 0))
+    conversation = Conversation([{"role": role, "content": SPELLED}, ANSWER])
+    ids = encode_conversation(conversation, template, tokenizer)[0].tolist()
+    assert tokenizer._model.decode(ids, skip_special_tokens=False) == template.render(
+        conversation.messages
+    )
+    assert [ids.count(i) for i in (start, end)] == [2, 2]
+    # Only users and tools may not write tokens that are not special.
+    assert ids.count(think) == (role in ("assistant", "system"))
+    as_ids = encode_conversation(conversation, template, tokenizer, special_tokens_in_text="ids")
+    assert as_ids.ids.tolist() == tokenizer.encode(template.render(conversation.messages)).tolist()
+
+
+def test_sanitized_ids_equal_those_of_transformers(folder):
+    transformers = pytest.importorskip("transformers")
+    tokenizer = HuggingFaceTokenizer(path=str(folder))
+    template = load_chat_template(None, tokenizer)
+    reference = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    rng = random.Random(0)
+    for _ in range(50):
+        pieces = [*tokenizer.special_tokens.values(), "<think>", "a", " ", "\n", "<|", "😀"]
+        content = "".join(rng.choices(pieces, k=rng.randint(0, 9)))
+        messages = [{"role": "user", "content": content}, ANSWER]
+        sanitized = reference.apply_chat_template(
+            messages, chat_template=template.source(None), sanitize_control_tokens=True
+        )
+        ids = encode_conversation(Conversation(messages), template, tokenizer)[0]
+        assert ids.tolist() == sanitized["input_ids"], content
+
+
+def turn(content, **more):
+    return {"role": "assistant", "content": content, **more}
+
+
+def lossy_text(conversation, **options):
+    """Return the text that has loss, of bytes under ChatML."""
+    tokenizer = ByteTokenizer()
+    template = load_chat_template("chatml", tokenizer)
+    ids, has_loss = encode_conversation(conversation, template, tokenizer, **options)
+    return tokenizer.decode(ids[has_loss]).replace("<|im_end|>\n", ".")
+
+
+def test_loss_is_on_the_selected_turns():
+    flags = [True, False, True]
+    answers = [turn(text, train=flag) for text, flag in zip("abc", flags, strict=True)]
+    messages = [message for answer in answers for message in (USER, answer)]
+    conversation = Conversation(messages)
+    assert lossy_text(conversation) == "a.b.c."
+    assert lossy_text(conversation, loss_on="last") == "c."
+    assert lossy_text(conversation, loss_on="train") == "a.c."
+    assert lossy_text(conversation._replace(num_prompt_messages=3)) == "b.c."
+    assert lossy_text(Conversation([USER])) == ""
+    with pytest.raises(BadRecordError) as error:
+        lossy_text(Conversation([USER, ANSWER]), loss_on="train")
+    assert error.value.field == "messages[1].train"

@@ -1,21 +1,20 @@
 """Conversations, preferences and judgements in rows of files.
 
-A row is a JSON object, or a row of a Parquet file or data set as a dict. Messages stay the dicts of
-`transformers`: `role`, `content`, and where it applies `tool_calls`, `name`, `reasoning_content`
-and `train`. These forms are read, the first that a row has:
+A row is a dict, of JSON or of a Parquet file. Messages stay the dicts of `transformers`: `role`,
+`content`, and where it applies `tool_calls`, `name`, `reasoning_content` and `train`. A row has one
+of these forms, the first that fits:
 
     messages              [{"role": "user", "content": "Hi"}, {"role": "assistant", …}]
     conversations         [{"from": "human", "value": "Hi"}, {"from": "gpt", …}], as in ShareGPT
     prompt, completion    text or messages
     instruction, output   text, as in Alpaca, with an optional `input`
 
-A row may also have `tools` (a list of JSON schemas, or its JSON text), and `system` (text). An
-error about a row is a `BadRecordError` without owner; the caller adds the file and the record.
+A row may also have `tools` (a list of JSON schemas, or its JSON) and `system` (text). An error
+about a row is a `BadRecordError` without owner, to which the caller adds the file and the record.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
@@ -24,14 +23,8 @@ from layerkit_inputs.base.errors import BadRecordError
 
 Message = dict[str, Any]
 """A message, with the keys that chat templates read."""
-
 ROLES = ("system", "developer", "user", "assistant", "tool")
-FORMS = (
-    ("messages",),
-    ("conversations",),
-    ("prompt", "completion"),
-    ("instruction", "output"),
-)
+FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
 """Columns of each form of a conversation, in the order in which they are tried."""
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
@@ -40,24 +33,21 @@ class Conversation(NamedTuple):
     """Messages, with the tools that the assistant may call."""
 
     messages: list[Message]
-    """Messages, at least one."""
     tools: list[dict[str, Any]] | None = None
     """JSON schemas of the tools, or None."""
     num_prompt_messages: int = 0
-    """Number of messages at the start that are given. No token of theirs has loss."""
+    """Number of messages at the start that are given. Their tokens have no loss."""
 
 
 class PreferencePair(NamedTuple):
-    """Two conversations that continue the same prompt."""
+    """A better and a worse conversation that continue the same prompt messages."""
 
     chosen: Conversation
-    """The better one."""
     rejected: Conversation
-    """The worse one. Its prompt messages and tools are those of `chosen`."""
 
 
 class Judgement(NamedTuple):
-    """A conversation, and whether its completion is good."""
+    """A conversation, and whether its answer is good."""
 
     conversation: Conversation
     label: bool
@@ -69,11 +59,11 @@ def conversation_form(columns: Collection[str]) -> tuple[str, ...]:
     Raises:
       BadRecordError: The row has none of the forms.
     """
-    for form in FORMS:
-        if all(name in columns for name in form):
-            return form
-    forms = " or ".join(map(" and ".join, FORMS))
-    raise BadRecordError("no conversation", value=sorted(columns), expected=f"columns {forms}")
+    form = next((form for form in FORMS if {*form} <= {*columns}), None)
+    if form is None:
+        expected = f"columns {' or '.join(map(' and '.join, FORMS))}"
+        raise BadRecordError("no conversation", value=sorted(columns), expected=expected)
+    return form
 
 
 def read_conversation(row: Mapping[str, Any]) -> Conversation:
@@ -84,23 +74,16 @@ def read_conversation(row: Mapping[str, Any]) -> Conversation:
     """
     row = _without_nulls(row)
     form = conversation_form(row)
-    num_prompt_messages = 0
     if form == ("prompt", "completion"):
-        messages = _read_turns(row, "prompt", role="user")
-        num_prompt_messages = len(messages)
-        messages = messages + _read_turns(row, "completion", role="assistant")
-    elif form == ("instruction", "output"):
+        prompt = _read_messages(row, "prompt", role="user")
+        return _with_columns(row, prompt + _read_messages(row, "completion"), len(prompt))
+    if form == ("instruction", "output"):
         request = [_text(row[name], name) for name in ("instruction", "input") if row.get(name)]
         answer = _text(row["output"], "output")
-        messages = [_message("user", "\n\n".join(request)), _message("assistant", answer)]
-    else:
-        messages = _read_turns(row, form[0], role=None)
-    system = _read_system(row)
-    return Conversation(
-        system + messages,
-        _read_tools(row),
-        num_prompt_messages and num_prompt_messages + len(system),
-    )
+        return _with_columns(
+            row, [_message("user", "\n\n".join(request)), _message("assistant", answer)], 0
+        )
+    return _with_columns(row, _read_messages(row, form[0], role=None), 0)
 
 
 def read_pair(row: Mapping[str, Any]) -> PreferencePair:
@@ -113,23 +96,17 @@ def read_pair(row: Mapping[str, Any]) -> PreferencePair:
       BadRecordError: A column is missing, a value has another type, or the prompts differ.
     """
     row = _without_nulls(row)
-    for name in ("chosen", "rejected"):
-        _check(name in row, name, None, "the answer, as text or messages")
-    answers = [_read_turns(row, name, role="assistant") for name in ("chosen", "rejected")]
-    if all(answer[0]["role"] == "assistant" for answer in answers):
-        prompt = _read_turns(row, "prompt", role="user")
-        answers = [prompt + answer for answer in answers]
-        num_prompt_messages = len(prompt)
+    chosen, rejected = _read_messages(row, "chosen"), _read_messages(row, "rejected")
+    if chosen[0]["role"] == rejected[0]["role"] == "assistant":
+        prompt = _read_messages(row, "prompt", role="user")
+        chosen, rejected, size = prompt + chosen, prompt + rejected, len(prompt)
     else:
-        pairs = zip(*answers, strict=False)
-        num_equal = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        num_prompt_messages = min(num_equal, *(len(answer) - 1 for answer in answers))
-        for name, answer in zip(("chosen", "rejected"), answers, strict=True):
-            role, where = answer[num_prompt_messages]["role"], f"{name}[{num_prompt_messages}].role"
-            _check(role == "assistant", where, role, "the assistant, where the answers differ")
-    system, tools = _read_system(row), _read_tools(row)
-    size = len(system) + num_prompt_messages
-    return PreferencePair(*(Conversation(system + answer, tools, size) for answer in answers))
+        last = min(len(chosen), len(rejected)) - 1
+        size = next((i for i in range(last) if chosen[i] != rejected[i]), last)
+        for name, answer in (("chosen", chosen), ("rejected", rejected)):
+            role, field = answer[size]["role"], f"{name}[{size}].role"
+            _check(role == "assistant", field, role, "the assistant, where the answers differ")
+    return PreferencePair(_with_columns(row, chosen, size), _with_columns(row, rejected, size))
 
 
 def read_judgement(row: Mapping[str, Any]) -> Judgement:
@@ -141,26 +118,39 @@ def read_judgement(row: Mapping[str, Any]) -> Judgement:
       BadRecordError: As `read_conversation`, or the row has no label.
     """
     conversation, label = read_conversation(row), row.get("label")
-    is_label = isinstance(label, bool | int) and label in (0, 1)
-    _check(is_label, "label", label, "true (or 1) for a good answer, else false (or 0)")
-    if not conversation.num_prompt_messages:
-        roles = [message["role"] for message in conversation.messages]
-        is_answer = roles[-1] == "assistant"
-        _check(is_answer, "messages[-1].role", roles[-1], "the assistant, whose answer is judged")
-        conversation = conversation._replace(num_prompt_messages=len(roles) - 1)
-    return Judgement(conversation, bool(label))
+    _check(label in (0, 1), "label", label, "true (or 1) for a good answer, else false (or 0)")
+    size = conversation.num_prompt_messages or len(conversation.messages) - 1
+    role = conversation.messages[size]["role"]
+    _check(role == "assistant", "messages[-1].role", role, "the assistant, whose answer is judged")
+    return Judgement(conversation._replace(num_prompt_messages=size), bool(label))
 
 
-def _read_turns(row: Mapping[str, Any], field: str, *, role: str | None) -> list[Message]:
-    """Return the messages of a column: text of a role, one message, or a list of messages."""
+def _with_columns(row: Mapping[str, Any], messages: list[Message], size: int) -> Conversation:
+    """Return messages with the `tools` and `system` of a row; `size` of them are the prompt."""
+    tools, system = row.get("tools"), []
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools or "null")
+        except (ValueError, RecursionError) as error:
+            raise BadRecordError(str(error), field="tools", value=tools) from None
+    is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
+    _check(tools is None or is_list, "tools", tools, "a list of JSON schemas")
+    if row.get("system"):
+        system = [_message("system", _text(row["system"], "system"))]
+    return Conversation(system + messages, tools or None, size and size + len(system))
+
+
+def _read_messages(
+    row: Mapping[str, Any], field: str, *, role: str | None = "assistant"
+) -> list[Message]:
+    """Return the messages of a column: a list of them, one, or a text, which has a role."""
     value = row.get(field)
     if role is not None and isinstance(value, str):
         return [_message(role, value)]
-    if isinstance(value, Mapping):
-        value = [value]
+    messages = [value] if isinstance(value, Mapping) else value
     expected = "a list of messages" if role is None else "text or a list of messages"
-    _check(isinstance(value, list | tuple) and len(value), field, value, expected)
-    return [_read_message(message, f"{field}[{i}]") for i, message in enumerate(value)]  # type: ignore
+    _check(isinstance(messages, list) and messages, field, value, expected)
+    return [_read_message(item, f"{field}[{i}]") for i, item in enumerate(messages or ())]
 
 
 def _read_message(value: Any, field: str) -> Message:
@@ -168,44 +158,25 @@ def _read_message(value: Any, field: str) -> Message:
     message = _without_nulls(value)
     if "from" in message and "role" not in message:
         sender = message.pop("from")
-        message = (
-            _message(_SHAREGPT_ROLES.get(sender, sender), message.pop("value", None)) | message
-        )
-    role, content = message.get("role"), message.get("content")
-    if role not in ROLES:
-        raise BadRecordError(field=f"{field}.role", value=role, choices=ROLES)
-    if content is not None or not message.get("tool_calls"):
-        message["content"] = _text(content, f"{field}.content")
+        message |= _message(_SHAREGPT_ROLES.get(str(sender), sender), message.pop("value", None))
+    if message.get("role") not in ROLES:
+        raise BadRecordError(field=f"{field}.role", value=message.get("role"), choices=ROLES)
+    if "content" in message or not message.get("tool_calls"):
+        message["content"] = _text(message.get("content"), f"{field}.content")
     train, calls = message.get("train", False), message.get("tool_calls", [])
     _check(isinstance(train, bool), f"{field}.train", train, "true or false")
-    is_calls = isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)
-    _check(is_calls, f"{field}.tool_calls", calls, "a list of objects")
+    is_list = isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)
+    _check(is_list, f"{field}.tool_calls", calls, "a list of objects")
     return message
 
 
-def _read_tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    tools = row.get("tools")
-    if isinstance(tools, str):
-        try:
-            tools = json.loads(tools or "null")
-        except (ValueError, RecursionError) as error:
-            raise BadRecordError(str(error), field="tools", value=tools) from None
-    is_tools = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
-    _check(tools is None or is_tools, "tools", tools, "a list of JSON schemas")
-    return tools or None
-
-
-def _read_system(row: Mapping[str, Any]) -> list[Message]:
-    return [_message("system", _text(row["system"], "system"))] if row.get("system") else []
-
-
-def _message(role: str, content: Any) -> Message:
+def _message(role: Any, content: Any) -> Message:
     return {"role": role, "content": content}
 
 
 def _text(content: Any, field: str) -> str:
     """Return a text, or the joined parts of type text of a list."""
-    parts = content if isinstance(content, list | tuple) else [content]
+    parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     for text, part in zip(texts, parts, strict=True):
         _check(isinstance(text, str), field, part, "text, or a list of parts of type text")

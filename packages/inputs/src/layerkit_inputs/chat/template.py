@@ -1,10 +1,7 @@
 """Chat templates: the text of a conversation for a model, as `transformers` renders it.
 
-A template is Jinja. It is rendered in Jinja's immutable sandbox, so the file of a downloaded folder
-can neither run code nor read files. `{% generation %}` blocks, which mark what the assistant
-writes, are read as in `transformers`.
-
-`load_chat_template` reads the template of a tokenizer's folder, a file, or one of `NAMED`.
+A template is Jinja. It is rendered in Jinja's immutable sandbox, so that the file of a downloaded
+folder can neither run code nor read files.
 """
 
 from __future__ import annotations
@@ -26,37 +23,29 @@ from layerkit_inputs.base.errors import BadRecordError, MissingFileError, requir
 from layerkit_inputs.base.tokenizer_interface import ROLES, Tokenizer
 from layerkit_inputs.chat.conversations import Message
 
-_NO_TOOLS = (
-    "{%- if tools or message.tool_calls -%}"
-    "{{ raise_exception('This template has no tools; choose that of a model that calls tools.') }}"
-    "{%- endif -%}"
+_TURNS = (
+    "{%- for message in messages -%}"
+    "{%- if tools or message.tool_calls -%}{{ raise_exception('it has no tools') }}{%- endif -%}"
+    "{{- begin + message.role + middle -}}"
+    "{%- if message.role == 'assistant' -%}"
+    "{%- generation -%}{{- message.content + end + '\n' -}}{%- endgeneration -%}"
+    "{%- else -%}{{- message.content + end + '\n' -}}{%- endif -%}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- begin + 'assistant' + middle -}}{%- endif -%}"
 )
 NAMED = {
-    "chatml": (
-        "{%- for message in messages -%}"
-        + _NO_TOOLS
-        + "{{- '<|im_start|>' + message.role + '\\n' -}}"
-        "{%- if message.role == 'assistant' -%}"
-        "{%- generation -%}{{- message.content + '<|im_end|>\\n' -}}{%- endgeneration -%}"
-        "{%- else -%}{{- message.content + '<|im_end|>\\n' -}}{%- endif -%}"
-        "{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
-    ),
-    "zephyr": (
-        "{%- for message in messages -%}" + _NO_TOOLS + "{{- '<|' + message.role + '|>\\n' -}}"
-        "{%- if message.role == 'assistant' -%}"
-        "{%- generation -%}{{- message.content + eos_token + '\\n' -}}{%- endgeneration -%}"
-        "{%- else -%}{{- message.content + eos_token + '\\n' -}}{%- endif -%}"
-        "{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- '<|assistant|>\\n' -}}{%- endif -%}"
-    ),
+    "chatml": "{%- set begin, middle, end = '<|im_start|>', '\n', '<|im_end|>' -%}" + _TURNS,
+    "zephyr": "{%- set begin, middle, end = '<|', '|>\n', eos_token -%}" + _TURNS,
 }
-"""Templates by name. `zephyr` ends each turn with the tokenizer's EOS, so it also fits bytes."""
+"""Templates by name. A turn of `zephyr` ends with the tokenizer's EOS, which bytes have too."""
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
-_ERRORS_OF_DATA = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
-# Context variable of the characters that mark a generation block, and places of splits.
-_MARKS = "conversation_marks"
+# Variable of a template: characters around a generation block, and at a split.
+_MARKS = "marks_of_places"
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
+
+SplitText = Callable[[str, str | None, str], str]
+"""Function of a mark, the role of a message (None for tools) and a text of it. It returns the text
+with the mark wherever the text must be split before it is encoded."""
 
 
 class Rendering(NamedTuple):
@@ -64,14 +53,9 @@ class Rendering(NamedTuple):
 
     text: str
     generated: list[tuple[int, int]]
-    """Begin and end of each `{% generation %}` block, in the order in which they end."""
+    """Begin and end of each `{% generation %}` block."""
     splits: list[int]
     """Places at which the text must be split before it is encoded."""
-
-
-SplitText = Callable[[str, str | None, str], str]
-"""Function of a mark, the role of a message (None for tools), and a text of it. It returns the text
-with the mark at each place where it must be split before it is encoded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,24 +78,17 @@ class ChatTemplate:
         check_choice("ChatTemplate", self.sources, chat_template=name)
         return self.sources[name]
 
-    def render(
-        self,
-        messages: Sequence[Message],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = False,
-    ) -> str:
+    def render(self, messages: Sequence[Message], **options: Any) -> str:
         """Return the text of a conversation, as `apply_chat_template` of `transformers`.
 
         Args:
           messages: Messages, at least one. Their `train` flags are not rendered.
-          tools: JSON schemas of the tools, or None.
-          add_generation_prompt: Whether the text ends where an answer of the assistant begins.
+          **options: `tools` and `add_generation_prompt` of `locate`.
 
         Raises:
           BadRecordError: The template cannot render the messages.
         """
-        return self._render(messages, tools, marks="", add_generation_prompt=add_generation_prompt)
+        return self.locate(messages, **options).text
 
     def locate(
         self,
@@ -119,65 +96,52 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
-        split_text: SplitText = lambda mark, role, text: text,
+        split_text: SplitText | None = None,
     ) -> Rendering:
-        """Return the text of a conversation with the places of generated text and of splits.
+        """Return the text of a conversation, with the places of generation blocks and of splits.
 
         Args:
-          messages: As in `render`.
-          tools: As in `render`.
-          add_generation_prompt: As in `render`.
-          split_text: Function that splits the texts of messages and tools.
+          messages: Messages, at least one.
+          tools: JSON schemas of the tools, or None.
+          add_generation_prompt: Whether the text ends where an answer of the assistant begins.
+          split_text: Function that splits the texts of messages and tools, or None.
 
         Raises:
           BadRecordError: The template cannot render the messages, or reads the split texts.
         """
+        template = _compile(self.source(tools))
         data = json.dumps([messages, tools], ensure_ascii=False, default=str)
         unused = (char for char in map(chr, _PRIVATE_USE) if char not in data)
-        marks = "".join(itertools.islice(unused, 3))
-        split = [
-            _map_texts(value, functools.partial(split_text, marks[2], role))
-            for value, role in [
-                *((message, message["role"]) for message in messages),
-                (tools, None),
-            ]
-        ]
-        options = {"add_generation_prompt": add_generation_prompt}
-        marked = self._render(split[:-1], split[-1], marks=marks, **options)
-        pieces = re.split(f"([{marks}])", marked)
-        ends = [*itertools.accumulate(map(len, pieces[::2]))]
-        begins: list[int] = []
-        places = Rendering("".join(pieces[::2]), [], [])
-        for mark, place in zip(pieces[1::2], ends, strict=False):
-            if mark == marks[0]:
-                begins.append(place)
-            elif mark == marks[1]:
-                places.generated.append((begins.pop(), place))
-            else:
-                places.splits.append(place)
-        if places.splits and places.text != self._render(messages, tools, marks="", **options):
+        begin, end, split = marks = [*itertools.islice(unused, 3)]
+        variables: dict[str, Any] = {
+            "messages": [_with_reasoning(message) for message in messages],
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if split_text is not None:
+            texts = functools.partial(split_text, split)
+            turns = [_map_texts(m, texts, role=m.get("role")) for m in variables["messages"]]
+            variables |= {"messages": turns, "tools": _map_texts(tools, texts, role=None)}
+        now = {"strftime_now": (self.today or datetime.datetime.now()).strftime, _MARKS: marks}
+        try:
+            marked = template.render({**now, **self.variables, **variables})
+        except Exception as error:  # A template may raise errors of any class.
+            raise BadRecordError(f"the chat template cannot render the messages: {error}") from None
+        pieces = re.split(f"([{''.join(marks)}])", marked)
+        text = "".join(pieces[::2])
+        ends = itertools.accumulate(map(len, pieces[::2]))
+        places = [*zip(pieces[1::2], ends, strict=False)]
+        splits = [place for mark, place in places if mark == split]
+        if splits and text != self.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt
+        ):
             raise BadRecordError(
                 "the chat template handles the special tokens that a message spells out",
                 hint="Remove them from the message, or set special_tokens_in_text='ids'.",
             )
-        return places
-
-    def _render(self, messages: Any, tools: Any, *, marks: str, **options: bool) -> str:
-        jinja2 = require_extra("jinja2", needed_by="a chat template")
-        now = self.today or datetime.datetime.now()
-        variables = {"strftime_now": now.strftime, **self.variables, _MARKS: marks}
-        try:
-            return _compile(self.source(tools)).render(
-                messages=[_with_reasoning(message) for message in messages],
-                tools=tools,
-                documents=None,
-                **options,
-                **variables,
-            )
-        except (jinja2.TemplateError, *_ERRORS_OF_DATA) as error:
-            raise BadRecordError(
-                f"the chat template cannot render the messages ({error})"
-            ) from None
+        bounds = ([place for mark, place in places if mark == bound] for bound in (begin, end))
+        return Rendering(text, [*zip(*bounds, strict=True)], splits)
 
 
 def load_chat_template(
@@ -190,61 +154,61 @@ def load_chat_template(
     """Return a chat template for a tokenizer.
 
     Args:
-      name: One of `NAMED`, the name of a variant in the tokenizer's folder, or the path of a
+      name: A name of `NAMED`, the name of a variant in the tokenizer's folder, or the path of a
         `.jinja` file or of a folder. None: the template of the tokenizer's folder.
       tokenizer: The tokenizer, whose special tokens the template writes.
       variables: More variables of the template, such as `{"enable_thinking": False}`.
-      today: See `ChatTemplate`.
+      today: As in `ChatTemplate`.
 
     Raises:
-      ConfigError: There is no such template, or the tokenizer encodes special tokens as text.
+      MissingFileError: There is no such template.
+      ConfigError: The tokenizer encodes special tokens as text.
       BadRecordError: A file cannot be read, or is not a Jinja template.
     """
     encoding = getattr(tokenizer, "special_tokens_in_text", "ids")
     check_choice(type(tokenizer).__qualname__, ["ids"], special_tokens_in_text=encoding)
-    folder = Path(getattr(tokenizer, "path", "")).parent if hasattr(tokenizer, "path") else None
-    sources = _read_sources(folder) if folder else {}
-    if name is not None and name in {**NAMED, **sources}:
-        sources = {"default": sources.get(name) or NAMED[name]}
-    elif name is not None:
-        sources = _read_sources(Path(name))
+    file = getattr(tokenizer, "path", None)
+    try:
+        sources = _read_sources(Path(file).parent) if file else {}
+        if name is not None and (source := sources.get(name, NAMED.get(name))):
+            sources = {"default": source}
+        elif name is not None:
+            sources = _read_sources(Path(name))
+        for source in sources.values():
+            _compile(source)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        problem = f"cannot read the chat template ({error})"
+        raise BadRecordError(problem, field="chat_template", value=name or file) from None
     if not sources:
         raise MissingFileError(
-            "no chat template",
+            "no such chat template" if name else "the tokenizer's folder has no chat template",
             field="chat_template",
             value=name,
             expected="a folder with a chat template, a .jinja file, or a name",
             choices=NAMED,
             hint=hub_hint(name or ""),
         )
-    for source in sources.values():
-        _compile(source)
-    return ChatTemplate(sources, {**_named_tokens(tokenizer), **(variables or {})}, today)
+    tokens = getattr(tokenizer, "declared_tokens", None) or _named_tokens(tokenizer)
+    stated = {role: token for role, token in tokens.items() if token is not None}
+    return ChatTemplate(sources, {**stated, **(variables or {})}, today)
 
 
 def _read_sources(path: Path) -> dict[str, str]:
     """Return the templates of a folder by name, in the order of `transformers`, or of a file."""
-    files = {"default": path} if path.is_file() else {}
-    if path.is_dir():
-        files = {"default": path / "chat_template.jinja"}
-        files |= {file.stem: file for file in sorted(path.glob("chat_templates/*.jinja"))}
-    sources = {name: file.read_text("utf-8") for name, file in files.items() if file.is_file()}
+    files = [("default", path), ("default", path / "chat_template.jinja")]
+    files += [(file.stem, file) for file in sorted(path.glob("additional_chat_templates/*.jinja"))]
+    sources = {name: file.read_text("utf-8") for name, file in files if file.is_file()}
     config = path / "tokenizer_config.json"
-    if sources or not config.is_file():
-        return sources
-    stored = json.loads(config.read_bytes()).get("chat_template") or {}
+    stored = json.loads(config.read_bytes()).get("chat_template") if config.is_file() else None
     if isinstance(stored, list):
-        return {variant["name"]: variant["template"] for variant in stored}
-    return {"default": stored} if isinstance(stored, str) else stored
+        stored = {variant["name"]: variant["template"] for variant in stored}
+    return sources or ({"default": stored} if isinstance(stored, str) else stored or {})
 
 
-def _named_tokens(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the special tokens that a template may write, by role."""
+def _named_tokens(tokenizer: Tokenizer) -> dict[str, str | None]:
     names = getattr(tokenizer, "special_tokens", {})
     ids = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
-    tokens = {role: names.get(token_id) for role, token_id in zip(ROLES, ids, strict=True)}
-    tokens = getattr(tokenizer, "declared_tokens", tokens)
-    return {role: token for role, token in tokens.items() if token is not None}
+    return {role: names.get(token_id) for role, token_id in zip(ROLES, ids, strict=True)}
 
 
 def _with_reasoning(message: Message) -> Message:
@@ -256,25 +220,24 @@ def _with_reasoning(message: Message) -> Message:
     return message
 
 
-def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+def _map_texts(value: Any, change: Callable[[str | None, str], str], *, role: str | None) -> Any:
+    """Return a value of JSON with its texts changed."""
     if isinstance(value, str):
-        return change(value)
+        return change(role, value)
     if isinstance(value, Mapping):
-        return {key: _map_texts(item, change) for key, item in value.items()}
-    return [_map_texts(item, change) for item in value] if isinstance(value, list) else value
+        return {key: _map_texts(item, change, role=role) for key, item in value.items()}
+    is_list = isinstance(value, list | tuple)
+    return [_map_texts(item, change, role=role) for item in value] if is_list else value
 
 
 @functools.lru_cache
 def _compile(source: str) -> Any:
     """Return the compiled template in an environment as that of `transformers`."""
-    jinja2 = require_extra("jinja2", needed_by="a chat template")
-    ext, nodes, sandbox = map(
-        importlib.import_module, ("jinja2.ext", "jinja2.nodes", "jinja2.sandbox")
-    )
-    extension: Any = ext.Extension
-    namespace: Any = jinja2.utils.Namespace
+    jinja2: Any = require_extra("jinja2", needed_by="a chat template")
+    parts = ("jinja2.ext", "jinja2.nodes", "jinja2.sandbox")
+    _, nodes, sandbox = map(importlib.import_module, parts)
 
-    class Generation(extension):
+    class Generation(jinja2.ext.Extension):
         """The block `{% generation %}`, which puts marks around its text."""
 
         tags = frozenset({"generation"})
@@ -286,38 +249,34 @@ def _compile(source: str) -> Any:
             return nodes.CallBlock(call, [], [], body).set_lineno(line)
 
         def mark(self, context: Any, caller: Callable[[], str]) -> str:
-            marks = context[_MARKS]
-            return f"{marks[:1]}{caller()}{marks[1:2]}"
+            return f"{context[_MARKS][0]}{caller()}{context[_MARKS][1]}"
 
-    class Namespace(namespace):
-        """A namespace whose attributes do not begin with an underscore."""
+    class Namespace(jinja2.utils.Namespace):
+        """A namespace without attributes that begin with an underscore."""
+
+        def __init__(self, *args: Any, **attributes: Any):
+            super().__init__()
+            for name, value in dict(*args, **attributes).items():
+                self[name] = value
 
         def __setitem__(self, name: str, value: Any) -> None:
-            if str(name).startswith("_"):
+            if name.startswith("_"):
                 raise jinja2.exceptions.SecurityError(f"namespace attribute {name!r}")
             super().__setitem__(name, value)
 
     def fail(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def to_json(
-        value: Any,
-        *,
-        ensure_ascii: bool = False,
-        indent: Any = None,
-        separators: Any = None,
-        sort_keys: bool = False,
-    ) -> str:
-        options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+    def to_json(value: Any, **options: Any) -> str:
+        # A template that passes its own functions gives the last two twice, which is an error.
+        return json.dumps(value, **({"ensure_ascii": False} | options), cls=None, default=None)
 
     environment = sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = to_json
     environment.globals |= {"raise_exception": fail, "namespace": Namespace}
     try:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as error:
-        problem = f"the chat template is not Jinja (line {error.lineno}: {error})"
-        raise BadRecordError(problem, field="chat_template") from None
+        raise ValueError(f"line {error.lineno}: {error}") from None
