@@ -33,10 +33,10 @@ ROWS = {
     ),
     "alpaca": (
         {"instruction": "Translate.", "input": "Hi", "output": "Ho", "text": "all"},
-        ([{"role": "user", "content": "Translate.\n\nHi"}, ANSWER], None, 0),
+        ([{"role": "user", "content": "Translate.\n\nHi"}, ANSWER], None, 1),
     ),
     "alpaca without input": (
-        {"instruction": "Hi", "input": "", "output": "Ho"}, ([USER, ANSWER], None, 0)
+        {"instruction": "Hi", "input": "", "output": "Ho"}, ([USER, ANSWER], None, 1)
     ),
 }  # fmt: skip
 
@@ -47,7 +47,7 @@ def test_each_form_of_a_row_gives_its_conversation(row, conversation):
 
 
 WRONG = {
-    "no form": ({"text": "Hi"}, "columns messages or conversations"),
+    "no form": ({"text": "Hi"}, "Expected columns messages or"),
     "not a list": ({"messages": "Hi"}, "messages='Hi'. Expected a list of messages"),
     "no messages": ({"messages": []}, "messages=[]. Expected a list of messages"),
     "no object": ({"messages": [3]}, "messages[0]=3. Expected an object"),

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from layerkit.errors import ConfigError
 from layerkit_inputs import ByteTokenizer, HuggingFaceTokenizer
-from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.chat.conversations import Conversation
 from layerkit_inputs.chat.template import load_chat_template
 from layerkit_inputs.chat.token_masks import encode_conversation, encode_prompt
@@ -95,7 +95,7 @@ def lossy_text(conversation, **options):
     return tokenizer.decode(ids[has_loss]).replace("<|im_end|>\n", ".")
 
 
-def test_loss_is_on_the_selected_turns():
+def test_loss_is_on_the_selected_turns(raises):
     flags = [True, False, True]
     answers = [turn(text, train=flag) for text, flag in zip("abc", flags, strict=True)]
     messages = [message for answer in answers for message in (USER, answer)]
@@ -105,6 +105,5 @@ def test_loss_is_on_the_selected_turns():
     assert lossy_text(conversation, loss_on="train") == "a.c."
     assert lossy_text(conversation._replace(num_prompt_messages=3)) == "b.c."
     assert lossy_text(Conversation([USER])) == ""
-    with pytest.raises(BadRecordError) as error:
+    with raises(ConfigError, field="messages[1].train", value=None):
         lossy_text(Conversation([USER, ANSWER]), loss_on="train")
-    assert error.value.field == "messages[1].train"

@@ -16,7 +16,7 @@ about a row is a `BadRecordError` without owner, to which the caller adds the fi
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from layerkit_inputs.base.errors import BadRecordError
@@ -53,19 +53,6 @@ class Judgement(NamedTuple):
     label: bool
 
 
-def conversation_form(columns: Collection[str]) -> tuple[str, ...]:
-    """Return the columns that hold the conversation of a row: an element of `FORMS`.
-
-    Raises:
-      BadRecordError: The row has none of the forms.
-    """
-    form = next((form for form in FORMS if {*form} <= {*columns}), None)
-    if form is None:
-        expected = f"columns {' or '.join(map(' and '.join, FORMS))}"
-        raise BadRecordError("no conversation", value=sorted(columns), expected=expected)
-    return form
-
-
 def read_conversation(row: Mapping[str, Any]) -> Conversation:
     """Return the conversation of a row in one of the forms; see the module.
 
@@ -73,16 +60,15 @@ def read_conversation(row: Mapping[str, Any]) -> Conversation:
       BadRecordError: The row has none of the forms, or a value of it has another type.
     """
     row = _without_nulls(row)
-    form = conversation_form(row)
-    if form == ("prompt", "completion"):
-        prompt = _read_messages(row, "prompt", role="user")
-        return _with_columns(row, prompt + _read_messages(row, "completion"), len(prompt))
+    form: Sequence[str] = next((form for form in FORMS if {*form} <= {*row}), ())
+    expected = f"columns {' or '.join(map(' and '.join, FORMS))}"
+    _check(form, "columns of a conversation", [*row], expected)
     if form == ("instruction", "output"):
         request = [_text(row[name], name) for name in ("instruction", "input") if row.get(name)]
-        answer = _text(row["output"], "output")
-        return _with_columns(
-            row, [_message("user", "\n\n".join(request)), _message("assistant", answer)], 0
-        )
+        row = {**row, "prompt": "\n\n".join(request)}
+    if len(form) == 2:
+        prompt, answer = _read_messages(row, "prompt", role="user"), _read_messages(row, form[1])
+        return _with_columns(row, prompt + answer, len(prompt))
     return _with_columns(row, _read_messages(row, form[0], role=None), 0)
 
 
@@ -136,7 +122,7 @@ def _with_columns(row: Mapping[str, Any], messages: list[Message], size: int) ->
     is_list = isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
     _check(tools is None or is_list, "tools", tools, "a list of JSON schemas")
     if row.get("system"):
-        system = [_message("system", _text(row["system"], "system"))]
+        system = _read_messages(row, "system", role="system")
     return Conversation(system + messages, tools or None, size and size + len(system))
 
 
@@ -146,7 +132,7 @@ def _read_messages(
     """Return the messages of a column: a list of them, one, or a text, which has a role."""
     value = row.get(field)
     if role is not None and isinstance(value, str):
-        return [_message(role, value)]
+        return [{"role": role, "content": value}]
     messages = [value] if isinstance(value, Mapping) else value
     expected = "a list of messages" if role is None else "text or a list of messages"
     _check(isinstance(messages, list) and messages, field, value, expected)
@@ -158,7 +144,8 @@ def _read_message(value: Any, field: str) -> Message:
     message = _without_nulls(value)
     if "from" in message and "role" not in message:
         sender = message.pop("from")
-        message |= _message(_SHAREGPT_ROLES.get(str(sender), sender), message.pop("value", None))
+        message["role"] = _SHAREGPT_ROLES.get(str(sender), sender)
+        message["content"] = message.pop("value", None)
     if message.get("role") not in ROLES:
         raise BadRecordError(field=f"{field}.role", value=message.get("role"), choices=ROLES)
     if "content" in message or not message.get("tool_calls"):
@@ -168,10 +155,6 @@ def _read_message(value: Any, field: str) -> Message:
     is_list = isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)
     _check(is_list, f"{field}.tool_calls", calls, "a list of objects")
     return message
-
-
-def _message(role: Any, content: Any) -> Message:
-    return {"role": role, "content": content}
 
 
 def _text(content: Any, field: str) -> str:

@@ -44,18 +44,18 @@ _MARKS = "marks_of_places"
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 
 SplitText = Callable[[str, str | None, str], str]
-"""Function of a mark, the role of a message (None for tools) and a text of it. It returns the text
-with the mark wherever the text must be split before it is encoded."""
+"""Function of a mark, the role of a message (None for tools) and a text of it. It puts the mark
+into the text wherever it must be split before it is encoded."""
 
 
 class Rendering(NamedTuple):
-    """The text of a conversation, and places in it, in characters."""
+    """The text of a conversation, with places in characters."""
 
     text: str
     generated: list[tuple[int, int]]
     """Begin and end of each `{% generation %}` block."""
     splits: list[int]
-    """Places at which the text must be split before it is encoded."""
+    """Where to split the text before it is encoded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,35 +113,31 @@ class ChatTemplate:
         data = json.dumps([messages, tools], ensure_ascii=False, default=str)
         unused = (char for char in map(chr, _PRIVATE_USE) if char not in data)
         begin, end, split = marks = [*itertools.islice(unused, 3)]
-        variables: dict[str, Any] = {
-            "messages": [_with_reasoning(message) for message in messages],
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-        }
+        turns, schemas = [_with_reasoning(message) for message in messages], tools
         if split_text is not None:
-            texts = functools.partial(split_text, split)
-            turns = [_map_texts(m, texts, role=m.get("role")) for m in variables["messages"]]
-            variables |= {"messages": turns, "tools": _map_texts(tools, texts, role=None)}
-        now = {"strftime_now": (self.today or datetime.datetime.now()).strftime, _MARKS: marks}
+            change = functools.partial(split_text, split)
+            turns = [_map_texts(turn, change, role=turn.get("role")) for turn in turns]
+            schemas = _map_texts(tools, change, role=None)
+        now = self.today or datetime.datetime.now()
+        variables = {"strftime_now": now.strftime, _MARKS: marks, "documents": None}
+        options = {"add_generation_prompt": add_generation_prompt}
         try:
-            marked = template.render({**now, **self.variables, **variables})
+            marked = template.render(
+                variables | {**self.variables}, messages=turns, tools=schemas, **options
+            )
         except Exception as error:  # A template may raise errors of any class.
             raise BadRecordError(f"the chat template cannot render the messages: {error}") from None
         pieces = re.split(f"([{''.join(marks)}])", marked)
-        text = "".join(pieces[::2])
-        ends = itertools.accumulate(map(len, pieces[::2]))
-        places = [*zip(pieces[1::2], ends, strict=False)]
-        splits = [place for mark, place in places if mark == split]
-        if splits and text != self.render(
-            messages, tools=tools, add_generation_prompt=add_generation_prompt
-        ):
+        text, ends = "".join(pieces[::2]), itertools.accumulate(map(len, pieces[::2]))
+        places: dict[str, list[int]] = {mark: [] for mark in marks}
+        for mark, place in zip(pieces[1::2], ends, strict=False):
+            places[mark].append(place)
+        if places[split] and text != self.render(messages, tools=tools, **options):
             raise BadRecordError(
                 "the chat template handles the special tokens that a message spells out",
                 hint="Remove them from the message, or set special_tokens_in_text='ids'.",
             )
-        bounds = ([place for mark, place in places if mark == bound] for bound in (begin, end))
-        return Rendering(text, [*zip(*bounds, strict=True)], splits)
+        return Rendering(text, [*zip(places[begin], places[end], strict=True)], places[split])
 
 
 def load_chat_template(
@@ -170,10 +166,9 @@ def load_chat_template(
     file = getattr(tokenizer, "path", None)
     try:
         sources = _read_sources(Path(file).parent) if file else {}
-        if name is not None and (source := sources.get(name, NAMED.get(name))):
-            sources = {"default": source}
-        elif name is not None:
-            sources = _read_sources(Path(name))
+        if name is not None:
+            source = sources.get(name, NAMED.get(name))
+            sources = {"default": source} if source else _read_sources(Path(name))
         for source in sources.values():
             _compile(source)
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
@@ -188,9 +183,12 @@ def load_chat_template(
             choices=NAMED,
             hint=hub_hint(name or ""),
         )
-    tokens = getattr(tokenizer, "declared_tokens", None) or _named_tokens(tokenizer)
+    names = getattr(tokenizer, "special_tokens", {})
+    ids = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
+    tokens = {role: names.get(token_id) for role, token_id in zip(ROLES, ids, strict=True)}
+    tokens = {**getattr(tokenizer, "declared_tokens", tokens), **(variables or {})}
     stated = {role: token for role, token in tokens.items() if token is not None}
-    return ChatTemplate(sources, {**stated, **(variables or {})}, today)
+    return ChatTemplate(sources, stated, today)
 
 
 def _read_sources(path: Path) -> dict[str, str]:
@@ -203,12 +201,6 @@ def _read_sources(path: Path) -> dict[str, str]:
     if isinstance(stored, list):
         stored = {variant["name"]: variant["template"] for variant in stored}
     return sources or ({"default": stored} if isinstance(stored, str) else stored or {})
-
-
-def _named_tokens(tokenizer: Tokenizer) -> dict[str, str | None]:
-    names = getattr(tokenizer, "special_tokens", {})
-    ids = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
-    return {role: names.get(token_id) for role, token_id in zip(ROLES, ids, strict=True)}
 
 
 def _with_reasoning(message: Message) -> Message:

@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from layerkit.config.checks import require
 from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.base.tokenizer_interface import Tokenizer
 from layerkit_inputs.chat.conversations import Conversation
@@ -27,7 +28,6 @@ from layerkit_inputs.text.tokenizers import SpecialTokensInText
 
 LossOn = Literal["all", "last", "train"]
 """Turns of the assistant that have loss: all, the last, or those whose `train` flag is true."""
-_Span = tuple[int, int]
 _Encoded = tuple[np.ndarray, np.ndarray]
 
 
@@ -58,29 +58,31 @@ def encode_conversation(
       special_tokens_in_text: Encoding of special tokens that a message spells out.
 
     Raises:
-      BadRecordError: The template cannot render the messages, the places of the turns cannot be
-        determined, or a `train` flag is missing.
+      BadRecordError: The template cannot render the messages, or the places of the turns cannot
+        be determined.
+      UnicodeError: A message is not Unicode.
+      ConfigError: A `train` flag is missing, or `loss_on` cannot select generation blocks.
     """
     messages, first = conversation.messages, conversation.num_prompt_messages
     rendering = _render(conversation, template, tokenizer, special_tokens_in_text)
-    all_turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    turns = [turn for turn in all_turns if turn >= first]
-    if loss_on == "last":
-        turns = turns[-1:]
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = [turn for turn in answers if turn >= first][-1 if loss_on == "last" else 0 :]
     if loss_on == "train":
-        turns = [turn for turn in turns if _train_flag(conversation, turn)]
-    blocks = rendering.generated
-    if blocks and turns != all_turns:
-        if len(blocks) != len(all_turns):
-            problem = f"{len(blocks)} generation blocks for {len(all_turns)} assistant turns"
-            hint = "Use loss_on='all', since single turns cannot be selected."
-            raise BadRecordError(f"the chat template writes {problem}", hint=hint)
-        blocks = [block for block, turn in zip(blocks, all_turns, strict=True) if turn in turns]
-    if not rendering.generated:
-        blocks = [_find_turn(conversation, template, rendering.text, turn) for turn in turns]
-    ids, places = _encode(tokenizer, rendering, blocks)
+        for turn in turns:
+            expected = "true or false in the assistant's messages, since loss_on='train'"
+            require("train" in messages[turn], None, f"messages[{turn}].train", None, expected)
+        turns = [turn for turn in turns if messages[turn]["train"]]
+    spans = rendering.generated
+    if not spans:
+        spans = [_find_turn(conversation, template, rendering.text, turn) for turn in turns]
+    elif turns != answers:
+        counts = {"generation blocks": len(spans), "assistant turns": len(answers)}
+        expected = "one block for a turn, or loss_on='all'"
+        require(len(spans) == len(answers), None, "chat_template", counts, expected)
+        spans = [span for span, turn in zip(spans, answers, strict=True) if turn in turns]
+    ids, places = _encode(tokenizer, rendering, spans)
     has_loss = np.zeros(len(ids), bool)
-    for begin, end in blocks:
+    for begin, end in spans:
         has_loss |= (places[:, 0] < end) & (places[:, 1] > begin)
     return ChatTokens(ids, has_loss)
 
@@ -94,14 +96,7 @@ def encode_prompt(
 ) -> np.ndarray:
     """Return the ids of a conversation and of the generation prompt, int32 `[tokens]`.
 
-    Args:
-      conversation: The conversation, which ends before an answer of the assistant.
-      template: As in `encode_conversation`.
-      tokenizer: As in `encode_conversation`.
-      special_tokens_in_text: As in `encode_conversation`.
-
-    Raises:
-      BadRecordError: The template cannot render the messages.
+    Arguments and errors are those of `encode_conversation`.
     """
     rendering = _render(
         conversation, template, tokenizer, special_tokens_in_text, add_generation_prompt=True
@@ -117,31 +112,22 @@ def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(token_id for token_id, name in special.items() if name and name in end)
 
 
-def _train_flag(conversation: Conversation, turn: int) -> bool:
-    flag = conversation.messages[turn].get("train")
-    if flag is None:
-        expected = "true or false in the assistant's messages, since loss_on='train'"
-        raise BadRecordError(field=f"messages[{turn}].train", value=None, expected=expected)
-    return flag
-
-
-def _find_turn(conversation: Conversation, template: ChatTemplate, text: str, turn: int) -> _Span:
+def _find_turn(
+    conversation: Conversation, template: ChatTemplate, text: str, turn: int
+) -> tuple[int, int]:
     """Return where a turn of the assistant begins and ends in the text of a conversation."""
-    messages, render = (
-        conversation.messages,
-        functools.partial(template.render, tools=conversation.tools),
-    )
-    prompt = render(messages[:turn], add_generation_prompt=True)
-    through = render(messages[: turn + 1]) if turn + 1 < len(messages) else text
+    messages, render = conversation.messages, template.render
+    prompt = render(messages[:turn], tools=conversation.tools, add_generation_prompt=True)
+    through = text
+    if turn + 1 < len(messages):
+        through = render(messages[: turn + 1], tools=conversation.tools)
     if not text.startswith(through):
         # Some templates put the end token after a whole conversation.
         through = through.removesuffix(template.variables.get("eos_token", ""))
     for before in (prompt, through):
         if not text.startswith(before) or not before.startswith(prompt):
-            equal = itertools.takewhile(
-                lambda pair: pair[0] == pair[1], zip(text, before, strict=False)
-            )
-            place = sum(1 for _ in equal)
+            pairs = enumerate(zip(text, before, strict=False))
+            place = next((i for i, (here, there) in pairs if here != there), 0)
             raise BadRecordError(
                 f"the chat template renders messages[:{turn + 1}] in another way when messages"
                 f" follow ({text[place:][:20]!r} instead of {before[place:][:20]!r}), so the tokens"
@@ -183,7 +169,9 @@ def _begins(tokens: frozenset[str]) -> re.Pattern[str]:
     return re.compile(f"(?=(?:{names}))(.)" if names else "(?!)()", re.DOTALL)
 
 
-def _encode(tokenizer: Tokenizer, rendering: Rendering, spans: Sequence[_Span]) -> _Encoded:
+def _encode(
+    tokenizer: Tokenizer, rendering: Rendering, spans: Sequence[tuple[int, int]]
+) -> _Encoded:
     """Return the ids of a text, int32 `[tokens]`, and their places, int64 `[tokens, 2]`.
 
     A tokenizer without places encodes special tokens and spans apart.
@@ -199,21 +187,19 @@ def _encode(tokenizer: Tokenizer, rendering: Rendering, spans: Sequence[_Span]) 
         tokens = [match.span() for piece in pieces for match in names.finditer(text, *piece)]
         cuts.update(*tokens, *spans)
     encoded = [(np.empty(0, np.int32), np.empty((0, 2), np.int64))]
-    try:
-        for begin, end in itertools.pairwise(sorted(cuts)):
-            piece = text[begin:end]
-            if piece in special:
-                ids, places = np.array([special[piece]], np.int32), np.array([[0, end - begin]])
-            else:
-                ids, places = _encode_within(encode, piece) if begin else encode(piece)
-            encoded.append((ids, places + begin))
-    except UnicodeError as error:
-        raise BadRecordError(f"a message is not Unicode ({error})") from None
-    all_ids, all_places = zip(*encoded, strict=True)
-    return np.concatenate(all_ids), np.concatenate(all_places)
+    for begin, end in itertools.pairwise(sorted(cuts)):
+        piece = text[begin:end]
+        if piece in special:
+            ids, places = np.array([special[piece]], np.int32), np.array([[0, end - begin]])
+        else:
+            ids, places = _encode_within(encode, piece) if begin else encode(piece)
+        encoded.append((ids, places + begin))
+    all_ids, all_places = map(np.concatenate, zip(*encoded, strict=True))
+    return all_ids, all_places
 
 
 def _encode_whole(tokenizer: Tokenizer, text: str) -> _Encoded:
+    """Return the ids of a text, and the place of the text for each of them."""
     ids = tokenizer.encode(text)
     return ids, np.tile([0, len(text)], (len(ids), 1))
 
@@ -221,10 +207,10 @@ def _encode_whole(tokenizer: Tokenizer, text: str) -> _Encoded:
 def _encode_within(encode: Callable[[str], _Encoded], text: str) -> _Encoded:
     """Return the ids and places of a text after other text.
 
-    Some tokenizers put a space before a text. So it is encoded after a line break, whose ids are
-    removed.
+    It is encoded after a line break, since some tokenizers put a space before a text.
     """
-    ids, places = encode(f"\n{text}")
-    size = len(encode("\n")[0])
-    is_apart = np.array_equal(ids[:size], encode("\n")[0])
-    return (ids[size:], np.maximum(places[size:] - 1, 0)) if is_apart else encode(text)
+    line_break, (ids, places) = encode("\n")[0], encode(f"\n{text}")
+    size = len(line_break)
+    if not np.array_equal(ids[:size], line_break):
+        return encode(text)
+    return ids[size:], np.maximum(places[size:] - 1, 0)
