@@ -91,6 +91,7 @@ EXAMPLES = [
         qk_norm_before_rotary=Change(
             value=True, others={"qk_norm_tpl": Config(RmsNorm), "rotary_tpl": ROTARY}
         ),
+        value_norm_tpl=Config(RmsNorm),
         window=2,
         chunk=2,
         query_growth=0.5,

@@ -15,6 +15,7 @@ from layerkit.ops.rotary_scaling import (
     Llama3Scaling,
     LongRopeScaling,
     NtkScaling,
+    ProportionalScaling,
     YarnScaling,
     yarn_magnitude,
 )
@@ -57,6 +58,10 @@ def of_yarn(**parameters):
 
 CASES = {
     "linear": (LinearScaling(8.0), ("linear", {"factor": 8.0})),
+    "proportional": (
+        ProportionalScaling(0.3, factor=2.0),
+        ("proportional", {"factor": 2.0, "partial_rotary_factor": 0.3}),
+    ),
     # Dynamic scaling at twice the trained length: 4·128/64 - 3.
     "ntk": (NtkScaling(5.0), ("dynamic", {"factor": 4.0, "length": 2 * TRAINED})),
     "yarn": (yarn(), ("yarn", of_yarn())),

@@ -122,6 +122,7 @@ if TYPE_CHECKING:
     from layerkit.ops.rotary_scaling import Llama3Scaling as Llama3Scaling
     from layerkit.ops.rotary_scaling import LongRopeScaling as LongRopeScaling
     from layerkit.ops.rotary_scaling import NtkScaling as NtkScaling
+    from layerkit.ops.rotary_scaling import ProportionalScaling as ProportionalScaling
     from layerkit.ops.rotary_scaling import YarnScaling as YarnScaling
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -61,6 +61,27 @@ class LinearScaling(RotaryScaling):
 
 
 @dataclasses.dataclass(frozen=True)
+class ProportionalScaling(RotaryScaling):
+    """Fast pairs of a head rotated, the others not (Gemma 4).
+
+    The frequencies are those of a whole head, unlike `RotaryPositionalEmbedding.fraction`, which
+    spreads all frequencies over the rotated part.
+
+    Attributes:
+      fraction: Fraction of the pairs that are rotated.
+      factor: Divisor of the frequencies; at least 1.
+    """
+
+    fraction: float = 1.0
+    factor: float = 1.0
+
+    def frequencies(self, frequencies: np.ndarray) -> np.ndarray:
+        """Divide the first frequencies of `[pairs]` by the factor, and set the others to 0."""
+        is_rotated = np.arange(len(frequencies)) < int(self.fraction * len(frequencies))
+        return np.where(is_rotated, frequencies / self.factor, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
 class NtkScaling(RotaryScaling):
     """NTK-aware scaling: a larger base, which slows slow pairs by the factor and fast ones hardly.
 

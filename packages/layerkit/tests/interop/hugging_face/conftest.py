@@ -203,6 +203,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 5,
         "sliding_window_pattern": 2,
     },
+    "gemma4_text": {
+        **{key: GEMMA[key] for key in {*SIZES, "hidden_activation", "attention_bias"}},
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4,
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        "head_dim": 4,
+        "global_head_dim": 8,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.5,
+                "rope_theta": 1e5,
+            },
+        },
+    },
     "phi3": {
         **SIZES,
         **ROPE,
@@ -392,7 +412,7 @@ def make_folder(tmp_path):
         content = {**CONFIGS[family], **keys, "torch_dtype": np.dtype(dtype).name}
         rows = family_of(family).rows
         pieces = pieces_of(dissect(build(family_of(family).read_config(content)), rows), rows)
-        state = {piece.name for piece in pieces if piece.path[0] == "non_trainable"}
+        state = {piece.name for piece in pieces if piece.path[-1] == "score_bias"}
         draw = np.random.default_rng(0)
         tensors = {
             name: draw.normal(size=shape).astype(np.float32 if name in state else dtype)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from layerkit.base.sharding import DEFAULT_RULES, BoundSharding
 from layerkit.config import build, target_of
 from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face import (
@@ -291,17 +292,24 @@ def test_dense_layers_among_experts_are_those_of_config_json(make_folder, repeat
     assert gates["model.layers.3.mlp.experts.2.gate_proj.weight"] == (8, 6)
 
 
-def test_text_of_a_folder_of_text_and_images_is_read(make_folder):
-    config, variables = import_model(make_folder("llama4_text"))
+@pytest.mark.parametrize(
+    ("family", "renamed", "other"),
+    [
+        ("llama4", ("", "language_model."), "vision_model.class_embedding"),
+        ("gemma4", ("model.", "model.language_model."), "model.vision_tower.std_bias"),
+    ],
+)
+def test_text_of_a_folder_of_text_and_images_is_read(make_folder, family, renamed, other):
+    config, variables = import_model(make_folder(f"{family}_text"))
 
     def change(tensors):
         for name in list(tensors):
-            tensors["language_model." + name] = tensors.pop(name)
-        tensors["vision_model.class_embedding"] = np.ones(3, np.float32)
+            tensors[name.replace(*renamed, 1)] = tensors.pop(name)
+        tensors[other] = np.ones(3, np.float32)
 
-    folder = make_folder("llama4_text", change=change)
+    folder = make_folder(f"{family}_text", change=change)
     content = {"text_config": json.loads((folder / "config.json").read_text())}
-    content |= {"model_type": "llama4", "vision_config": {"hidden_size": 8}}
+    content |= {"model_type": family, "vision_config": {"hidden_size": 8}}
     (folder / "config.json").write_text(json.dumps(content))
     again = import_model(folder)
     assert again[0] == config
@@ -403,6 +411,21 @@ def test_replicas_of_a_slice_are_read_once():
     read_weights(source, LLAMA, anatomy, like=like)
     # Two slices of each weight, and a tensor of each of two layers in those that are stacked.
     assert len(source.reads) == 2 * (3 + 2 * 9)
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "cohere"])
+def test_logits_of_a_mesh_are_those_of_one_device(make_folder, family):
+    config, variables = import_model(make_folder(family, num_key_value_heads=4))
+    ids = np.random.default_rng(0).integers(1, 12, (4, 8))
+
+    def logits(**fields):
+        model = build(config).clone(**fields)
+        run = jax.jit(lambda v: model.apply(v, ids, method=lambda m, x: m.lm.logits(x)))
+        return run(variables)
+
+    mesh = Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("fsdp", "tensor", "context"))
+    sharded, whole = logits(sharding=BoundSharding(mesh, DEFAULT_RULES)), logits()
+    np.testing.assert_allclose(sharded, whole, atol=1e-5 * np.abs(whole).max())
 
 
 def test_host_memory_holds_one_slice_and_one_block(monkeypatch):

@@ -72,6 +72,8 @@ GLM |= {"num_experts_per_tok": 2, "topk_group": 1, "n_shared_experts": 2}
 LLAMA4 = {**WIDE_HEADS, "num_local_experts": 4, "intermediate_size_mlp": 20, "floor_scale": 3}
 LLAMA4 |= {"attention_chunk_size": 5, "attn_scale": 0.7}
 OSS = {**WIDE_HEADS, "num_experts": 5, "num_experts_per_tok": 3, "sliding_window": 4}
+GEMMA4 = {**WIDE_HEADS, "global_head_dim": 16, "sliding_window": 4}
+GEMMA4 |= {"hidden_size_per_layer_input": 0}
 WIDE = {**SIZES, "hidden_size": 32}
 NEOX = {key: value for key, value in WIDE.items() if key != "num_key_value_heads"}
 DENSE = {"num_local_experts": 0, "layer_types": ["attention"] * 3, "shared_intermediate_size": 20}
@@ -251,6 +253,38 @@ CASES = [
         },
         WIDE_HEADS,
         "linear rope, far layers",
+    ),
+    Case(
+        "Gemma4",
+        {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "final_logit_softcapping": 3.0,
+            "num_hidden_layers": 6,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        },
+        GEMMA4,
+        "6 layers of 3",
+    ),
+    Case(
+        "Gemma4",
+        {
+            "attention_bias": True,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "tie_word_embeddings": False,
+            "use_bidirectional_attention": "vision",
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "partial_rotary_factor": 0.5,
+                    "factor": 2.0,
+                    "rope_theta": 1e5,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+            },
+        },
+        GEMMA4,
+        "other rope, biases, untied",
     ),
     Case("Phi3"),
     # Rows of 1 and of 13 tokens; decoding crosses the trained length.
@@ -433,9 +467,8 @@ def name_of(case):
 def theirs(request, tmp_path_factory):
     """A case, the model of Transformers and its folder."""
     case = request.param
-    config_class = getattr(
-        transformers, f"{case.family}{'Text' if case.family in ('Gemma3', 'Llama4') else ''}Config"
-    )
+    text = "Text" if case.family in ("Gemma3", "Gemma4", "Llama4") else ""
+    config_class = getattr(transformers, f"{case.family}{text}Config")
     head = HEADS.get(case.family, "ForMaskedLM" if case.sizes is ENCODER else "ForCausalLM")
     model_class = getattr(transformers, case.family + head)
     torch.manual_seed(0)
@@ -449,6 +482,8 @@ def theirs(request, tmp_path_factory):
         for name, bias in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 bias.copy_(0.1 * torch.randn_like(bias))
+            if name.endswith("layer_scalar"):
+                bias.add_(0.5 * torch.randn_like(bias))
     folder = tmp_path_factory.mktemp("theirs")
     model.save_pretrained(folder)
     return case, model, folder
@@ -504,7 +539,8 @@ def test_missing_keys_have_the_defaults_of_transformers(family):
     # The defaults of GLM are no model: they give heads of 42.7 coordinates, half of them rotated.
     # Those of Granite 4 are a mixture.
     dense = {"num_local_experts": 0, "layer_types": ["attention"] * 32}
-    heads = {"glm4_moe": {"head_dim": 128}, "granitemoehybrid": dense}.get(model_type, {})
+    shorter = {"glm4_moe": {"head_dim": 128}, "granitemoehybrid": dense}
+    heads = {**shorter, "gemma4_text": {"hidden_size_per_layer_input": 0}}.get(model_type, {})
     full = transformers.AutoConfig.for_model(model_type, **heads).to_dict()
     needed = {"model_type", "vocab_size", "hidden_size", "intermediate_size"}
     needed |= {"num_hidden_layers", "num_attention_heads", *heads}
@@ -595,7 +631,7 @@ def test_cached_greedy_decoding_gives_the_same_tokens(theirs):
         pytest.param(case, id=name_of(case))
         for case in CASES
         if ({"num_experts", "num_local_experts", "n_routed_experts"} & {*case.sizes, *case.options})
-        or case.family in ("Cohere2", "GPTJ")
+        or case.family in ("Cohere2", "Gemma4", "GPTJ")
         if not case.is_slow
     ],
     indirect=True,

@@ -139,6 +139,17 @@ GEMMA2 |= {"rms_norm_eps": 1e-6, "rope_theta": 10000.0, "sliding_window": 4096}
 GEMMA3 = {**GEMMA2, "model_type": "gemma3_text", "attn_logit_softcapping": None}
 GEMMA3 |= {"final_logit_softcapping": None, "rope_theta": 1000000, "rope_scaling": None}
 GEMMA3 |= {"rope_local_base_freq": 10000, "sliding_window": 512}
+GEMMA4 = {**ANY, "model_type": "gemma4_text", "attention_bias": False, "attention_dropout": 0.0}
+GEMMA4 |= {"attention_k_eq_v": True, "enable_moe_block": False, "final_logit_softcapping": 30.0}
+GEMMA4 |= {"global_head_dim": 512, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh"}
+GEMMA4 |= {"hidden_size_per_layer_input": 0, "max_position_embeddings": 262144}
+GEMMA4 |= {"moe_intermediate_size": None, "num_experts": None, "num_global_key_value_heads": 4}
+GEMMA4 |= {"num_kv_shared_layers": 0, "rms_norm_eps": 1e-6, "sliding_window": 1024}
+GEMMA4 |= {"tie_word_embeddings": True, "top_k_experts": None, "use_double_wide_mlp": False}
+GEMMA4 |= {"use_bidirectional_attention": "vision", "vocab_size_per_layer_input": 262144}
+GEMMA4_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0}
+GEMMA4_ROPE = {"full_attention": GEMMA4_ROPE}
+GEMMA4_ROPE |= {"sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}
 OLMO2 = {**LLAMA, "model_type": "olmo2", "rms_norm_eps": 1e-6, "rope_theta": 500000.0}
 OLMO3 = {**OLMO2, "model_type": "olmo3", "attention_bias": False, "sliding_window": 4096}
 OLMO3 |= {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8}
@@ -379,6 +390,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         (1152, 6912, 26, 4, 1, 262144),
         999885952,
     ),
+    # With the factor of each layer. Its page states 30.7 billion.
+    "gemma-4-31b": (
+        {
+            **GEMMA4,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10,
+            "rope_parameters": GEMMA4_ROPE,
+        },
+        (5376, 21504, 60, 32, 16, 262144),
+        30697345340,
+    ),
     "Phi-3-mini-4k": (
         {**PHI3, "rope_scaling": None, "sliding_window": 2047},
         (3072, 8192, 32, 32, 32, 32064),
@@ -608,6 +629,11 @@ def test_keys_that_transformers_reads_from_gguf_files_are_known(configs):
         family_of(model_type).read_config({**content, **more})
 
 
+FAR4 = {key: {"head_dim": 8, "num_key_value_heads": 1} for key in ("1", "03", "4")}
+NEAR4 = ["sliding_attention", "full_attention"] * 2 + ["full_attention"]
+HALF4 = {"partial_rotary_factor": 0.5, "rope_theta": 1e5}
+ROPE4 = {"sliding_attention": {"rope_theta": 1e3}}
+ROPE4 |= {"full_attention": {"rope_type": "proportional", **HALF4}}
 # The values of options without effect, and one that changes the model.
 OPTIONS = [
     ("llama", "hidden_dropout", 0.0, 0.1),
@@ -642,6 +668,15 @@ OPTIONS = [
     ("gemma2", "use_bidirectional_attention", False, True),
     ("olmo3", "rope_parameters", {}, {"rope_type": "default", "rope_theta": 1e4}),
     ("gemma3_text", "rope_parameters", {}, {"rope_type": "default", "rope_theta": 1e4}),
+    ("gemma4_text", "enable_moe_block", False, True),
+    ("gemma4_text", "hidden_size_per_layer_input", None, 256),
+    ("gemma4_text", "num_kv_shared_layers", 0, 2),
+    ("gemma4_text", "use_bidirectional_attention", "vision", "all"),
+    ("gemma4_text", "per_layer_config", FAR4, {"1": {"intermediate_size": 12}}),
+    ("gemma4_text", "per_layer_config", None, {"one": {"head_dim": 8}}),
+    ("gemma4_text", "layer_types", NEAR4, ["full_attention"] * 4 + ["sliding_attention"]),
+    ("gemma4_text", "rope_parameters", ROPE4, {**ROPE4, "sliding_attention": HALF4}),
+    ("gemma4_text", "rope_parameters", ROPE4, {"full_attention": HALF4}),
     ("modernbert", "rope_parameters", {}, {"rope_type": "default", "rope_theta": 1e4}),
     ("gpt_oss", "rope_parameters", {"factor": 4.0}, {"rope_type": "yarn", "factor": 2.0}),
     ("gpt_neox", "attention_probs_dropout_prob", 0, 0.1),

@@ -15,13 +15,13 @@ from layerkit.base.sharding import DEFAULT_RULES, BoundSharding
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.biases import Alibi, RelativeBias
 from layerkit.layers.attention.multi_head import MultiHeadAttention
-from layerkit.layers.basic.normalizations import RmsNorm
+from layerkit.layers.basic.normalizations import RmsNorm, RmsNormNoScale
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
 from layerkit.ops.attention.masks import AttentionMask
 
 BATCH, LENGTH, DIMS, HEADS, HEAD_DIM = 2, 6, 8, 4, 2
 ROTARY = RotaryPositionalEmbedding.HParams.config()
-RMS_NORM = RmsNorm.HParams.config()
+RMS_NORM, NO_SCALE = RmsNorm.HParams.config(), RmsNormNoScale.HParams.config()
 ALIBI = Alibi.HParams.config()
 # Four heads have the slopes 1/4, 1/16, 1/64 and 1/256.
 ALIBI_OF_HEADS = -np.array([0.25**h for h in (1, 2, 3, 4)])[:, None, None] * np.abs(
@@ -85,6 +85,7 @@ def by_loops(
     segments=None,
     rotary=False,
     norm=None,
+    value_norm=False,
     cap=None,
     scale=None,
     window=None,
@@ -109,7 +110,9 @@ def by_loops(
         )
 
     query, key = norm_both(project("query"), project("key"), first=True)
-    value = project("value")
+    value = project("value" if "value" in params else "key")
+    if value_norm:
+        value = rms(value, params.get("value_norm", {"scale": 1.0})["scale"])
     if rotary:
         for heads in (query, key):
             for b, i, h in np.ndindex(*heads.shape[:3]):
@@ -152,6 +155,17 @@ def by_loops(
         ({"logit_cap": 0.5}, {"cap": 0.5}),
         ({"logit_scale": 1.0}, {"scale": 1.0}),
         ({"per_dim_scale": True}, {}),
+        ({"value_norm_tpl": RMS_NORM}, {"value_norm": True}),
+        (
+            {
+                "values_are_keys": True,
+                "value_norm_tpl": NO_SCALE,
+                "qk_norm_tpl": RMS_NORM,
+                "qk_norm_before_rotary": True,
+                "rotary_tpl": ROTARY,
+            },
+            {"value_norm": True, "norm": (True, "head"), "rotary": True},
+        ),
         ({"window": 2}, {"window": 2}),
         ({"chunk": 2}, {"chunk": 2}),
         ({"query_growth": 0.5, "query_growth_step": 2}, {"growth": (0.5, 2)}),

@@ -106,6 +106,7 @@ OPTIONS = [
     {"relative_bias_tpl": RELATIVE_BIAS},
     {"qk_norm_tpl": RMS_NORM, "qk_norm_before_rotary": True, "qk_norm_over": "projection"},
     {"use_sinks": True},
+    {"values_are_keys": True, "value_norm_tpl": RMS_NORM, "use_bias": True},
     {"use_bias": True},
     {"use_bias": True, "use_output_bias": False},
     {"per_dim_scale": True},
@@ -131,6 +132,8 @@ def combinations(number):
             merged.update(OPTIONS[option])
         if merged["rotary_tpl"] is None:
             merged.pop("qk_norm_before_rotary", None)  # without a rotary embedding an error
+        if merged.get("combined_qkv"):
+            merged.pop("values_are_keys", None)
         yield merged
 
 

@@ -112,6 +112,7 @@ EQUATIONS = {
     "parallel, one norm": (SHARED, gpt_j),
     "parallel pre_post, one norm": ({**SHARED, "norm_policy": "pre_post"}, parallel_pre_post),
     "weighted": ({"residual_weight": 0.5, "feed_forward_residual_weight": 0.5}, weighted),
+    "scaled": ({"has_output_scale": True}, pre),
     "parallel branch": ({"parallel": True, "norm_policy": "branch"}, parallel_branch),
 }
 
@@ -131,7 +132,8 @@ def test_fprop_equals_its_formula(fields, equation):
             return getattr(bound, name)(x)
 
         attention = partial(bound.attention, mask=CAUSAL, positions=ROW)
-        return equation(X, norm, attention, bound.feed_forward)
+        scale = variables.get("non_trainable", {}).get("output_scale", 1.0)
+        return scale * equation(X, norm, attention, bound.feed_forward)
 
     np.testing.assert_allclose(run(layer, variables), expected(variables), rtol=1e-5, atol=1e-5)
     # And there is no norm that the equation does not name.

@@ -157,3 +157,39 @@ class Family:
         for entry in self.model_entries:
             content |= entry.write(model)
         return content
+
+
+def text_part(
+    family: Family,
+    model_type: str,
+    *,
+    prefix: str,
+    renamed: tuple[str, str],
+    others: str,
+    neutral: frozenset[str],
+) -> Family:
+    """Return the family of a model of text and images, of which a family's text is read.
+
+    Args:
+      family: Family of the text, as which export writes it.
+      model_type: `model_type` of the whole model.
+      prefix: Prefix of the names of its tensors, which some folders leave out.
+      renamed: (start of the names of the text's tensors, their start in the whole model).
+      others: Regular expression of the names of the other tensors.
+      neutral: Keys of the other parts, besides their configs.
+    """
+    before, after = renamed
+
+    def rename(name: str) -> str:
+        return after + name.removeprefix(before) if name.startswith(before) else name
+
+    return dataclasses.replace(
+        family,
+        model_type=model_type,
+        text_of=family.model_type,
+        rows=tuple(dataclasses.replace(row, name=rename(row.name)) for row in family.rows),
+        neutral=family.neutral | neutral | {"text_config", "vision_config"},
+        prefix=prefix,
+        copies={rename(copy): rename(of) for copy, of in family.copies.items()},
+        buffers=rf"{family.buffers}|{others}",
+    )

@@ -20,7 +20,13 @@ from layerkit.interop.hugging_face.keys import (
 )
 from layerkit.interop.hugging_face.layer_types import FAR, NEAR
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
-from layerkit.ops.rotary_scaling import LinearScaling, Llama3Scaling, LongRopeScaling, YarnScaling
+from layerkit.ops.rotary_scaling import (
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    ProportionalScaling,
+    YarnScaling,
+)
 
 _SPELLINGS = ("rope_scaling", NEWER_SPELLINGS["rope_scaling"])
 _LENGTH = "original_max_position_embeddings"
@@ -29,6 +35,7 @@ _SCALINGS: dict[str, Any] = {
     "llama3": Llama3Scaling,
     "yarn": YarnScaling,
     "longrope": LongRopeScaling,
+    "proportional": ProportionalScaling,
 }
 # Keys of fields that have other names here; other keys have the names of the fields.
 _KEYS = {
@@ -36,7 +43,9 @@ _KEYS = {
     "max_position": "max_position_embeddings",
     "short_factors": "short_factor",
     "long_factors": "long_factor",
+    "fraction": "partial_rotary_factor",
 }
+_UNSCALED = {"rope_type": "default"}
 # Phi 3 first called LongRoPE `su`.
 _OTHER_NAMES = {"su": "longrope"}
 # The last marks models that were trained with the scaling (YaRN's authors).
@@ -127,13 +136,14 @@ def rotary_config(file: ConfigFile, parameters: Mapping[str, Any]) -> Config:
     kind = _OTHER_NAMES.get(kind, kind)
     config: Config = RotaryPositionalEmbedding.HParams.config(
         max_timescale=float(parameters["rope_theta"]),
-        fraction=float(parameters.get("partial_rotary_factor", 1.0)),
     )
+    if kind != "proportional":
+        config.fraction = float(parameters.get("partial_rotary_factor", 1.0))
     if kind != "default" and kind not in _SCALINGS:
         hint = "A cache needs one that does not depend on the sequence length."
         raise file.invalid("rope_type", value=kind, choices=_SCALINGS, hint=hint)
     keys = {"": _LENGTH} if kind == "default" else _keys(_SCALINGS[kind])
-    if kind not in ("default", "linear"):
+    if kind not in ("default", "linear", "proportional"):
         # Some families have the length outside of the parameters, where it takes precedence.
         length = file.get(_LENGTH, None) or parameters.get(_LENGTH)
         longest = file.get("max_position_embeddings", None)
@@ -164,6 +174,12 @@ def _keys(scaling: Any) -> dict[str, str]:
     """Return the keys of a scaling by field; keys of fields with a default may be left out."""
     fields = [field.name for field in dataclasses.fields(scaling)]
     return {name: _KEYS.get(name, name) for name in fields if name != "longest_sequence"}
+
+
+def rotary_parameters(rotary: Any) -> dict[str, Any]:
+    """Return the parameters of rotary positions in the newer form; see `rotary_keys`."""
+    older = rotary_keys(rotary)
+    return {"rope_theta": older["rope_theta"], **(older["rope_scaling"] or _UNSCALED)}
 
 
 def rotary_keys(rotary: Any) -> dict[str, Any]:

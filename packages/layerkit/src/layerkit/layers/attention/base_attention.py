@@ -282,7 +282,7 @@ class BaseAttention(AttentionLayer):
     )
     output_tpl: Config[BaseLayer] = sub_config_field(OutputProjection.HParams)
 
-    def _create_query_key_value(self, memory_dims: int) -> None:
+    def _create_query_key_value(self, memory_dims: int, *, has_value: bool = True) -> None:
         """Create the children `query`, `key` and `value`; the last two read `[…, memory_dims]`."""
         kv_heads, head_dim = self._head_sizes()
         shared = {"head_dim": head_dim, "use_bias": self.use_bias}
@@ -293,7 +293,8 @@ class BaseAttention(AttentionLayer):
             num_heads=self.num_heads,
             **shared,
         )
-        for name, template in (("key", self.key_tpl), ("value", self.value_tpl)):
+        of_memory = {"key": self.key_tpl} | ({"value": self.value_tpl} if has_value else {})
+        for name, template in of_memory.items():
             self.create_child(name, template, input_dims=memory_dims, num_heads=kv_heads, **shared)
 
     def _create_attention_parts(self) -> None:
@@ -312,15 +313,21 @@ class BaseAttention(AttentionLayer):
             whole = self.qk_norm_over == "projection"
             for name, heads in (("query_norm", self.num_heads), ("key_norm", kv_heads)):
                 dims = heads * head_dim if whole else head_dim
-                # A norm without weights has no size.
-                has_size = "dims" in field_names(self.qk_norm_tpl)
-                self.create_child(name, self.qk_norm_tpl, **({"dims": dims} if has_size else {}))
+                self._create_norm(
+                    name, self.qk_norm_tpl, dims=dims, num_heads=1 if whole else heads
+                )
         zeros = WeightInit.Constant(0.0)
         if self.per_dim_scale:
             self.create_variable("scale", WeightHParams((head_dim,), ("head_dim",), init=zeros))
         if self.use_sinks:
             self.create_variable("sinks", WeightHParams((self.num_heads,), ("heads",), init=zeros))
         self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
+
+    def _create_norm(self, name: str, template: Any, **sizes: int) -> None:
+        """Create a norm with the sizes that it has: a norm without weights has none."""
+        fields = field_names(template)
+        sizes = {field: size for field, size in sizes.items() if field in fields}
+        self.create_child(name, template, **sizes)
 
     def _normalize(self, norm: BaseLayer, heads: jax.Array) -> jax.Array:
         """Normalize `[batch, length, heads, head_dim]` over the extent `qk_norm_over`."""

@@ -30,6 +30,7 @@ from layerkit.layers.attention.cache import (
     write_rounded_cache,
 )
 from layerkit.layers.basic.dots import Dot, add_bias, create_dot, matmul, merge_tokens
+from layerkit.layers.basic.normalizations import BaseNormalization
 from layerkit.ops.attention.distance_bias import LogitBias
 from layerkit.ops.attention.masks import AttentionMask
 from layerkit.ops.remat import name_activation
@@ -135,6 +136,9 @@ class MultiHeadAttention(BaseAttention):
       rotary_tpl: Rotation of queries and keys by their positions; None for no rotation.
       qk_norm_before_rotary: True to apply `qk_norm_tpl` before the rotation (Qwen 3, Gemma 3,
         OLMo 2), False to apply it after the rotation (Praxis).
+      value_norm_tpl: Norm of the values of each head (Gemma 4); None for no norm.
+      values_are_keys: True for values that are the keys before `qk_norm_tpl` and the rotation, so
+        that there is no child `value` (Gemma 4).
       window: Number of positions that a query sees: itself, those before it and, unless the mask
         is causal, as many after it; None for all that the mask allows. A stack alternates layers
         with different windows by its pattern.
@@ -160,13 +164,16 @@ class MultiHeadAttention(BaseAttention):
         "qk_norm_before_rotary": ("qk_norm_tpl", "rotary_tpl"),
         "query_tpl": "not combined_qkv",
         "key_tpl": "not combined_qkv",
-        "value_tpl": "not combined_qkv",
+        "value_tpl": ("not combined_qkv", "not values_are_keys"),
+        "values_are_keys": "not combined_qkv",
         "qkv_tpl": "combined_qkv",
         "query_growth_step": "query_growth",
     }
 
     rotary_tpl: Config[BaseLayer] | None = sub_config_field(None)
     qk_norm_before_rotary: bool = False
+    value_norm_tpl: Config[BaseNormalization] | None = sub_config_field(None)
+    values_are_keys: bool = False
     window: int | None = None
     chunk: int | None = None
     query_growth: float = 0.0
@@ -191,8 +198,10 @@ class MultiHeadAttention(BaseAttention):
                 use_bias=self.use_bias,
             )
         else:
-            self._create_query_key_value(self.input_dims)
+            self._create_query_key_value(self.input_dims, has_value=not self.values_are_keys)
         self._create_attention_parts()
+        if self.value_norm_tpl is not None:
+            self._create_norm("value_norm", self.value_norm_tpl, dims=head_dim, num_heads=kv_heads)
         if self.rotary_tpl is not None:
             self.create_child("rotary", self.rotary_tpl, dims=head_dim)
         if self.relative_bias_tpl is not None:
@@ -312,9 +321,10 @@ class MultiHeadAttention(BaseAttention):
         if self.combined_qkv:
             query, key, value = self.qkv(tokens, leading=leading)
         else:
-            query, key, value = (
-                project(tokens, leading=leading) for project in (self.query, self.key, self.value)
-            )
+            query, key = (project(tokens, leading=leading) for project in (self.query, self.key))
+            value = key if self.values_are_keys else self.value(tokens, leading=leading)
+        if self.value_norm_tpl is not None:
+            value = self.value_norm(value)
         has_norm, norm_first = self.qk_norm_tpl is not None, self.qk_norm_before_rotary
         if has_norm and norm_first:
             query, key = self._normalize_both(query, key)
@@ -337,7 +347,8 @@ class MultiHeadAttention(BaseAttention):
 
     def _cache_axes(self) -> dict[str, tuple[str | None, ...]]:
         """Return the logical axes of each cached array, whose heads come before the slots."""
-        key, value = (self.qkv, self.qkv) if self.combined_qkv else (self.key, self.value)
+        key = self.qkv if self.combined_qkv else self.key
+        value = key if self.combined_qkv or self.values_are_keys else self.value
         of_layers = {"key": key.activation_axes, "value": value.activation_axes}
         return {
             name: (batch, heads, length, head_dim)

@@ -33,7 +33,7 @@ import jax
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.sharding import BoundSharding
-from layerkit.base.weights import WeightInit
+from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_same_shape, require
 from layerkit.config.hparams import Conditions
@@ -164,6 +164,8 @@ class Transformer(BaseLayer):
       residual_weight: Factor of the output of each branch in its residual sum (Granite).
       feed_forward_residual_weight: Further factor of the output of the feed-forward block; 0.5 in
         the two half steps of a Conformer (Gulati et al., 2020, arXiv:2005.08100).
+      has_output_scale: True to multiply the output of the layer by the state `output_scale` `[1]`,
+        which starts at 1 and which the optimizer does not train (Gemma 4).
       dropout_rate: Dropout rate of the outputs of branches in training.
       input_dropout_rate: Dropout rate of the input of the layer, and so of the residual, in
         training.
@@ -196,6 +198,7 @@ class Transformer(BaseLayer):
     feed_forward_tpl: Config[BaseLayer] = sub_config_field(TransformerFeedForward.HParams)
     residual_weight: float = 1.0
     feed_forward_residual_weight: float = 1.0
+    has_output_scale: bool = False
     dropout_rate: float = 0.0
     input_dropout_rate: float = 0.0
     droppath_rate: float = 0.0
@@ -214,6 +217,9 @@ class Transformer(BaseLayer):
         if self.cross_attention_tpl is not None:
             self._create_branch("cross_attention", self.cross_attention_tpl, **heads)
         self._create_branch("feed_forward", self.feed_forward_tpl, **wide)
+        if self.has_output_scale:
+            one = WeightHParams((1,), (None,), init=WeightInit.Constant(1.0))
+            self.create_variable("output_scale", one, trainable=False)
         self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
         input_dropout = Dropout.HParams.config(rate=self.input_dropout_rate)
         self.create_child("input_dropout", input_dropout)
@@ -343,7 +349,7 @@ class Transformer(BaseLayer):
             if self.norm_policy == "post":
                 x = getattr(self, f"{name}_norm")(x)
             x = self.constrain(x, "batch", "residual_length", "act_embed")
-        return x
+        return x * self.cast(self.get_var("output_scale")) if self.has_output_scale else x
 
     def _branch(
         self, name: str, branch: Callable[[jax.Array], jax.Array], x: jax.Array

@@ -15,6 +15,7 @@ from layerkit.interop.hugging_face.families.ernie4_5 import ERNIE4_5
 from layerkit.interop.hugging_face.families.gemma import GEMMA
 from layerkit.interop.hugging_face.families.gemma2 import GEMMA2
 from layerkit.interop.hugging_face.families.gemma3 import GEMMA3
+from layerkit.interop.hugging_face.families.gemma4 import GEMMA4, GEMMA4_TEXT
 from layerkit.interop.hugging_face.families.glm4_moe import GLM4_MOE
 from layerkit.interop.hugging_face.families.gpt2 import GPT2
 from layerkit.interop.hugging_face.families.gpt_neox import GPT_NEOX
@@ -64,6 +65,7 @@ FAMILIES: tuple[Family, ...] = (
     GEMMA,
     GEMMA2,
     GEMMA3,
+    GEMMA4_TEXT,
     PHI3,
     OLMO2,
     OLMOE,
@@ -90,7 +92,7 @@ FAMILIES: tuple[Family, ...] = (
 
 
 # Models of which the text is read, and exported as another family.
-_IMPORTED_ONLY = (LLAMA4,)
+_IMPORTED_ONLY = (LLAMA4, GEMMA4)
 _BY_TYPE = {family.model_type: family for family in (*FAMILIES, *_IMPORTED_ONLY)}
 
 

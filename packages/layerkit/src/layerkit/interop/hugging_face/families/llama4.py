@@ -8,7 +8,6 @@ no loss for `router_aux_loss_coef` and no noise for `router_jitter_noise`; they 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 from layerkit.config import Config
@@ -22,6 +21,7 @@ from layerkit.interop.hugging_face.families.llama import (
     llama_family,
 )
 from layerkit.interop.hugging_face.families.mixtral import mixture_network
+from layerkit.interop.hugging_face.family import text_part
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, all_layers, get_field, key
 from layerkit.interop.hugging_face.layer_types import FAR, stack_layers
 from layerkit.interop.hugging_face.layouts import LINEAR
@@ -136,14 +136,11 @@ LLAMA4_TEXT = llama_family(
     neutral=frozenset({"output_router_logits"}),
 )
 
-_PREFIX, _IMAGES = "language_model.", ("boi_token_index", "eoi_token_index", "image_token_index")
-LLAMA4 = dataclasses.replace(
+LLAMA4 = text_part(
     LLAMA4_TEXT,
-    model_type="llama4",
-    text_of="llama4_text",
-    rows=tuple(dataclasses.replace(row, name=_PREFIX + row.name) for row in LLAMA4_TEXT.rows),
-    neutral=LLAMA4_TEXT.neutral | {"text_config", "vision_config", *_IMAGES},
-    prefix=_PREFIX,
-    copies={_PREFIX + copy: _PREFIX + of for copy, of in LLAMA4_TEXT.copies.items()},
-    buffers=rf"{LLAMA4_TEXT.buffers}|^(vision_model|multi_modal_projector)\.",
+    "llama4",
+    prefix="language_model.",
+    renamed=("", "language_model."),
+    others=r"^(vision_model|multi_modal_projector)\.",
+    neutral=frozenset({"boi_token_index", "eoi_token_index", "image_token_index"}),
 )

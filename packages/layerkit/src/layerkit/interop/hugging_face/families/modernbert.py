@@ -21,7 +21,7 @@ from layerkit.interop.hugging_face.parts import (
     norm_rows,
     tied_embedding,
 )
-from layerkit.interop.hugging_face.rotary import read_scaling, rotary_config, rotary_keys
+from layerkit.interop.hugging_face.rotary import read_scaling, rotary_config, rotary_parameters
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.basic.normalizations import IdentityNorm
 from layerkit.layers.transformer.transformer import TransformerFeedForward
@@ -43,10 +43,9 @@ def _write_rotary(near: Config | None, far: Config | None) -> dict[str, Any]:
     content: dict[str, Any] = {"rope_parameters": {}}
     for kind, template in ((NEAR, near), (FAR, far)):
         if template is not None:
-            keys = rotary_keys(template.attention_tpl.rotary_tpl)
-            theta, scaling = keys["rope_theta"], keys["rope_scaling"] or {"rope_type": "default"}
-            content["rope_parameters"][kind] = {"rope_theta": theta, **scaling}
-            content[_THETAS[kind][0]] = theta
+            parameters = rotary_parameters(template.attention_tpl.rotary_tpl)
+            content["rope_parameters"][kind] = parameters
+            content[_THETAS[kind][0]] = parameters["rope_theta"]
     return content
 
 

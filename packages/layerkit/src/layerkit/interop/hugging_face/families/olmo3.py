@@ -18,9 +18,14 @@ from layerkit.interop.hugging_face.families.llama import (
 from layerkit.interop.hugging_face.families.olmo2 import OLMO2
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, set_field
 from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types
-from layerkit.interop.hugging_face.rotary import read_scaling, rotary_config, rotary_keys
+from layerkit.interop.hugging_face.rotary import (
+    read_scaling,
+    rotary_config,
+    rotary_keys,
+    rotary_parameters,
+)
 
-_THETA, _UNSCALED = 500_000.0, {"rope_type": "default"}
+_THETA = 500_000.0
 
 
 def _one_of_four(file: ConfigFile, layer: int) -> str:
@@ -42,17 +47,16 @@ def _read_near(file: ConfigFile, template: Config) -> None:
 
 
 def _write_both(near: Config | None, far: Config | None) -> dict[str, Any]:
-    keys = {
-        kind: rotary_keys(template.attention_tpl.rotary_tpl)
+    rotary_tpls = {
+        kind: template.attention_tpl.rotary_tpl
         for kind, template in ((NEAR, near), (FAR, far))
         if template is not None
     }
-    parameters = {
-        kind: {"rope_theta": older["rope_theta"], **(older["rope_scaling"] or _UNSCALED)}
-        for kind, older in keys.items()
-    }
-    unscaled = {**next(iter(keys.values())), "rope_scaling": None}
-    return {**keys.get(FAR, unscaled), "rope_parameters": parameters}
+    parameters = {kind: rotary_parameters(tpl) for kind, tpl in rotary_tpls.items()}
+    if FAR in rotary_tpls:
+        return {**rotary_keys(rotary_tpls[FAR]), "rope_parameters": parameters}
+    unscaled = {"rope_theta": parameters[NEAR]["rope_theta"], "rope_scaling": None}
+    return {**unscaled, "rope_parameters": parameters}
 
 
 OLMO3 = llama_family(

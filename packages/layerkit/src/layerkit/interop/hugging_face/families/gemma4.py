@@ -1,0 +1,147 @@
+"""Gemma 4 text, dense (Gemma team, 2026): larger heads in far layers, whose values are their keys.
+
+Values have a norm without weights, and each layer a stored factor of its output. In layers of full
+attention a part of each head is rotated. The text of `gemma4`, which also reads images, is exported
+as `gemma4_text`. Models with experts (26B-A4B), and those that share keys and values or embed
+tokens for each layer (E2B, E4B), are not supported.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from layerkit.config import Config
+from layerkit.interop.hugging_face.families.llama import (
+    ATTENTION_BIAS,
+    LAYER,
+    LLAMA_ROWS,
+    THEIR_LAYER,
+    llama_entries,
+    llama_family,
+    llama_network,
+)
+from layerkit.interop.hugging_face.family import text_part
+from layerkit.interop.hugging_face.keys import ConfigFile, Entry, all_layers, key
+from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types, stack_layers
+from layerkit.interop.hugging_face.parts import activation
+from layerkit.interop.hugging_face.rotary import rotary_config, rotary_parameters
+from layerkit.interop.hugging_face.tensors import Row
+from layerkit.layers.basic.normalizations import RmsNormNoScale
+
+_ROTARY: dict[str, dict[str, Any]] = {
+    NEAR: {"rope_type": "default", "rope_theta": 10_000.0},
+    FAR: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+_SIZES = {"head_dim": "dim_per_head", "num_key_value_heads": "num_kv_heads"}
+_OVERRIDES, _EMBEDDINGS = "per_layer_config", "hidden_size_per_layer_input"
+
+
+def _network() -> Config:
+    return llama_network(
+        norm_policy="pre_post",
+        qk_norm=True,
+        has_output_scale=True,
+        attention={"logit_scale": 1.0, "value_norm_tpl": RmsNormNoScale.HParams.config()},
+    )
+
+
+def _one_of_six(file: ConfigFile, layer: int) -> str:
+    is_last = layer + 1 == file.get("num_hidden_layers")
+    return FAR if is_last or (layer + 1) % 6 == 0 else NEAR
+
+
+def _read_sizes(file: ConfigFile, network: Config, kinds: list[str]) -> list[dict[str, Any]]:
+    """Return the sizes of heads of each layer, which Transformers 5 writes in another key."""
+    near = {"head_dim": network.dim_per_head, "num_key_value_heads": network.num_kv_heads}
+    far = {**near, "head_dim": file.get("global_head_dim", 512)}
+    heads = file.get("num_global_key_value_heads", None)
+    if heads is not None and file.get("attention_k_eq_v", default=False):
+        far["num_key_value_heads"] = heads
+    overrides = file.get(_OVERRIDES, None)
+    if overrides is None:
+        return [far if kind == FAR else near for kind in kinds]
+    overrides = {int(layer): sizes for layer, sizes in overrides.items()}
+    if any(set(sizes) - set(_SIZES) for sizes in overrides.values()):
+        raise file.invalid(_OVERRIDES, f"no other keys than {' and '.join(_SIZES)}")
+    return [{**near, **overrides.get(layer, {})} for layer, _ in enumerate(kinds)]
+
+
+def _read_layers(file: ConfigFile, network: Config) -> None:
+    templates = [template.clone() for template in all_layers(network)]
+    kinds = [FAR if layer.attention_tpl.window is None else NEAR for layer in templates]
+    if kinds[-1] == NEAR:
+        raise file.invalid("layer_types", f"{FAR!r} for the last layer, as Transformers applies")
+    if file.get(_EMBEDDINGS, 256):
+        raise file.invalid(_EMBEDDINGS, "0, since embeddings for each layer are not supported")
+    if file.get("use_bidirectional_attention", None) not in (None, "vision"):
+        raise file.invalid("use_bidirectional_attention", "null, or 'vision', which is for images")
+    values_are_keys = file.get("attention_k_eq_v", default=False)
+    parameters = file.get("rope_parameters", None) or _ROTARY
+    if not set(kinds) <= set(parameters):
+        raise file.invalid("rope_parameters", f"keys {NEAR!r} and {FAR!r}")
+    sizes = _read_sizes(file, network, kinds)
+    for template, kind, of_layer in zip(templates, kinds, sizes, strict=True):
+        template.set(**{field: of_layer[name] for name, field in _SIZES.items()})
+        attention = template.attention_tpl
+        attention.set(values_are_keys=values_are_keys and kind == FAR)
+        attention.rotary_tpl = rotary_config(file, parameters[kind])
+        if attention.rotary_tpl.fraction != 1.0:
+            raise file.invalid("rope_parameters", "a whole head, unless its type is proportional")
+        attention.value_norm_tpl.epsilon = network.final_norm_tpl.epsilon
+    network.set(stack_tpl=stack_layers(templates), dim_per_head=None, num_kv_heads=None)
+
+
+def _write_layers(network: Config) -> dict[str, Any]:
+    layers = {layer.attention_tpl.window is None: layer for layer in reversed(all_layers(network))}
+    far, near = layers[True], layers.get(False, layers[True])
+    values_are_keys = far.attention_tpl.values_are_keys
+    return {
+        **{name: getattr(near, field) for name, field in _SIZES.items()},
+        "global_head_dim": far.dim_per_head,
+        "num_global_key_value_heads": far.num_kv_heads if values_are_keys else None,
+        "attention_k_eq_v": values_are_keys,
+        "rope_parameters": {
+            kind: rotary_parameters(layer.attention_tpl.rotary_tpl)
+            for kind, layer in ((NEAR, near), (FAR, far))
+        },
+        _EMBEDDINGS: 0,
+    }
+
+
+GEMMA4_TEXT = llama_family(
+    "gemma4_text",
+    "Gemma4ForCausalLM",
+    network=_network,
+    entries=(
+        *llama_entries(
+            tied=True,
+            scale_by_sqrt_dims=True,
+            kv_heads=4,
+            head_dim=256,
+            qk_norm=True,
+            positions=Entry(lambda file, network: None, lambda network: {}),  # in `_read_layers`
+            nonlinearity=activation("hidden_activation", "gelu_pytorch_tanh"),
+        ),
+        key("final_logit_softcapping", "softmax_tpl.logit_soft_cap", None),
+        ATTENTION_BIAS,
+        layer_types(_one_of_six, default_window=512),
+        Entry(_read_layers, _write_layers),
+    ),
+    rows=(*LLAMA_ROWS, Row(THEIR_LAYER + "layer_scalar", LAYER + "output_scale")),
+    # Without embeddings for each layer.
+    neutral=frozenset({"vocab_size_per_layer_input"}),
+    token_ids={"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2},
+)
+
+_TOKENS = {f"{name}_token_id" for name in ("audio", "boa", "boi", "eoa", "eoi", "image", "video")}
+
+GEMMA4 = text_part(
+    GEMMA4_TEXT,
+    "gemma4",
+    prefix="model.",
+    renamed=("model.", "model.language_model."),
+    others=r"^model\.((vision|audio)_tower|embed_(vision|audio))\.",
+    neutral=frozenset(
+        {*_TOKENS, "eoa_token_index", "audio_config", "vision_soft_tokens_per_image"}
+    ),
+)
