@@ -143,6 +143,11 @@ EXAMPLES = [
     of(L.IdentityNorm, {"dims": DIMS}, on_inputs("dims")),
     of(L.LayerNorm, {"dims": DIMS}, on_inputs("dims")),
     of(
+        L.LayerNormPerHead,
+        {"dims": DIMS, "num_heads": 1},
+        lambda layer: layer(inputs(layer.dims)[:, :, None].repeat(layer.num_heads, 2)),
+    ),
+    of(
         L.BatchNorm,
         {"dims": DIMS},
         lambda layer: layer(inputs(layer.dims), is_token=IS_TOKEN),

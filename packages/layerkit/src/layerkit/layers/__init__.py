@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from layerkit.layers.basic.normalizations import BaseNormalization as BaseNormalization
     from layerkit.layers.basic.normalizations import IdentityNorm as IdentityNorm
     from layerkit.layers.basic.normalizations import LayerNorm as LayerNorm
+    from layerkit.layers.basic.normalizations import LayerNormPerHead as LayerNormPerHead
     from layerkit.layers.basic.normalizations import RmsNorm as RmsNorm
     from layerkit.layers.basic.normalizations import RmsNormNoScale as RmsNormNoScale
     from layerkit.layers.basic.positions import PositionalEmbedding as PositionalEmbedding

@@ -287,6 +287,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "layer_norm_eps": 1e-5,
         "partial_rotary_factor": 1.0,
         "use_qkv_bias": True,
+        "qk_layernorm": True,
         "use_parallel_residual": False,
     },
     "gptj": {
@@ -304,7 +305,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "resid_pdrop": 0.1,
         "tie_word_embeddings": False,
     },
-    "cohere": {**COHERE, **ROPE, **SILU},
+    "cohere": {**COHERE, **ROPE, **SILU, "use_qk_norm": True},
     "cohere2": {
         **COHERE,
         **ROPE,

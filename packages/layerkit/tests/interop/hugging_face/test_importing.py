@@ -413,7 +413,7 @@ def test_replicas_of_a_slice_are_read_once():
     assert len(source.reads) == 2 * (3 + 2 * 9)
 
 
-@pytest.mark.parametrize("family", ["gemma4_text", "cohere"])
+@pytest.mark.parametrize("family", ["gemma4_text", "cohere", "stablelm"])
 def test_logits_of_a_mesh_are_those_of_one_device(make_folder, family):
     config, variables = import_model(make_folder(family, num_key_value_heads=4))
     ids = np.random.default_rng(0).integers(1, 12, (4, 8))

@@ -377,6 +377,7 @@ CASES = [
     ),
     Case("StableLm", {"use_qkv_bias": True}, WIDE, note="biases"),
     Case("StableLm", {"use_parallel_residual": True}, WIDE, note="parallel"),
+    Case("StableLm", {"qk_layernorm": True}, WIDE, note="norms per head"),
     Case("GPTJ", {"rotary_dim": 4}, {**GPT2, "n_embd": 32}, "half rotary"),
     Case(
         "GPTJ",
@@ -386,6 +387,7 @@ CASES = [
         is_slow=True,
     ),
     Case("Cohere", {"attention_bias": True}, note="biases"),
+    Case("Cohere", {"use_qk_norm": True}, WIDE, note="norms per head"),
     Case("Cohere2", {"sliding_window": 4, "num_hidden_layers": 5, "logit_scale": 0.25}),
     Case(
         "Cohere2",

@@ -444,6 +444,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         (2048, 5632, 24, 32, 32, 100352),
         1644515328,
     ),
+    # Its page states 12143605760, which is this number if LayerNorms counted twice.
+    "stablelm-2-12b": (
+        {**STABLELM, "qk_layernorm": True, "use_parallel_residual": True},
+        (5120, 13824, 40, 32, 8, 100352),
+        12143185920,
+    ),
     "stablelm-3b": (STABLELM, (2560, 6912, 32, 32, 32, 50304), 2795443200),
     "starcoder2-3b": (
         {**STAR2, "rope_theta": 999999.4420358813},
@@ -537,6 +543,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
     "gpt2-xl": (GPT2, (1600, 48, 25), 1557611200),
     "gpt-j-6b": (GPTJ, (4096, 28, 16, 50400), 6050882784),
     "c4ai-command-r-v01": (COHERE, (8192, 22528, 40, 64, 64, 256000), 34980831232),
+    "c4ai-command-r-plus": (
+        {
+            **COHERE,
+            "use_qk_norm": True,
+            "logit_scale": 0.8333333333333334,
+            "rope_theta": 75000000.0,
+        },
+        (12288, 33792, 64, 96, 8, 256000),
+        103810674688,
+    ),
     "aya-23-8B": ({**COHERE, "rope_theta": 10000}, (4096, 14336, 32, 32, 8, 256000), 8028033024),
     "c4ai-command-r7b": (COHERE2, (4096, 14336, 32, 32, 8, 256000), 8028033024),
     "c4ai-command-a": (COHERE2, (12288, 36864, 64, 96, 8, 256000), 111057580032),
@@ -681,12 +697,10 @@ OPTIONS = [
     ("gpt_oss", "rope_parameters", {"factor": 4.0}, {"rope_type": "yarn", "factor": 2.0}),
     ("gpt_neox", "attention_probs_dropout_prob", 0, 0.1),
     ("gpt_neox", "rotary_pct", 1.0, 0.3),
-    ("stablelm", "qk_layernorm", False, True),
     ("stablelm", "hidden_dropout", 0.0, 0.1),
     ("smollm3", "no_rope_layers", [1, 0, 1, 0], [1, 0]),
     ("gptj", "rotary", True, False),
     ("gptj", "rotary_dim", 2, 3),
-    ("cohere", "use_qk_norm", False, True),
     ("cohere2", "sliding_window", 4, None),
     ("cohere2", "layer_types", None, ["mamba"] * 5),
     ("granitemoehybrid", "num_local_experts", 0, 8),

@@ -27,6 +27,7 @@ from layerkit.layers.basic.elementwise import (
     Tanh,
 )
 from layerkit.layers.basic.embeddings import Embedding, FullSoftmax, SharedEmbeddingSoftmax
+from layerkit.layers.basic.normalizations import LayerNormPerHead
 
 # Keys in order of preference: export writes the first one that matches.
 ACTIVATIONS: dict[str, Config] = {
@@ -145,6 +146,31 @@ def linear_rows(
         for ours, theirs in names.items()
         for kind, name, of_kind in ((".weight", "/w", layout), (".bias", bias, bias_layout))
     )
+
+
+def norms_per_head(name: str) -> Entry:
+    """Return the entry of a switch of norms of queries and keys with weights for each head.
+
+    It is read after the epsilons of the other norms.
+
+    Args:
+      name: Name of the key.
+    """
+    attention = "layer.attention_tpl."
+
+    def read(file: ConfigFile, network: Config) -> None:
+        if file.get(name, default=False):
+            epsilon = network.final_norm_tpl.epsilon
+            norm = LayerNormPerHead.HParams.config(
+                scale_offset=0.0, use_bias=False, epsilon=epsilon
+            )
+            set_field(network, attention + "qk_norm_tpl", norm)
+            set_field(network, attention + "qk_norm_before_rotary", value=True)
+
+    def write(network: Config) -> dict[str, Any]:
+        return {name: get_field(network, attention + "qk_norm_tpl") is not None}
+
+    return Entry(read, write)
 
 
 def norm_rows(names: Mapping[str, str]) -> tuple[Row, ...]:

@@ -126,11 +126,12 @@ class LayerNorm(BaseNormalization):
         check_sizes(self, dims=self.dims)
         check_non_negative(self, epsilon=self.epsilon)
         if self.use_scale:
-            unit = WeightInit.Constant(1.0 - self.scale_offset)
-            self.create_variable("scale", WeightHParams((self.dims,), axes=("norm",), init=unit))
+            self.create_variable("scale", self._weight(1.0 - self.scale_offset))
         if self.use_bias:
-            zero = WeightInit.Constant(0.0)
-            self.create_variable("bias", WeightHParams((self.dims,), axes=("norm",), init=zero))
+            self.create_variable("bias", self._weight(0.0))
+
+    def _weight(self, start: float) -> WeightHParams:
+        return WeightHParams((self.dims,), axes=("norm",), init=WeightInit.Constant(start))
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
         """Normalize `[..., dims]`."""
@@ -139,6 +140,27 @@ class LayerNorm(BaseNormalization):
         scale = self.scale_offset + _float32(self.theta.scale) if self.use_scale else None
         bias = _float32(self.theta.bias) if self.use_bias else None
         return _normalize(form, inputs, scale, bias)
+
+
+class LayerNormPerHead(LayerNorm):
+    """Layer normalization of `[..., num_heads, dims]` with weights for each head (Command R+).
+
+    The other fields are those of `LayerNorm`.
+
+    Attributes:
+      num_heads: Number of heads.
+    """
+
+    num_heads: int = 0
+
+    def setup(self) -> None:
+        """Create scale and bias, `[num_heads, dims]`."""
+        check_sizes(self, num_heads=self.num_heads)
+        super().setup()
+
+    def _weight(self, start: float) -> WeightHParams:
+        init = WeightInit.Constant(start)
+        return WeightHParams((self.num_heads, self.dims), axes=(None, "norm"), init=init)
 
 
 def mean_square(x: jax.Array) -> jax.Array:

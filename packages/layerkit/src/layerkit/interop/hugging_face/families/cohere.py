@@ -1,7 +1,7 @@
 """Command R and Aya 23 (Cohere, 2024): parallel branches that share a norm, interleaved rotary.
 
-Norms are LayerNorm without biases, and logits are multiplied by `logit_scale`. Command R+, with
-weights of norms for each head (`use_qk_norm`), is not supported.
+Norms are LayerNorm without biases, and logits are multiplied by `logit_scale`. Queries and keys of
+Command R+ have norms with weights for each head.
 """
 
 from __future__ import annotations
@@ -10,12 +10,16 @@ from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import (
     ATTENTION_BIAS,
     BASIC_ENTRIES,
+    LAYER,
+    LLAMA_ROWS,
+    THEIR_LAYER,
     llama_family,
     llama_network,
 )
-from layerkit.interop.hugging_face.keys import NORM_EPSILONS, Entry, fixed, key
-from layerkit.interop.hugging_face.parts import activation, tied_embedding
+from layerkit.interop.hugging_face.keys import NORM_EPSILONS, Entry, key
+from layerkit.interop.hugging_face.parts import activation, norms_per_head, tied_embedding
 from layerkit.interop.hugging_face.rotary import rotary
+from layerkit.interop.hugging_face.tensors import Row, replace_rows
 from layerkit.layers.basic.normalizations import LayerNorm
 
 
@@ -51,7 +55,18 @@ COHERE = llama_family(
     network=cohere_network,
     entries=(
         *cohere_entries(rotary(500_000.0, pairing="neighbors")),
-        fixed("use_qk_norm", value=False),
+        norms_per_head("use_qk_norm"),
+    ),
+    rows=replace_rows(
+        LLAMA_ROWS,
+        [
+            Row(
+                f"{THEIR_LAYER}self_attn.{name[0]}_norm.weight",
+                f"{LAYER}attention/{name}_norm/scale",
+                "heads dims -> heads dims",
+            )
+            for name in ("query", "key")
+        ],
     ),
     neutral=frozenset({"model_max_length"}),  # A limit of the tokenizer.
     token_ids=COHERE_TOKENS,

@@ -1,6 +1,6 @@
 """StableLM and StableLM 2 (Bellagente et al., 2024): Llama with LayerNorm and partial rotary.
 
-The 12B model, with weights of norms for each head (`qk_layernorm`), is not supported.
+Queries and keys of the 12B model have norms with weights for each head.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from layerkit.interop.hugging_face.keys import (
     key,
     set_field,
 )
-from layerkit.interop.hugging_face.parts import activation, tied_embedding
+from layerkit.interop.hugging_face.parts import activation, norms_per_head, tied_embedding
 from layerkit.interop.hugging_face.rotary import rotary
-from layerkit.interop.hugging_face.tensors import Row
+from layerkit.interop.hugging_face.tensors import EXPERT, Row, replace_rows
 from layerkit.layers.basic.normalizations import LayerNorm
 
 
@@ -55,6 +55,15 @@ LAYER_NORM_ROWS = (
     Row(THEIR_LAYER + "post_attention_layernorm.bias", LAYER + "feed_forward_norm/bias"),
 )
 
+# Each head has a tensor of its own; the placeholder stands for any leading axis of a weight.
+_HEAD_ROWS = tuple(
+    Row(
+        f"{THEIR_LAYER}self_attn.{name[0]}_layernorm.norms.{EXPERT}.weight",
+        f"{LAYER}attention/{name}_norm/scale",
+    )
+    for name in ("query", "key")
+)
+
 STABLELM = llama_family(
     "stablelm",
     "StableLmForCausalLM",
@@ -71,11 +80,11 @@ STABLELM = llama_family(
             default=False,
         ),
         Entry(_read_bias, _write_bias),
-        fixed("qk_layernorm", value=False),
+        norms_per_head("qk_layernorm"),
         # Dropout of the output of the feed-forward only.
         fixed("hidden_dropout", value=0.0),
         rotary(default_fraction=0.25, has_fraction=True),
         activation("hidden_act", "silu"),
     ),
-    rows=(*LLAMA_ROWS, *LAYER_NORM_ROWS),
+    rows=replace_rows((*LLAMA_ROWS, *LAYER_NORM_ROWS), _HEAD_ROWS),
 )
