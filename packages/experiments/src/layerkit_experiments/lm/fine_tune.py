@@ -28,7 +28,8 @@ from layerkit_runner.step.task import SingleTask
 class HuggingFaceLm(TrainedExperiment, abstract=True):
     """Model and initial weights of a folder, trained by AdamW; a subclass adds the data.
 
-    `--mode=export --export_dir=DIR` writes the trained model in the same format.
+    With LORA_RANK or ADAPTERS, only adapters are trained. `--mode=export --export_dir=DIR` writes
+    the trained model in the same format.
     """
 
     tags: ClassVar[tuple[str, ...]] = ("lm", "fine_tune")
@@ -47,6 +48,23 @@ class HuggingFaceLm(TrainedExperiment, abstract=True):
     of decoding."""
     EOS_ID: int | None = None
     """Token that ends a continuation; None for each end token of the folder and the tokenizer."""
+    LORA_RANK: int | None = None
+    """Rank of new LoRA adapters; None to train all weights, or ADAPTERS."""
+    LORA_ALPHA: float = 16.0
+    """Adapters are multiplied by LORA_ALPHA / LORA_RANK."""
+    LORA_DROPOUT_RATE: float = 0.0
+    LORA_ONLY: str = ".*(query|value)_tpl"
+    """Pattern of field paths of products with an adapter; `.*_tpl` matches all."""
+    LORA_RANK_STABILIZED: bool = False
+    """Multiply adapters by LORA_ALPHA / √LORA_RANK (rsLoRA)."""
+    LORA_MAGNITUDE: bool = False
+    """Also train the norms of the columns of the adapted weights (DoRA)."""
+    ADAPTERS: dict[str, float] | None = None
+    """Weights of folders of PEFT, whose summed adapters are trained further, in place of those of
+    the fields above."""
+    WEIGHT_FORMAT: str | None = None
+    """Format in which frozen weights beside adapters are stored, such as `nf4:64` (QLoRA, see
+    docs/quantization.md); None for floats."""
 
     def model(self) -> Config:
         """Return the config of the model in the folder.
@@ -76,7 +94,20 @@ class HuggingFaceLm(TrainedExperiment, abstract=True):
             decoder.temperature = self.TEMPERATURE
         if self.EOS_ID is not None:
             decoder.eos_id = self.EOS_ID
-        return model.set(decoder=decoder)
+        model.set(decoder=decoder, weight_format=self.WEIGHT_FORMAT)
+        if self.LORA_RANK is None or self.ADAPTERS:
+            return model
+        return add_adapters(
+            self,
+            model,
+            rank_stabilized=self.LORA_RANK_STABILIZED,
+            has_magnitude=self.LORA_MAGNITUDE,
+        )
+
+    def learner(self) -> Config:
+        """Return the config of the learner, which trains only adapters if there are any."""
+        learner = super().learner()
+        return train_adapters(learner) if self.LORA_RANK or self.ADAPTERS else learner
 
     def start_notes(self) -> list[str]:
         """Return notes, also about the decoding defaults of the folder."""
@@ -94,6 +125,14 @@ class HuggingFaceLm(TrainedExperiment, abstract=True):
         from layerkit.interop import hugging_face
 
         super().validate()
+        names = [name for name in vars(HuggingFaceLm) if name.startswith("LORA_")]
+        for name in names if self.ADAPTERS else ():
+            value, default = getattr(self, name), getattr(type(self), name)
+            expected = f"{default!r}, since the folders of ADAPTERS have their own"
+            require(value == default, None, name, value, expected)
+        has_adapters = self.LORA_RANK or self.ADAPTERS or self.WEIGHT_FORMAT is None
+        expected = "None, since weights in integers are not trained, or adapters (LORA_RANK)"
+        require(has_adapters, None, "WEIGHT_FORMAT", self.WEIGHT_FORMAT, expected)
         known = self.model().lm_tpl.vocab_size
         tokenizer = hugging_face.tokenizer_file(self.HF_FOLDER)
         if tokenizer is not None and getattr(self, "TOKENIZER", None) == "bytes":
@@ -127,11 +166,19 @@ class HuggingFaceLm(TrainedExperiment, abstract=True):
             decoder_ends = build(model.decoder).eos_ids
             ends = tuple(dict.fromkeys((*decoder_ends, *end_ids(build(tokenizer())))))
             model.decoder.eos_id = ends if len(ends) > 1 else next(iter(ends), None)
+        if self.ADAPTERS:
+            # Imported late, since few runs read folders of PEFT.
+            from layerkit.interop import peft
+
+            try:
+                model = peft.add_adapters(model, self.ADAPTERS)
+            except OSError as error:
+                raise ConfigError(str(error), owner="ADAPTERS") from error
         return SingleTask.HParams.config(
             name="lm",
             model=model,
             train=train_config(self, self.learner()),
-            initial_weights=weights_of(self.HF_FOLDER),
+            initial_weights=weights_of(self.HF_FOLDER, self.ADAPTERS),
         )
 
 
@@ -174,57 +221,6 @@ class FineTuneLora(FineTune):
 
     tags: ClassVar[tuple[str, ...]] = ("lora",)
 
-    LORA_RANK: int = 8
-    LORA_ALPHA: float = 16.0
-    """Adapters are multiplied by LORA_ALPHA / LORA_RANK."""
-    LORA_DROPOUT_RATE: float = 0.0
-    LORA_ONLY: str = ".*(query|value)_tpl"
-    """Pattern of field paths of products with an adapter; `.*_tpl` matches all."""
-    LORA_RANK_STABILIZED: bool = False
-    """Multiply adapters by LORA_ALPHA / √LORA_RANK (rsLoRA)."""
-    LORA_MAGNITUDE: bool = False
-    """Also train the norms of the columns of the adapted weights (DoRA)."""
-    ADAPTERS: dict[str, float] | None = None
-    """Weights of folders of PEFT, whose summed adapters are trained further, in place of those of
-    the fields above."""
-
+    LORA_RANK = 8
     LEARNING_RATE = 3e-4
     WEIGHT_DECAY = 0.0
-
-    def model(self) -> Config:
-        """Return the config of the model with the adapters of LORA_RANK and the other fields."""
-        if self.ADAPTERS:
-            return super().model()
-        return add_adapters(
-            self,
-            super().model(),
-            rank_stabilized=self.LORA_RANK_STABILIZED,
-            has_magnitude=self.LORA_MAGNITUDE,
-        )
-
-    def task(self) -> Config:
-        """Return the config of the task, with the adapters of ADAPTERS if there are any."""
-        task = super().task()
-        if self.ADAPTERS:
-            # Imported late, since few runs read folders of PEFT.
-            from layerkit.interop import peft
-
-            try:
-                task.model = peft.add_adapters(task.model, self.ADAPTERS)
-            except OSError as error:
-                raise ConfigError(str(error), owner="ADAPTERS") from error
-            task.initial_weights = weights_of(self.HF_FOLDER, self.ADAPTERS)
-        return task
-
-    def validate(self) -> None:
-        """Raise an error if fields of new adapters are set beside ADAPTERS, which has its own."""
-        super().validate()
-        names = [name for name in vars(FineTuneLora) if name.startswith("LORA_")]
-        for name in names if self.ADAPTERS else ():
-            value, default = getattr(self, name), getattr(FineTuneLora, name)
-            expected = f"{default!r}, since the folders of ADAPTERS have their own"
-            require(value == default, None, name, value, expected)
-
-    def learner(self) -> Config:
-        """Return the config of the learner, which trains only adapters."""
-        return train_adapters(super().learner())
