@@ -67,6 +67,7 @@ def hf_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     folder.mkdir()
     words = {"<s>": 0, "</s>": 1, "once": 2}
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<s>"))
+    tokenizer.add_special_tokens(["<s>", "</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
     contents = {
         "config.json": {
@@ -85,12 +86,22 @@ def hf_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
             "tie_word_embeddings": False,
         },
         "generation_config.json": {"bos_token_id": 0, "eos_token_id": 1},
-        "tokenizer_config.json": {"bos_token": "<s>", "eos_token": "</s>"},
+        "tokenizer_config.json": {
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "chat_template": "{% for m in messages %}{{ m.content + eos_token }}{% endfor %}",
+        },
     }
     for name, content in contents.items():
         (folder / name).write_text(json.dumps(content))
     monkeypatch.chdir(tmp_path)
     return folder.name
+
+
+@pytest.fixture
+def chat_files() -> tuple[str, ...]:
+    """Files of conversations, which only a run reads."""
+    return ("chat.jsonl",)
 
 
 FIRST: dict[str, str] = {}
@@ -106,7 +117,7 @@ WHOLE = {
 
 
 @functools.cache
-def configuration(name: str, **fields: str) -> str:
+def configuration(name: str, **fields: Any) -> str:
     return config_text(resolve(EXPERIMENTS[name](**fields)))
 
 
@@ -120,7 +131,7 @@ def differences(text: str, first: str) -> str:
     return "".join(f"{line}\n" for line in (*changed, *(f"- {path}" for path in absent)))
 
 
-def golden_text(name: str, fields: dict[str, str]) -> str:
+def golden_text(name: str, fields: dict[str, Any]) -> str:
     text, first = configuration(name, **fields), FIRST[EXPERIMENTS[name].__module__]
     if name == (whole := WHOLE[name.partition(".")[0]]):
         return text

@@ -176,6 +176,11 @@ class RunOptions:
         _GENERATE,
         repeats=True,
     )
+    chat: bool = _switch(
+        "answer each prompt, or line of the standard input, as the user's next message in a"
+        " conversation, by the model's chat template",
+        _GENERATE,
+    )
     max_new_tokens: int | None = _option(
         "largest number of new tokens; by default that of the model's decoder",
         "N",

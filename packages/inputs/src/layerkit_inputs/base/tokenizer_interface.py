@@ -86,12 +86,15 @@ def id_text(token_id: int | None, names: Mapping[int, str]) -> str:
     return f"{names[token_id]} ({token_id})" if token_id in names else str(token_id)
 
 
-def end_disagreement(tokenizer: Any, decoder_ids: Sequence[int]) -> str | None:
+def end_disagreement(
+    tokenizer: Any, decoder_ids: Sequence[int], *, end_id: int | None = None
+) -> str | None:
     """Return a line about end tokens that differ between the tokenizer, files and decoder.
 
     Args:
       tokenizer: Tokenizer of the data, whose end id training teaches.
       decoder_ids: End tokens of the model's decoder.
+      end_id: Id that ends a text in training; None for that of the tokenizer.
 
     Returns:
       The line, or None if all that define an end token agree.
@@ -102,7 +105,7 @@ def end_disagreement(tokenizer: Any, decoder_ids: Sequence[int]) -> str | None:
         return None
     stated = "; ".join(f"{name} {', '.join(map(str, ids))}" for name, ids in known.items())
     names = getattr(tokenizer, "special_tokens", {})
-    taught = id_text(tokenizer.eos_id, names)
+    taught = id_text(tokenizer.eos_id if end_id is None else end_id, names)
     return f"training ends a text with {taught}; all of these end decoding: {stated}"
 
 

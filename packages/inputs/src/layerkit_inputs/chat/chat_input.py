@@ -27,6 +27,7 @@ from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.errors import BadRecordError, require_extra
 from layerkit_inputs.base.find_files import TextFile, find_text_files
+from layerkit_inputs.base.tokenizer_interface import SpecialIds
 from layerkit_inputs.chat.conversations import (
     FORMS,
     Conversation,
@@ -39,6 +40,7 @@ from layerkit_inputs.chat.token_masks import (
     LossOn,
     encode_conversation,
     encode_prompt,
+    turn_ends,
 )
 from layerkit_inputs.packing.documents import DocumentPrompts, Documents, RowPlan
 from layerkit_inputs.packing.model_features import segment_features
@@ -223,12 +225,19 @@ class ConversationFiles(SplitDocuments):
 
     def _add(self, where: str, parts: Iterable[bytes]) -> None:
         (text,) = parts
+        contents: list[str] = []
+
+        def note(value: dict[str, Any]) -> dict[str, Any]:
+            contents.append(str(value.get("content") or ""))
+            return value
+
+        row = json.loads(text, object_hook=note)
         try:
-            tokens = self._encode_row(json.loads(text))
+            tokens = self._encode_row(row)
         except (ConfigError, UnicodeError) as error:
             self._bad.report(file=where, record=None, problem=str(error))
             return
-        self._count(text)
+        self._count(text, " ".join(contents).encode())
         self._check_size(self._num_bytes)
         if isinstance(tokens, str):
             self._counts[tokens] += 1
@@ -244,6 +253,18 @@ class ConversationFiles(SplitDocuments):
         ids, has_loss = map(np.concatenate, zip(none, *self._tokens, strict=True))
         self._tokens = []
         return Documents.of(ids, sizes, has_loss=has_loss)
+
+    @property
+    def note(self) -> str:
+        """Line about the template and special tokens in text, for the start report."""
+        name = self.chat_template or "that of the tokenizer's folder"
+        encoding = "their ids" if self.special_tokens_in_text == "ids" else "text"
+        return f"chat template: {name}; special tokens in messages are encoded as {encoding}"
+
+    def special_ids(self) -> SpecialIds:
+        """Return the id that ends a turn, and that of padding."""
+        ends = turn_ends(self._template, self._tokenizer)
+        return SpecialIds(None, next(iter(ends), None), self._tokenizer.pad_id)
 
     def _fingerprint(self) -> dict[str, Any]:
         documents = self._documents

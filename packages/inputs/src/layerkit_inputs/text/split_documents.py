@@ -164,12 +164,12 @@ class SplitDocuments(DocumentInput):
         is_enough = num_bytes <= self.max_bytes
         require(is_enough, self._label, "max_bytes", self.max_bytes, expected)
 
-    def _count(self, part: bytes) -> None:
-        """Count a part of a document that was added."""
+    def _count(self, part: bytes, text: bytes | None = None) -> None:
+        """Count a part of a document that was added, whose text is `text`, or else the part."""
         self._update_checksum(part)
         self._num_bytes += len(part)
         if len(self._texts_to_check) < NUM_FIRST_TEXTS:
-            self._texts_to_check.append(part[:FIRST_TEXT_BYTES])
+            self._texts_to_check.append((text or part)[:FIRST_TEXT_BYTES])
 
     def _update_checksum(self, data: bytes) -> None:
         self._checksum = zlib.crc32(data, self._checksum)

@@ -110,11 +110,12 @@ class BaseExperiment:
         """Return the config of the tokenizer of data sets that have none themselves, or None."""
         return None
 
-    def train_programs(self) -> list[Config] | None:
-        """Return configs of `TrainProgram` that alternate; see docs/programs.md.
+    def chat_template(self) -> str | None:
+        """Return the chat template of the data; None for that of the tokenizer's folder, if any."""
+        return None
 
-        None, the default, trains on the only data set with `is_training=True`.
-        """
+    def train_programs(self) -> list[Config] | None:
+        """Return configs of alternating `TrainProgram`s; None trains on the only training data."""
         return None
 
     def eval_programs(self) -> list[Config] | None:
@@ -126,10 +127,7 @@ class BaseExperiment:
         return None
 
     def executor(self) -> Config | None:
-        """Return the config of a class derived from `Executor`, or None for that class.
-
-        The job sets the fields of `Executor`; a derived class may add fields.
-        """
+        """Return the config of a subclass of `Executor`, whose fields the job sets, or None."""
         return None
 
     def observers(self) -> list[Config]:

@@ -39,11 +39,13 @@ from layerkit.interop.hugging_face import export_model
 from layerkit.interop.peft import export_adapters
 from layerkit.layers.quantization.lora import LORA_WEIGHTS
 from layerkit_inputs.base.errors import MissingExtraError
+from layerkit_inputs.chat.template import load_chat_template
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.init_from.sources import HuggingFaceFolder, recognize
 from layerkit_runner.run.job import Job, choose_step, start_job
+from layerkit_runner.run.model.generation import find_tokenizer
 from layerkit_runner.run.programs import model_calls
 from layerkit_runner.run_options import RunOptions
 from layerkit_runner.step.train_state import recorded_from_adapters, recorded_hugging_face
@@ -99,6 +101,7 @@ def run_export(resolved: ResolvedExperiment, options: RunOptions) -> int:
                     variables,
                     tokenizer_folder=_tokenizer_folder(job),
                 )
+                _write_chat_template(job, options.export_dir)
         kind = "averaged weights" if job.task.train.decode_use_ema_states else "weights"
         job.observers.message(f"wrote the {kind} of step {step} to {options.export_dir}")
     return 0
@@ -124,6 +127,23 @@ def _tokenizer_folder(job: Job) -> str | None:
         elif isinstance(recognize(folder), HuggingFaceFolder):
             return str(folder)
     return None
+
+
+def _write_chat_template(job: Job, folder: str) -> None:
+    """Write the chat template of the training data, and the end tokens of the decoder."""
+    name = job.resolved.experiment.chat_template()
+    if name is None or jax.process_index():
+        return
+    template = load_chat_template(name, find_tokenizer(job.resolved, job.partitioner))
+    path = epath.Path(folder)
+    for variant, source in template.sources.items():
+        file = "chat_template" if variant == "default" else f"chat_templates/{variant}"
+        (path / file).parent.mkdir(exist_ok=True)
+        atomic_write(path / f"{file}.jinja", source)
+    defaults = path / "generation_config.json"
+    content = json.loads(defaults.read_text()) if defaults.exists() else {}
+    content["eos_token_id"] = list(job.task.model.decoder.eos_ids)
+    atomic_write(defaults, json.dumps(content, indent=2) + "\n")
 
 
 def export_stablehlo(

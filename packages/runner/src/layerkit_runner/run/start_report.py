@@ -189,12 +189,13 @@ def input_lines(train_input: BaseInput, *, decoder_ids: Sequence[int] = ()) -> I
     if casts := cast_text(peek_batch(train_input)):
         yield f"cast         {casts}"
     tokenizer = train_input.text_tokenizer()
-    if note := getattr(tokenizer, "note", None):
+    if note := getattr(inner, "note", getattr(tokenizer, "note", None)):
         yield f"tokenizer    {note}"
     if (special := inner.special_ids()) is not None:
         yield f"text ids     {special.text(getattr(tokenizer, 'special_tokens', {}))}"
-    if tokenizer is not None and (line := end_disagreement(tokenizer, decoder_ids)) is not None:
-        yield f"end tokens   {line}"
+        line = end_disagreement(tokenizer, decoder_ids, end_id=special.end)
+        if line is not None:
+            yield f"end tokens   {line}"
 
 
 def compiled_lines(compiled: Sequence[Any]) -> Iterator[str]:

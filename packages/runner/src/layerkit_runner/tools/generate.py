@@ -2,7 +2,8 @@
 
 Without `--prompt`, the standard input is the prompt. On a terminal, a dialog asks for prompts. The
 seed is increased by the number of times that a prompt was continued before, so that its sample does
-not depend on the other prompts.
+not depend on the other prompts. With `--chat`, each prompt, or line of the standard input, is a
+message of the user in one conversation.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import collections
 import contextlib
 import importlib
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from layerkit_runner.config.flags import configure_library_logs
 from layerkit_runner.config.requests import ParsedFlags
@@ -34,7 +35,11 @@ def run_generate(flags: ParsedFlags) -> int:
         asks = sys.stdin.isatty()
         # Read before the model is loaded, so that a missing prompt is reported at once.
         prompts = () if asks else _piped_prompt()
+        if options.chat and prompts:
+            prompts = tuple(filter(None, prompts[0].splitlines()))
     model = _load(flags)
+    if options.chat:
+        return _chat(model, options, _lines() if asks else prompts)
     if asks:
         return _ask(model, options)
     for index, prompt in enumerate(prompts):
@@ -79,21 +84,31 @@ def _piped_prompt() -> tuple[str, ...]:
 
 def _continue(model: LoadedModel, prompt: str, options: RunOptions, *, seed: int) -> None:
     """Print the continuation of a prompt while it is made, and a line end."""
-
-    def write(index: int, piece: str) -> None:
-        del index
-        print(piece, end="", flush=True)
-
-    model.generate(
-        prompt,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=seed,
-        stream=write,
-    )
+    model.generate(prompt, **_options(options, seed), stream=lambda _, piece: _write(piece))
     print(flush=True)
+
+
+def _options(options: RunOptions, seed: int) -> dict[str, Any]:
+    names = ("max_new_tokens", "temperature", "top_k", "top_p")
+    return {**{name: getattr(options, name) for name in names}, "seed": seed}
+
+
+def _write(piece: str) -> None:
+    print(piece, end="", flush=True)
+
+
+def _chat(model: LoadedModel, options: RunOptions, lines: Iterable[str]) -> int:
+    """Answer the lines of a conversation; Ctrl-C discards a line and its answer."""
+    messages: list[dict[str, Any]] = []
+    for line in lines:
+        turn = [*messages, {"role": "user", "content": line}]
+        try:
+            answer = model.chat(turn, **_options(options, options.seed), stream=_write)
+            messages = [*turn, {"role": "assistant", "content": answer}]
+        except KeyboardInterrupt:
+            pass
+        print(flush=True)
+    return 0
 
 
 def _ask(model: LoadedModel, options: RunOptions) -> int:

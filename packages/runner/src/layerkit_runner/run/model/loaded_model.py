@@ -13,6 +13,9 @@ from layerkit.base.base_layer import PARAMS
 from layerkit.config import Config
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.tokenizer_interface import Tokenizer, end_disagreement, end_ids
+from layerkit_inputs.chat.conversations import Conversation
+from layerkit_inputs.chat.template import ChatTemplate, load_chat_template
+from layerkit_inputs.chat.token_masks import encode_prompt, turn_ends
 from layerkit_inputs.packing.model_features import as_tokens
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import Observers
@@ -148,17 +151,72 @@ class LoadedModel:
           UserError: The model cannot decode or has no tokenizer, or an option is out of range.
         """
         texts = text_list(prompts, "prompts")
-        has_source, (source, target) = self._has_source, self._tokenizers()
-        rows = [prompt_ids(text, source, is_source=has_source) for text in texts]
-        streams = [TextStream(target, [] if has_source else ids) for ids in rows]
+        source, _ = self._tokenizers()
+        rows = [prompt_ids(text, source, is_source=self._has_source) for text in texts]
+        options = GenerateOptions(max_new_tokens, temperature, top_k, top_p, seed)
+        befores = [[] for _ in rows] if self._has_source else rows
+        return self._generate_texts(rows, befores, options, stream)
+
+    def chat(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+        stream: Callable[[str], object] | None = None,
+    ) -> str:
+        """Answer a conversation by the chat template of the training data or of the tokenizer.
+
+        Args:
+          messages: Dicts with `role` and `content`, as in `transformers`, up to the answer.
+          tools: JSON schemas of the tools that the answer may call; None for none.
+          max_new_tokens: As for `generate`.
+          temperature: As for `generate`.
+          top_k: As for `generate`.
+          top_p: As for `generate`.
+          seed: As for `generate`.
+          stream: Function that is called with each new piece of the answer; None for none.
+
+        Returns:
+          The answer up to where its turn ends.
+
+        Raises:
+          UserError: As for `generate`, or there is no template, or it cannot render the messages.
+        """
+        conversation = Conversation([*messages], None if tools is None else [*tools])
+        ids = encode_prompt(conversation, self._template, self.tokenizer)
+        options = GenerateOptions(max_new_tokens, temperature, top_k, top_p, seed)
+        call = None if stream is None else lambda _, piece: stream(piece)
+        ends = turn_ends(self._template, self.tokenizer)
+        return self._generate_texts([ids], [[]], options, call, ends=ends)[0]
+
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        return load_chat_template(self.job.resolved.experiment.chat_template(), self.tokenizer)
+
+    def _generate_texts(
+        self,
+        rows: Sequence[Ids],
+        befores: Sequence[Sequence[int]],
+        options: GenerateOptions,
+        stream: Callable[[int, str], object] | None,
+        *,
+        ends: tuple[int, ...] = (),
+    ) -> list[str]:
+        """Continue ids; the text of a continuation may depend on the ids before it."""
+        _, target = self._tokenizers()
+        streams = [TextStream(target, before) for before in befores]
 
         def pass_on(row: int, token_id: int) -> None:
             piece = streams[row].add(token_id)
             if stream is not None and piece:
                 stream(row, piece)
 
-        options = GenerateOptions(max_new_tokens, temperature, top_k, top_p, seed)
-        new_ids = self._generate_ids(rows, options, None if stream is None else pass_on)
+        new_ids = self._generate_ids(rows, options, None if stream is None else pass_on, ends=ends)
         for row, (text_stream, ids) in enumerate(zip(streams, new_ids, strict=True)):
             text_stream.ids = ids.tolist()
             if stream is not None and (piece := text_stream.rest()):
@@ -204,6 +262,8 @@ class LoadedModel:
         prompts: Sequence[Ids],
         options: GenerateOptions,
         stream: Callable[[int, int], object] | None,
+        *,
+        ends: tuple[int, ...] = (),
     ) -> list[np.ndarray]:
         self._check_model(decodes=True)
         options = options.filled(self.model.decoder)
@@ -212,8 +272,9 @@ class LoadedModel:
         if not prompts:
             return []
         batch, steps = prompt_batch(prompts, options, self._buckets, are_sources=self._has_source)
+        ends = tuple(dict.fromkeys((*self._eos_id, *ends)))
         decoder = model_calls.decoder_for(
-            self.model, max_new_tokens=steps, is_greedy=options.is_greedy, eos_id=self._eos_id
+            self.model, max_new_tokens=steps, is_greedy=options.is_greedy, eos_id=ends
         )
         calls, replicated = model_calls, self.job.partitioner.replicated()
         layouts = (self.job.partitioner.batch_sharding(), replicated), (None, replicated)
