@@ -24,7 +24,6 @@ from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.basic.embeddings import ClassSoftmax, SharedEmbeddingSoftmax
 from layerkit.layers.basic.normalizations import BaseNormalization, LayerNorm
 from layerkit.layers.basic.positions import switching_length
-from layerkit.layers.transformer.multi_token import MultiTokenPrediction
 from layerkit.layers.transformer.stacks import StackedTransformer
 from layerkit.layers.transformer.transformer import drop_none, gather_positions
 from layerkit.ops.attention.masks import AttentionMask, row_positions
@@ -62,7 +61,7 @@ class TransformerLm(BaseLayer):
         (BERT); None for none.
       is_causal: True lets a position attend to positions up to itself. False lets it attend to its
         whole document, as in a masked language model, which cannot decode.
-      mtp_tpl: Multi-token prediction, which adds a loss in training; None for none.
+      mtp_tpl: `MultiTokenPrediction`, which adds a loss in training; None for none.
       dropout_rate: Dropout rate of the embeddings in training.
 
     Raises:
@@ -88,7 +87,7 @@ class TransformerLm(BaseLayer):
     final_norm_tpl: Config[BaseNormalization] | None = sub_config_field(LayerNorm.HParams)
     head_tpl: Config[BaseLayer] | None = sub_config_field(None)
     is_causal: bool = True
-    mtp_tpl: Config[MultiTokenPrediction] | None = sub_config_field(None)
+    mtp_tpl: Config[BaseLayer] | None = sub_config_field(None)
     dropout_rate: float = 0.0
 
     def setup(self) -> None:
