@@ -11,27 +11,20 @@ from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.chat.template import ChatTemplate, load_chat_template
 
 MESSAGES = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+CONFIG, FILE, RAG = (
+    *("tokenizer_config.json", "chat_template.jinja"),
+    "additional_chat_templates/rag.jinja",
+)
 NAMES = ("default", "tool_use", "rag")
-VARIANTS = json.dumps({"chat_template": [{"name": name, "template": name} for name in NAMES]})
+VARIANTS = {CONFIG: {"chat_template": [{"name": name, "template": name} for name in NAMES]}}
 FOLDERS = {
-    "config": ({"tokenizer_config.json": json.dumps({"chat_template": "a"})}, None, "a"),
-    "file before config": (
-        {"tokenizer_config.json": json.dumps({"chat_template": "a"}), "chat_template.jinja": "b"},
-        *(None, "b"),
-    ),
-    "variants": ({"tokenizer_config.json": VARIANTS}, None, "default"),
-    "a variant": ({"tokenizer_config.json": VARIANTS}, "rag", "rag"),
-    "files of variants": (
-        {"chat_template.jinja": "a", "additional_chat_templates/rag.jinja": "b"}, "rag", "b"
-    ),
-    "tokens": (
-        {
-            "tokenizer_config.json": json.dumps({"eos_token": "</s>", "add_bos_token": True}),
-            "chat_template.jinja": "{{ bos_token }}{{ eos_token }}",
-        },
-        *(None, "</s>"),
-    ),
-}  # fmt: skip
+    "config": ({CONFIG: {"chat_template": "a"}}, None, "a"),
+    "file before config": ({CONFIG: {"chat_template": "a"}, FILE: "b"}, None, "b"),
+    "variants": (VARIANTS, None, "default"),
+    "a variant": (VARIANTS, "rag", "rag"),
+    "files of variants": ({FILE: "a", RAG: "b"}, "rag", "b"),
+    "tokens": ({CONFIG: {"eos_token": "E"}, FILE: "{{ bos_token }}{{ eos_token }}"}, None, "E"),
+}
 
 
 @pytest.fixture
@@ -40,11 +33,10 @@ def write_tokenizer(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
 
     def write(files):
-        model = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "</s>": 1}, []))
-        model.save(str(tmp_path / "tokenizer.json"))
-        for name, text in files.items():
+        model = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "E": 1}, []))
+        for name, text in {"tokenizer.json": model.to_str(), **files}.items():
             (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).write_text(text)
+            (tmp_path / name).write_text(text if isinstance(text, str) else json.dumps(text))
         return HuggingFaceTokenizer(path=str(tmp_path))
 
     return write
@@ -52,16 +44,14 @@ def write_tokenizer(tmp_path):
 
 @pytest.mark.parametrize(("files", "name", "text"), FOLDERS.values(), ids=FOLDERS)
 def test_template_of_a_folder_is_that_of_transformers(files, name, text, write_tokenizer, tmp_path):
-    tokenizer = write_tokenizer(files)
-    assert load_chat_template(name, tokenizer).render(MESSAGES) == text
+    assert load_chat_template(name, write_tokenizer(files)).render(MESSAGES) == text
     transformers = pytest.importorskip("transformers")
     reference = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
     assert text == reference.apply_chat_template(MESSAGES, chat_template=name, tokenize=False)
 
 
 def test_tools_select_their_template(write_tokenizer):
-    files = {"tokenizer_config.json": VARIANTS}
-    template = load_chat_template(None, write_tokenizer(files))
+    template = load_chat_template(None, write_tokenizer(VARIANTS))
     assert template.render(MESSAGES, tools=[]) == "tool_use"
     with pytest.raises(BadRecordError, match="it has no tools"):
         load_chat_template("chatml", ByteTokenizer()).render(MESSAGES, tools=[{"type": "function"}])
@@ -71,10 +61,10 @@ NO_TEMPLATE = {
     "a name": ("chatm", {}, "Did you mean 'chatml'"),
     "of the Hub": ("org/model", {}, "hf download org/model"),
     "of the folder": (None, {}, "the tokenizer's folder has no chat template"),
-    "not Jinja": (None, {"chat_template.jinja": "{% if %}"}, "line 1: Expected an expression"),
-    "not JSON": (None, {"chat_template.jinja": "a", "tokenizer_config.json": "{"}, "line 1"),
-    "no default": (None, {"additional_chat_templates/rag.jinja": "a"}, "Choices: rag"),
-}  # fmt: skip
+    "not Jinja": (None, {FILE: "{% if %}"}, "line 1: Expected an expression"),
+    "not JSON": (None, {FILE: "a", CONFIG: "{"}, "line 1"),
+    "no default": (None, {RAG: "a"}, "Choices: rag"),
+}
 
 
 @pytest.mark.parametrize(("name", "files", "message"), NO_TEMPLATE.values(), ids=NO_TEMPLATE)
@@ -89,14 +79,12 @@ def test_missing_or_damaged_template_is_an_error(name, files, message, write_tok
     [
         "{{ messages.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
-        "{{ ''.__class__.__base__.__subclasses__() }}",
         "{{ raise_exception.__globals__.x }}",
         "{{ strftime_now.__self__.__reduce__() }}",
-        "{% set x = namespace(__call__=range) %}{{ x() }}",
+        "{{ namespace(__call__=range) }}",
         "{% set x = namespace() %}{% set x._y = 1 %}",
         "{{ [namespace()] | tojson(default=range) }}",
         "{{ (messages | attr('__class__')).x }}",
-        "{{ raise_exception('No.') }}",
         "{{ 1 / 0 }}",
         "{% include 'a' %}",
         "{% for i in range(1000000) %}{% endfor %}",

@@ -47,6 +47,7 @@ VOCAB_SIZE = FIRST_BYTE_ID + 256
 SPECIAL_TOKENS = {PAD_ID: "PAD", BOS_ID: "BOS", EOS_ID: "EOS"}
 _MAX_NAMES = 4
 _TOKEN_OPTIONS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_TRIM_OFFSETS = re.compile(r'("trim_offsets":\s*)true')
 # Token of one byte, for characters that a vocabulary lacks.
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -288,7 +289,9 @@ class HuggingFaceTokenizer(_FileTokenizer):
         """Return the model of the file, and the declared tokens that were added to it."""
         tokenizers = require_extra("tokenizers", needed_by="HuggingFaceTokenizer")
         try:
-            model = tokenizers.Tokenizer.from_file(str(self.path))
+            # Places of tokens then include spaces; ids stay the same.
+            text = _TRIM_OFFSETS.sub(r"\1false", Path(self.path).read_text("utf-8"))
+            model = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # The bindings raise no narrower class.
             raise unreadable_file(self, self.path, "a tokenizer.json", error) from None
         model.no_truncation()
@@ -397,13 +400,10 @@ class HuggingFaceTokenizer(_FileTokenizer):
     def encode_with_offsets(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids of a text, int32 `[length]`, and the place of each in the text.
 
-        Places are begins and ends in characters, int64 `[length, 2]`. A token begins where the one
-        before it ends, or before, if both are bytes of one character.
+        Places are begins and ends in characters, int64 `[length, 2]`.
         """
         encoding = self._model.encode(as_text(text), add_special_tokens=False)
         places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        # The post-processor may leave out spaces.
-        places[1:, 0] = np.minimum(places[1:, 0], places[:-1, 1])
         return np.array(encoding.ids, np.int32), places
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
