@@ -242,7 +242,7 @@ def chat_file(folder, kind, **more):
 )
 def test_conversations_raise_with_the_way_to_write_them(tmp_path, kind, text_field):
     fields = chat_file(tmp_path, kind, id=1)
-    with pytest.raises(ConfigError, match="apply_chat_template"):
+    with pytest.raises(ConfigError, match="ChatInput"):
         LocalText(text_field=text_field, **fields).get_next()
 
 

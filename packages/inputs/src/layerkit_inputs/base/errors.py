@@ -94,8 +94,7 @@ OnBadRecord = Literal["refuse", "skip"]
 
 _MAX_KEPT = 8
 CONVERSATIONS = (
-    "Write each conversation as one text first, by the chat template of the model's tokenizer:"
-    " apply_chat_template(messages, tokenize=False) in transformers."
+    "Conversations are read by ChatInput, as in the experiment lm.sft.Chat (docs/chat.md)."
 )
 """Hint for a field of messages with roles, which readers of text do not read."""
 

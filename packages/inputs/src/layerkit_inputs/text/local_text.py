@@ -26,7 +26,7 @@ import numpy as np
 
 from layerkit.config.hparams import Conditions
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.errors import BadRecordError, OnBadRecord
+from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.base.find_files import TextFile, standard_library_files
 from layerkit_inputs.packing.documents import (
     DocumentBuilder,
@@ -67,23 +67,11 @@ class _TextFilesInput(SplitDocuments):
     """Base class of inputs of local text files."""
 
     used_only_if: ClassVar[Conditions] = {"json_as_text": "not text_field"}
-    paths: Sequence[str] | None = None
-    """Files, folders or patterns. None: the standard library of the running interpreter."""
-    heldout_fraction: float = 0.05
-    """Share of the documents that is held out if no file is named as held out, by a hash of their
-    text. If each file is a document and the files are too few, share of the end of each."""
-    max_bytes: int = 1 << 28
-    """Maximum bytes of the documents of a split if each file is a document, else of the
-    decompressed files that it is read from. Tokens are kept in memory, two bytes each, or four with
-    a vocabulary of more than 65,536."""
     text_field: str | None = None
     """Field of the text in JSON lines (or Parquet), in which each line is a document. None: each
     file is a document."""
     json_as_text: bool = False
     """Whether JSON lines are read as plain text if `text_field` is None. False: they raise."""
-    on_bad_record: OnBadRecord = "refuse"
-    """`refuse` raises for unreadable documents, such as invalid UTF-8 if the tokenizer needs text;
-    `skip` skips and counts them."""
 
     def __post_init__(self) -> None:
         """Check the fields."""

@@ -35,7 +35,7 @@ class SplitDocuments(DocumentInput):
     token_unit: ClassVar[str] = "byte"
     used_only_if: ClassVar[Conditions] = {"heldout_fraction": "not heldout_paths"}
     paths: Sequence[str] | None = None
-    """Files, folders or patterns."""
+    """Files, folders or patterns. None: the standard library of the running interpreter."""
     heldout_paths: Sequence[str] | None = None
     """Files, folders or patterns of the held-out split, which the training split omits. None: files
     of `paths` that are named as held out, or else a share of the documents."""
@@ -44,13 +44,16 @@ class SplitDocuments(DocumentInput):
     as test if there are none; `test` only reads the latter."""
     heldout_fraction: float = 0.05
     """Share of the documents that is held out if no file is named as held out, by a hash of their
-    contents."""
+    contents. If each file is a document and the files are too few, share of the end of each."""
     max_bytes: int = 1 << 28
-    """Maximum bytes of the documents of a split, whose tokens are kept in memory."""
+    """Maximum bytes of the documents of a split if each file is a document, else of the
+    decompressed files that it is read from. Tokens are kept in memory, two bytes each, or four with
+    a vocabulary of more than 65,536."""
     tokenizer: Tokenizer | None = None
     """Tokenizer of the text. None: bytes."""
     on_bad_record: OnBadRecord = "refuse"
-    """`refuse` raises for unreadable documents; `skip` skips and counts them."""
+    """`refuse` raises for unreadable documents, such as invalid UTF-8 if the tokenizer needs text;
+    `skip` skips and counts them."""
 
     def __post_init__(self) -> None:
         """Check the fields."""

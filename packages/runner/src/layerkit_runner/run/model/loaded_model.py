@@ -162,24 +162,16 @@ class LoadedModel:
         messages: Sequence[dict[str, Any]],
         *,
         tools: Sequence[dict[str, Any]] | None = None,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
         stream: Callable[[str], object] | None = None,
+        **options: Any,
     ) -> str:
         """Answer a conversation by the chat template of the training data or of the tokenizer.
 
         Args:
           messages: Dicts with `role` and `content`, as in `transformers`, up to the answer.
           tools: JSON schemas of the tools that the answer may call; None for none.
-          max_new_tokens: As for `generate`.
-          temperature: As for `generate`.
-          top_k: As for `generate`.
-          top_p: As for `generate`.
-          seed: As for `generate`.
           stream: Function that is called with each new piece of the answer; None for none.
+          **options: Other options of `generate`, such as `max_new_tokens=100`.
 
         Returns:
           The answer up to where its turn ends.
@@ -189,10 +181,9 @@ class LoadedModel:
         """
         conversation = Conversation([*messages], None if tools is None else [*tools])
         ids = encode_prompt(conversation, self._template, self.tokenizer)
-        options = GenerateOptions(max_new_tokens, temperature, top_k, top_p, seed)
         call = None if stream is None else lambda _, piece: stream(piece)
         ends = turn_ends(self._template, self.tokenizer)
-        return self._generate_texts([ids], [[]], options, call, ends=ends)[0]
+        return self._generate_texts([ids], [[]], GenerateOptions(**options), call, ends=ends)[0]
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:
