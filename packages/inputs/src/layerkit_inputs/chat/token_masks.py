@@ -146,13 +146,12 @@ def _render(
     **options: bool,
 ) -> Rendering:
     """Return the rendering of a conversation, split in the special tokens of its messages."""
-    special = frozenset(getattr(tokenizer, "special_tokens", {}).values())
-    source = template.source(conversation.tools)
-    added = [token for token in getattr(tokenizer, "added_tokens", ()) if not token.isspace()]
-    written = special.union(token for token in added if token in source)
+    special = tuple(getattr(tokenizer, "special_tokens", {}).values())
+    added = tuple(getattr(tokenizer, "added_tokens", ()))
+    anyone, others = _token_patterns(special, added, template.source(conversation.tools))
 
     def split_text(mark: str, role: str | None, text: str) -> str:
-        return _begins(written if role in ("user", "tool") else special).sub(rf"\1{mark}", text)
+        return (others if role in ("user", "tool") else anyone).sub(rf"\1{mark}", text)
 
     return template.locate(
         conversation.messages,
@@ -163,10 +162,17 @@ def _render(
 
 
 @functools.lru_cache
-def _begins(tokens: frozenset[str]) -> re.Pattern[str]:
-    """Return the pattern of the first characters of tokens, which may overlap."""
-    names = "|".join(re.escape(token) for token in tokens if len(token) > 1)
-    return re.compile(f"(?=(?:{names}))(.)" if names else "(?!)()", re.DOTALL)
+def _token_patterns(
+    special: Sequence[str], added: Sequence[str], source: str
+) -> list[re.Pattern[str]]:
+    """Return patterns of the first characters of tokens that nobody, and that users, may write."""
+    written = [token for token in added if token in source and not token.isspace()]
+    patterns = []
+    for tokens in (special, (*special, *written)):
+        names = "|".join(re.escape(token) for token in tokens if len(token) > 1)
+        # Tokens may overlap.
+        patterns.append(re.compile(f"(?=(?:{names}))(.)" if names else "(?!)()", re.DOTALL))
+    return patterns
 
 
 def _encode(

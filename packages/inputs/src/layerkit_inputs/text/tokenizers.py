@@ -350,9 +350,9 @@ class HuggingFaceTokenizer(_FileTokenizer):
         added = self._model.get_added_tokens_decoder()
         return {token_id: token.content for token_id, token in added.items() if token.special}
 
-    @property
+    @functools.cached_property
     def added_tokens(self) -> list[str]:
-        """Tokens that a text may spell out, special or not."""
+        """Return the tokens that a text may spell out, special or not."""
         return [token.content for token in self._model.get_added_tokens_decoder().values()]
 
     @functools.cached_property
