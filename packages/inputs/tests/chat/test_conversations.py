@@ -5,7 +5,12 @@ import json
 import pytest
 
 from layerkit_inputs.base.errors import BadRecordError
-from layerkit_inputs.chat.conversations import read_conversation, read_judgement, read_pair
+from layerkit_inputs.chat.conversations import (
+    drop_nulls,
+    read_conversation,
+    read_judgement,
+    read_pair,
+)
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
 SYSTEM, BAD = {"role": "system", "content": "Rhyme."}, {"role": "assistant", "content": "Hu"}
@@ -85,3 +90,11 @@ def test_judgement_is_of_the_last_answer(label, expected):
     assert read_judgement({"messages": messages, "label": label}) == ((messages, None, 2), expected)
     with pytest.raises(BadRecordError, match="label=None"):
         read_judgement({"messages": messages})
+
+
+def test_arguments_of_a_call_in_a_table_are_its_own():
+    arrow = pytest.importorskip("pyarrow")
+    calls = [{"function": {"name": key, "arguments": {key: 1}}} for key in ("a", "b")]
+    rows = [{"messages": [USER, {"role": "assistant", "tool_calls": [call]}]} for call in calls]
+    table = arrow.Table.from_pylist(rows)
+    assert table.to_pylist() != drop_nulls(table.to_pylist()) == rows

@@ -31,6 +31,7 @@ from layerkit_inputs.base.tokenizer_interface import SpecialIds
 from layerkit_inputs.chat.conversations import (
     FORMS,
     Conversation,
+    drop_nulls,
     read_conversation,
     read_pair,
 )
@@ -153,14 +154,14 @@ def _table_rows(path: Path, kind: str) -> Iterator[dict[str, Any]]:
             with arrow.memory_map(str(path)) as opened, arrow.ipc.open_stream(opened) as stream:
                 names = [name for name in stream.schema.names if name in COLUMNS]
                 for batch in stream:
-                    yield from batch.select(names).to_pylist()
+                    yield from drop_nulls(batch.select(names).to_pylist())
             return
         names = [name for name in parquet.read_schema(path).names if name in COLUMNS]
         with open_parquet(path, columns=names) as file:
             for group in range(file.metadata.num_row_groups):
                 table = read_row_group(file, group, columns=names, max_bytes=MAX_ROW_GROUP_BYTES)
                 for batch in table.to_batches(_ROWS_AT_A_TIME):
-                    yield from batch.to_pylist()
+                    yield from drop_nulls(batch.to_pylist())
     except (arrow.ArrowException, OSError) as error:
         raise BadRecordError(f"cannot read the file ({error})", owner=str(path)) from None
 

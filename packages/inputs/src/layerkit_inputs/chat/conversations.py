@@ -111,6 +111,16 @@ def read_judgement(row: Mapping[str, Any]) -> Judgement:
     return Judgement(conversation._replace(num_prompt_messages=size), bool(label))
 
 
+def drop_nulls(value: Any) -> Any:
+    """Return rows of a table without null keys, which the keys of other rows leave in objects.
+
+    So the arguments of a tool call are those of the call, not those of all calls.
+    """
+    if isinstance(value, Mapping):
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    return [drop_nulls(item) for item in value] if isinstance(value, list) else value
+
+
 def _with_columns(row: Mapping[str, Any], messages: list[Message], size: int) -> Conversation:
     """Return messages with the `tools` and `system` of a row; `size` of them are the prompt."""
     tools, system = row.get("tools"), []
