@@ -7,8 +7,8 @@ import pytest
 from layerkit.errors import ConfigError
 from layerkit_inputs import ByteTokenizer, HuggingFaceTokenizer
 from layerkit_inputs.chat.conversations import Conversation
-from layerkit_inputs.chat.template import load_chat_template
-from layerkit_inputs.chat.token_masks import encode_conversation, encode_prompt
+from layerkit_inputs.chat.template import ChatTemplate, load_chat_template
+from layerkit_inputs.chat.token_masks import encode_conversation, encode_prompt, leaves_out_tools
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
 CHATML = (
@@ -100,3 +100,12 @@ def test_loss_is_on_the_selected_turns(raises):
     assert lossy_text(Conversation([USER])) == ""
     with raises(ConfigError, field="messages[1].train", value=None):
         lossy_text(Conversation([USER, ANSWER]), loss_on="train")
+
+
+def test_tools_that_a_template_leaves_out_are_reported():
+    call = {"function": {"name": "now", "arguments": {}}}
+    conversation = Conversation([USER, ANSWER | {"tool_calls": [call]}])
+    written = ChatTemplate({"default": "{{ messages | tojson }}"}, {})
+    assert not leaves_out_tools(conversation, written)
+    assert leaves_out_tools(conversation._replace(tools=[{"function": {"name": "then"}}]), written)
+    assert leaves_out_tools(conversation, ChatTemplate({"default": CHATML}, {}))

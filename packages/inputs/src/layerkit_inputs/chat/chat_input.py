@@ -41,6 +41,7 @@ from layerkit_inputs.chat.token_masks import (
     LossOn,
     encode_conversation,
     encode_prompt,
+    leaves_out_tools,
     turn_ends,
 )
 from layerkit_inputs.packing.documents import DocumentPrompts, Documents, RowPlan
@@ -317,6 +318,8 @@ class ChatInput(ConversationFiles):
             tokens = self._encode_turns(conversation, num_messages)
             if tokens.has_loss[1:].any():
                 self._counts["conversations cut at a turn"] += 1
+        if leaves_out_tools(conversation, self._template):
+            self._counts["conversations whose tools the template leaves out"] += 1
         return tokens if tokens.has_loss[1:].any() else "conversations dropped without a loss"
 
     def _encode_turns(self, conversation: Conversation, num_messages: int) -> ChatTokens:

@@ -104,6 +104,15 @@ def encode_prompt(
     return _encode(tokenizer, rendering, [])[0]
 
 
+def leaves_out_tools(conversation: Conversation, template: ChatTemplate) -> bool:
+    """Return whether the text of a conversation lacks the name of a tool, or of a call."""
+    calls = (call for message in conversation.messages for call in message.get("tool_calls", ()))
+    parts = [part.get("function") for part in (*(conversation.tools or ()), *calls)]
+    names = [str(part["name"]) for part in parts if isinstance(part, dict) and "name" in part]
+    text = template.render(conversation.messages, tools=conversation.tools) if names else ""
+    return any(name not in text for name in names)
+
+
 def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the ids of the special tokens that a template writes after an answer, maybe none."""
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
@@ -165,7 +174,7 @@ def _render(
 def _token_patterns(
     special: Sequence[str], added: Sequence[str], source: str
 ) -> list[re.Pattern[str]]:
-    """Return patterns of the first characters of tokens that nobody, and that users, may write."""
+    """Return patterns of the first characters of tokens, of all roles and of users."""
     written = [token for token in added if token in source and not token.isspace()]
     patterns = []
     for tokens in (special, (*special, *written)):
