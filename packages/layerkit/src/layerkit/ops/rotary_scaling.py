@@ -62,7 +62,7 @@ class LinearScaling(RotaryScaling):
 
 @dataclasses.dataclass(frozen=True)
 class ProportionalScaling(RotaryScaling):
-    """Fast pairs of a head rotated, the others not (Gemma 4).
+    """Rotation of the fast pairs of a head, and none of the others (Gemma 4).
 
     The frequencies are those of a whole head, unlike `RotaryPositionalEmbedding.fraction`, which
     spreads all frequencies over the rotated part.

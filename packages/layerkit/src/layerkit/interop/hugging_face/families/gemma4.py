@@ -1,9 +1,8 @@
-"""Gemma 4 text, dense (Gemma team, 2026): larger heads in far layers, whose values are their keys.
+"""Dense Gemma 4 text (Gemma team, 2026): larger heads in far layers, whose values are their keys.
 
-Values have a norm without weights, and each layer a stored factor of its output. In layers of full
-attention a part of each head is rotated. The text of `gemma4`, which also reads images, is exported
-as `gemma4_text`. Models with experts (26B-A4B), and those that share keys and values or embed
-tokens for each layer (E2B, E4B), are not supported.
+Values have a norm without weights, and each layer a stored factor of its output. The text of
+`gemma4`, which also reads images, is exported as `gemma4_text`. Models with experts (26B-A4B), and
+those that share keys and values or embed tokens for each layer (E2B, E4B), are not supported.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _ROTARY: dict[str, dict[str, Any]] = {
     FAR: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 _SIZES = {"head_dim": "dim_per_head", "num_key_value_heads": "num_kv_heads"}
-_OVERRIDES, _EMBEDDINGS = "per_layer_config", "hidden_size_per_layer_input"
+_EMBEDDINGS = "hidden_size_per_layer_input"
 
 
 def _network() -> Config:
@@ -50,44 +49,44 @@ def _one_of_six(file: ConfigFile, layer: int) -> str:
     return FAR if is_last or (layer + 1) % 6 == 0 else NEAR
 
 
-def _read_sizes(file: ConfigFile, network: Config, kinds: list[str]) -> list[dict[str, Any]]:
-    """Return the sizes of heads of each layer, which Transformers 5 writes in another key."""
-    near = {"head_dim": network.dim_per_head, "num_key_value_heads": network.num_kv_heads}
-    far = {**near, "head_dim": file.get("global_head_dim", 512)}
-    heads = file.get("num_global_key_value_heads", None)
-    if heads is not None and file.get("attention_k_eq_v", default=False):
-        far["num_key_value_heads"] = heads
-    overrides = file.get(_OVERRIDES, None)
-    if overrides is None:
-        return [far if kind == FAR else near for kind in kinds]
-    overrides = {int(layer): sizes for layer, sizes in overrides.items()}
-    if any(set(sizes) - set(_SIZES) for sizes in overrides.values()):
-        raise file.invalid(_OVERRIDES, f"no other keys than {' and '.join(_SIZES)}")
-    return [{**near, **overrides.get(layer, {})} for layer, _ in enumerate(kinds)]
+def _set_sizes(file: ConfigFile, network: Config, layers: list[Config]) -> None:
+    """Set the sizes of heads of each layer, which Transformers 5 writes in another key."""
+    near = {field: getattr(network, field) for field in _SIZES.values()}
+    for template in layers:
+        attention = template.attention_tpl
+        if attention.window is not None:
+            template.set(**near)
+            attention.values_are_keys = False
+        elif template.num_kv_heads is None or not attention.values_are_keys:
+            template.num_kv_heads = network.num_kv_heads
+    overrides = file.get("per_layer_config", None)
+    if overrides is not None:
+        sizes = {
+            int(layer): {_SIZES[name]: size for name, size in one.items()}
+            for layer, one in overrides.items()
+        }
+        for layer, template in enumerate(layers):
+            template.set(**{**near, **sizes.get(layer, {})})
 
 
 def _read_layers(file: ConfigFile, network: Config) -> None:
     templates = [template.clone() for template in all_layers(network)]
     kinds = [FAR if layer.attention_tpl.window is None else NEAR for layer in templates]
     if kinds[-1] == NEAR:
-        raise file.invalid("layer_types", f"{FAR!r} for the last layer, as Transformers applies")
+        raise file.invalid("layer_types", f"{FAR!r} for the last layer, as Transformers requires")
     if file.get(_EMBEDDINGS, 256):
         raise file.invalid(_EMBEDDINGS, "0, since embeddings for each layer are not supported")
     if file.get("use_bidirectional_attention", None) not in (None, "vision"):
         raise file.invalid("use_bidirectional_attention", "null, or 'vision', which is for images")
-    values_are_keys = file.get("attention_k_eq_v", default=False)
+    _set_sizes(file, network, templates)
     parameters = file.get("rope_parameters", None) or _ROTARY
     if not set(kinds) <= set(parameters):
         raise file.invalid("rope_parameters", f"keys {NEAR!r} and {FAR!r}")
-    sizes = _read_sizes(file, network, kinds)
-    for template, kind, of_layer in zip(templates, kinds, sizes, strict=True):
-        template.set(**{field: of_layer[name] for name, field in _SIZES.items()})
-        attention = template.attention_tpl
-        attention.set(values_are_keys=values_are_keys and kind == FAR)
+    for attention, kind in zip((one.attention_tpl for one in templates), kinds, strict=True):
+        attention.value_norm_tpl.epsilon = network.final_norm_tpl.epsilon
         attention.rotary_tpl = rotary_config(file, parameters[kind])
         if attention.rotary_tpl.fraction != 1.0:
             raise file.invalid("rope_parameters", "a whole head, unless its type is proportional")
-        attention.value_norm_tpl.epsilon = network.final_norm_tpl.epsilon
     network.set(stack_tpl=stack_layers(templates), dim_per_head=None, num_kv_heads=None)
 
 
@@ -124,6 +123,10 @@ GEMMA4_TEXT = llama_family(
         ),
         key("final_logit_softcapping", "softmax_tpl.logit_soft_cap", None),
         ATTENTION_BIAS,
+        # Of far layers; `_read_layers` sets those of the others, and `_write_layers` writes all.
+        key("attention_k_eq_v", "layer.attention_tpl.values_are_keys", default=False),
+        key("global_head_dim", "layer.dim_per_head", 512),
+        key("num_global_key_value_heads", "layer.num_kv_heads", None),
         layer_types(_one_of_six, default_window=512),
         Entry(_read_layers, _write_layers),
     ),
