@@ -55,6 +55,13 @@ def test_chat_input_fulfills_the_laws(law, fields, make):
     law(lambda **options: make(**fields, **options))
 
 
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+def test_chat_prompts_fulfill_the_laws(law, tmp_path):
+    path = write(tmp_path / "chat.jsonl", ROWS)
+    fields = {"batch_size": 8, "paths": [str(path)], "chat_template": "zephyr", "split": "all"}
+    law(lambda **options: ChatPrompts(**{**fields, "prompt_length": 80, **options}))
+
+
 def documents_of(batches: list[Any]) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
     """Return the (labels, weights) of each segment of each row."""
     return [
@@ -140,6 +147,7 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path):
         {"train": datasets.Dataset.from_list(rows), "test": datasets.Dataset.from_list(rows[:2])}
     )
     saved.save_to_disk(str(tmp_path / "saved"))
+    (tmp_path / "saved" / "train" / "cache-0.arrow").write_bytes(b"")  # as `Dataset.map` leaves it
     (tmp_path / "README.md").write_text("about")
     files = find_row_files([str(tmp_path)], field="paths")
     assert [file.name for file in files] == [

@@ -16,6 +16,7 @@ class Chat(ChatFiles, HuggingFaceLm):
 
     FPROP_DTYPE = "bfloat16"
     CHECKPOINT_POLICY = "full"
+    MAX_DECODE_STEPS = 256
     LEARNING_RATE = 1e-5
     WARMUP_STEPS = 50
     MAX_STEPS = 1000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from layerkit.config import Config, build, field_names
@@ -60,9 +61,10 @@ class ChatFiles(BaseExperiment, abstract=True):
             tokenizer.special_tokens_in_text = "ids"
         return tokenizer
 
-    def chat_template(self) -> str | None:
+    def chat_template(self) -> str:
         """Return the chat template: CHAT_TEMPLATE, or else the folder of the tokenizer."""
-        return self.CHAT_TEMPLATE or self.TOKENIZER or getattr(self, "HF_FOLDER", None)
+        path = Path(str(self.TOKENIZER or getattr(self, "HF_FOLDER", "")))
+        return self.CHAT_TEMPLATE or str(path if path.is_dir() else path.parent)
 
     def task(self) -> Config:
         """Return the config of the task, whose decoder also ends where a turn ends.

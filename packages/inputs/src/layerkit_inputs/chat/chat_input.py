@@ -15,6 +15,7 @@ import datetime
 import functools
 import gzip
 import json
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -62,7 +63,7 @@ COLUMNS = frozenset(
 SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
 """Suffixes of the files that are read; those of JSON may be followed by `.gz`."""
 # Files that `datasets` writes beside the Arrow files of a data set.
-_DESCRIPTIONS = frozenset({"dataset_dict.json", "dataset_info.json", "state.json"})
+_BESIDE_ARROW = re.compile(r"(dataset_dict|dataset_info|state)\.json|cache-.*\.arrow")
 _ROWS_AT_A_TIME = 1000
 
 
@@ -73,18 +74,17 @@ def find_row_files(paths: Sequence[str], *, field: str) -> list[TextFile]:
       MissingFileError: An entry of `paths` matches no file.
       BadRecordError: No file in the folders has one of the suffixes.
     """
-    others = [path for path in paths if not Path(path).is_dir()]
-    named = {file.path.resolve() for file in (find_text_files(others) if others else ())}
-    files = [
-        file
-        for file in find_text_files(paths, field=field)
-        if file.path.resolve() in named
-        or (_suffix(file.path) in SUFFIXES and file.path.name not in _DESCRIPTIONS)
-    ]
+    files = {
+        file.path.resolve(): file
+        for path in paths
+        for file in find_text_files([path], field=field)
+        if not Path(path).is_dir()
+        or (_suffix(file.path) in SUFFIXES and not _BESIDE_ARROW.fullmatch(file.path.name))
+    }
     if not files:
         expected = f"files with the suffixes {', '.join(SUFFIXES)}"
         raise BadRecordError(field=field, value=list(paths), expected=expected)
-    return files
+    return sorted(files.values())
 
 
 def read_rows(file: TextFile, *, max_bytes: int) -> Iterator[tuple[str, Any]]:
