@@ -29,7 +29,7 @@ for module in pkgutil.walk_packages(layerkit_inputs.__path__, "layerkit_inputs."
 """
 LIBRARIES = {
     *("array_record", "datasets", "flax", "grain", "jax", "lingvo", "pyarrow", "sentencepiece"),
-    *("seqio", "tensorflow", "tensorflow_datasets", "tokenizers", "torch"),
+    *("jinja2", "seqio", "tensorflow", "tensorflow_datasets", "tokenizers", "torch"),
 }
 
 

@@ -43,10 +43,6 @@ _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _MARKS = "marks_of_places"
 _PRIVATE_USE = range(0xF0000, 0xFFFFE)
 
-SplitText = Callable[[str, str | None, str], str]
-"""Function of a mark, the role of a message (None for tools) and a text of it. It puts the mark
-into the text wherever it must be split before it is encoded."""
-
 
 class Rendering(NamedTuple):
     """The text of a conversation, with places in characters."""
@@ -96,7 +92,7 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
-        split_text: SplitText | None = None,
+        patterns: tuple[re.Pattern[str], re.Pattern[str]] | None = None,
     ) -> Rendering:
         """Return the text of a conversation, with the places of generation blocks and of splits.
 
@@ -104,7 +100,8 @@ class ChatTemplate:
           messages: Messages, at least one.
           tools: JSON schemas of the tools, or None.
           add_generation_prompt: Whether the text ends where an answer of the assistant begins.
-          split_text: Function that splits the texts of messages and tools, or None.
+          patterns: Patterns of characters after which texts are split: those of messages of users
+            and tools, and all others. None: no text is split.
 
         Raises:
           BadRecordError: The template cannot render the messages, or reads the split texts.
@@ -114,10 +111,11 @@ class ChatTemplate:
         unused = (char for char in map(chr, _PRIVATE_USE) if char not in data)
         begin, end, split = marks = [*itertools.islice(unused, 3)]
         turns, schemas = [_with_reasoning(message) for message in messages], tools
-        if split_text is not None:
-            change = functools.partial(split_text, split)
-            turns = [_map_texts(turn, change, role=turn.get("role")) for turn in turns]
-            schemas = _map_texts(tools, change, role=None)
+        if patterns is not None:
+            outer, inner = patterns
+            by_role: dict[Any, re.Pattern[str]] = {"user": outer, "tool": outer}
+            turns = [_split(turn, by_role.get(turn.get("role"), inner), split) for turn in turns]
+            schemas = _split(tools, inner, split)
         now = self.today or datetime.datetime.now()
         variables = {"strftime_now": now.strftime, _MARKS: marks, "documents": None}
         options = {"add_generation_prompt": add_generation_prompt}
@@ -212,14 +210,14 @@ def _with_reasoning(message: Message) -> Message:
     return message
 
 
-def _map_texts(value: Any, change: Callable[[str | None, str], str], *, role: str | None) -> Any:
-    """Return a value of JSON with its texts changed."""
+def _split(value: Any, pattern: re.Pattern[str], mark: str) -> Any:
+    """Return a value of JSON with a mark after the characters in its texts that a pattern finds."""
     if isinstance(value, str):
-        return change(role, value)
+        return pattern.sub(rf"\g<0>{mark}", value)
     if isinstance(value, Mapping):
-        return {key: _map_texts(item, change, role=role) for key, item in value.items()}
-    is_list = isinstance(value, list | tuple)
-    return [_map_texts(item, change, role=role) for item in value] if is_list else value
+        pairs = ((_split(key, pattern, mark), item) for key, item in value.items())
+        return {key: _split(item, pattern, mark) for key, item in pairs}
+    return [_split(item, pattern, mark) for item in value] if isinstance(value, list) else value
 
 
 @functools.lru_cache

@@ -15,7 +15,7 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -152,36 +152,29 @@ def _render(
     template: ChatTemplate,
     tokenizer: Tokenizer,
     encoding: SpecialTokensInText,
-    **options: bool,
+    **options: Any,
 ) -> Rendering:
     """Return the rendering of a conversation, split in the special tokens of its messages."""
-    special = tuple(getattr(tokenizer, "special_tokens", {}).values())
-    added = tuple(getattr(tokenizer, "added_tokens", ()))
-    anyone, others = _token_patterns(special, added, template.source(conversation.tools))
-
-    def split_text(mark: str, role: str | None, text: str) -> str:
-        return (others if role in ("user", "tool") else anyone).sub(rf"\1{mark}", text)
-
-    return template.locate(
-        conversation.messages,
-        tools=conversation.tools,
-        split_text=split_text if encoding == "text" else None,
-        **options,
-    )
+    if encoding == "text":
+        special = tuple(getattr(tokenizer, "special_tokens", {}).values())
+        added = tuple(getattr(tokenizer, "added_tokens", ()))
+        options["patterns"] = _token_patterns(special, added, template.source(conversation.tools))
+    return template.locate(conversation.messages, tools=conversation.tools, **options)
 
 
 @functools.lru_cache
 def _token_patterns(
     special: Sequence[str], added: Sequence[str], source: str
-) -> list[re.Pattern[str]]:
-    """Return patterns of the first characters of tokens, of all roles and of users."""
+) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Return patterns of the first characters of tokens, in messages of users and in others."""
     written = [token for token in added if token in source and not token.isspace()]
-    patterns = []
-    for tokens in (special, (*special, *written)):
+
+    def compile_begins(tokens: Sequence[str]) -> re.Pattern[str]:
         names = "|".join(re.escape(token) for token in tokens if len(token) > 1)
         # Tokens may overlap.
-        patterns.append(re.compile(f"(?=(?:{names}))(.)" if names else "(?!)()", re.DOTALL))
-    return patterns
+        return re.compile(f"(?=(?:{names})).", re.DOTALL) if names else re.compile("(?!)")
+
+    return compile_begins([*special, *written]), compile_begins(special)
 
 
 def _encode(
