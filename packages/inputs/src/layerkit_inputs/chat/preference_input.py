@@ -21,7 +21,6 @@ from layerkit_inputs.chat.chat_input import ConversationFiles
 from layerkit_inputs.chat.conversations import Conversation, read_judgement, read_pair
 from layerkit_inputs.chat.token_masks import ChatTokens, encode_conversation
 from layerkit_inputs.packing.documents import RowPlan
-from layerkit_inputs.packing.model_features import segment_features
 
 _ROWS_AT_A_TIME = 16
 
@@ -37,11 +36,6 @@ class _Answers(ConversationFiles):
     """Positions of a row. Longer conversations are dropped with their pair, and counted."""
 
     _noun = "judgement"
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        super().__post_init__()
-        self._check_at_least(1, "seq_length")
 
     def _encode(self, conversation: Conversation) -> ChatTokens | str:
         encoding = self.special_tokens_in_text
@@ -79,15 +73,6 @@ class PairInput(_Answers):
 
     _noun = "pair"
 
-    @classmethod
-    def blank_batch(cls, config: Any, rows: int) -> NestedMap | None:
-        """Return a batch of empty pairs."""
-        sides = [segment_features([()] * rows, length=config.seq_length) for _ in range(2)]
-        batch = NestedMap(chosen=sides[0], rejected=sides[1])
-        if config.reference_file is not None:
-            batch |= _reference_entries(np.zeros((rows, 2), np.float32))
-        return batch
-
     def _read(self, row: Mapping[str, Any]) -> Any:
         return read_pair(row)
 
@@ -100,10 +85,11 @@ class PairInput(_Answers):
         return len(self._documents) // 2
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        chosen, rejected = (self._read_documents_at(2 * rows + side) for side in range(2))
-        batch = NestedMap(chosen=chosen, rejected=rejected)
-        if self.reference_file is not None:
-            batch |= _reference_entries(self._reference[rows])
+        batch = NestedMap()
+        for number, side in enumerate(("chosen", "rejected")):
+            batch[side] = self._read_documents_at(2 * rows + number)
+            if self.reference_file is not None:
+                batch[f"{side}_reference_log_probs"] = self._reference[rows, number]
         return batch
 
     def store_reference(self, score_ids: Callable[[list[np.ndarray]], Sequence[Any]]) -> None:
@@ -112,18 +98,16 @@ class PairInput(_Answers):
         Args:
           score_ids: Method of the model, such as `layerkit_runner.load(FOLDER).score_ids`.
         """
-        documents, sums = self._documents, []
-        sizes, has_loss = documents.num_predictions + 1, documents.has_loss
-        assert self.reference_file is not None
-        assert has_loss is not None
-        for first in range(0, len(documents), _ROWS_AT_A_TIME):
-            numbers = slice(first, first + _ROWS_AT_A_TIME)
-            spans = [*zip(documents.begins[numbers], sizes[numbers], strict=True)]
-            scores = score_ids([documents.ids[begin : begin + size] for begin, size in spans])
-            for (begin, size), score in zip(spans, scores, strict=True):
-                sums.append(score.token_log_probs @ has_loss[begin + 1 : begin + size])
+        documents, scores = self._documents, list[Any]()
+        ids, has_loss = (
+            np.split(array, documents.begins[1:])
+            for array in (np.asarray(documents.ids), np.asarray(documents.has_loss))
+        )
+        for first in range(0, len(ids), _ROWS_AT_A_TIME):
+            scores += score_ids(ids[first : first + _ROWS_AT_A_TIME])
+        sums = [s.token_log_probs @ one[1:] for s, one in zip(scores, has_loss, strict=True)]
         log_probs = np.array(sums, np.float32).reshape(-1, 2)
-        with Path(self.reference_file).open("wb") as file:
+        with Path(str(self.reference_file)).open("wb") as file:
             np.savez(file, log_probs=log_probs, digest=np.array(self._digest))
 
     @functools.cached_property
@@ -154,15 +138,16 @@ class PairInput(_Answers):
 class JudgementInput(_Answers):
     """An input of single answers, each judged as desirable or not.
 
+    A batch has at least two rows over all hosts, since KTO compares prompts with other answers.
     Batches hold `answer` with the arrays of a row, and `is_desirable` (bool `[batch]`). Evaluation
     batches also have `provenance` and `eval_sample_weights`, each `[batch]`.
     """
 
-    @classmethod
-    def blank_batch(cls, config: Any, rows: int) -> NestedMap | None:
-        """Return a batch of empty rows."""
-        answer = segment_features([()] * rows, length=config.seq_length)
-        return NestedMap(answer=answer, is_desirable=np.zeros(rows, bool))
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        size, expected = self.global_batch_size, "at least 2, to compare prompts with other answers"
+        require(size > 1, self._label, "rows of a batch", size, expected)
 
     def _read(self, row: Mapping[str, Any]) -> Any:
         return read_judgement(row)
@@ -183,9 +168,3 @@ class JudgementInput(_Answers):
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
         answer = self._read_documents_at(rows)
         return NestedMap(answer=answer, is_desirable=np.array(self._labels)[rows])
-
-
-def _reference_entries(log_probs: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the entries of a batch for log-probabilities float32 `[rows, 2]`."""
-    names = ("chosen_reference_log_probs", "rejected_reference_log_probs")
-    return {name: log_probs[:, side].copy() for side, name in enumerate(names)}

@@ -229,8 +229,7 @@ class KtoModel(PolicyModel):
       undesirable_weight: Weight of undesirable answers.
 
     Raises:
-      ConfigError: `reference` is `batch`, since which answers meet depends on the batch, or a batch
-        has a single row.
+      ConfigError: `reference` is `batch`, since which answers meet depends on the batch.
     """
 
     reported_metric: ClassVar[str | None] = "reward_margin"
@@ -247,8 +246,6 @@ class KtoModel(PolicyModel):
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
         """Compute log ratios of the answers and of mismatched ones, each float32 `[batch]`."""
         rows = _entries(batch.answer)
-        expected = "at least 2, since the divergence needs answers to other prompts"
-        require(len(rows.ids) > 1, self, "rows of a batch", len(rows.ids), expected)
         mismatched = mismatch_answers(rows)
         # It is unbound and has no gradient, since the divergence is a constant.
         lm, variables = self.lm.unbind()

@@ -140,6 +140,8 @@ def _write_chat_template(job: Job, folder: str) -> None:
         file = "chat_template" if variant == "default" else f"chat_templates/{variant}"
         (path / file).parent.mkdir(exist_ok=True)
         atomic_write(path / f"{file}.jinja", source)
+    if not job.task.model.can_decode:  # A reward model ends no text.
+        return
     defaults = path / "generation_config.json"
     content = json.loads(defaults.read_text()) if defaults.exists() else {}
     content["eos_token_id"] = list(job.task.model.decoder.eos_ids)

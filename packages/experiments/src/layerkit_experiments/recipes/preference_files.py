@@ -1,0 +1,100 @@
+"""Preferences in files of this machine as training data, and the models that they train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from layerkit.config import Config, walk_configs
+from layerkit.layers.quantization.lora import is_lora
+from layerkit.models import KtoModel, PreferenceModel, RewardModel
+from layerkit_experiments.recipes.chat_files import ChatFiles
+from layerkit_experiments.recipes.training import TrainedExperiment
+from layerkit_inputs import JudgementInput, PairInput
+
+
+class PreferenceFiles(ChatFiles, TrainedExperiment, abstract=True):
+    """Fields and inputs of preferences, on which a policy or a reward model is trained.
+
+    Put it before an experiment with a language model, as `ChatFiles`. Preferences with longer
+    answers than a row are dropped, and counted.
+    """
+
+    LOSS: Literal["sigmoid", "hinge", "ipo", "simpo", "orpo", "kto", "reward"] = "sigmoid"
+    """Loss of pairs: `sigmoid` (DPO), `hinge` (SLiC), `ipo`, or `simpo` and `orpo`, which have no
+    reference; `kto` for judgements; or `reward` for a reward model."""
+    BETA: float = 0.1
+    """Strength of the penalty on deviations from the start."""
+    LABEL_SMOOTHING: float = 0.0
+    """Assumed share of pairs whose preference is wrong, for `sigmoid`."""
+    GAMMA: float = 0.0
+    """Least difference of the rewards to aim for, for `simpo`."""
+    DESIRABLE_WEIGHT: float = 1.0
+    UNDESIRABLE_WEIGHT: float = 1.0
+    """Weights of answers with a label of 1 and of 0, for `kto`."""
+    CENTERING: float = 0.0
+    """Weight of the squared sum of both rewards, for `reward`."""
+    REFERENCE_FOLDER: str | None = None
+    """Folder with train.npz and heldout.npz, log-probabilities of pairs that
+    `PairInput.store_reference` wrote. None computes them in each step."""
+
+    PERCORE_BATCH_SIZE = 4.0
+    LEARNING_RATE = 1e-6
+    WARMUP_STEPS = 50
+    MAX_STEPS = 1000
+    CHECKPOINT_EVERY_N_STEPS = 200
+
+    unused_fields: ClassVar[tuple[str, ...]] = ("LOSS_ON", "PACKING", "TOO_LONG")
+
+    def task(self) -> Config:
+        """Return the config of the task, in which a reference with weights of its own is frozen."""
+        task = super().task()
+        if self.LOSS == "reward":
+            del task.model.decoder
+            task.model = task.model.with_class(RewardModel, centering=self.CENTERING)
+            if task.initial_weights is not None:
+                task.initial_weights.draw = ("score/.*",)
+            return task
+        task.model = self._policy_model(task.model)
+        learner = task.train.learner
+        if task.model.reference == "frozen" and learner.trainable is None:
+            learner.frozen = [*learner.frozen, "reference_lm/.*"]
+        elif task.model.reference == "frozen":
+            learner.trainable = [f"(?!reference_lm/){one}" for one in learner.trainable]
+        return task
+
+    def _policy_model(self, model: Config) -> Config:
+        """Return the config of a policy from that of a language model."""
+        # Adapters that are trained further are a part of the start.
+        has_new = any(map(is_lora, walk_configs(model))) and not getattr(self, "ADAPTERS", None)
+        policy = {"beta": self.BETA, "reference": "base" if has_new else "frozen"}
+        if self.LOSS == "kto":
+            weights = {"desirable_weight": self.DESIRABLE_WEIGHT}
+            weights["undesirable_weight"] = self.UNDESIRABLE_WEIGHT
+            return model.with_class(KtoModel, **policy, **weights)
+        if self.REFERENCE_FOLDER is not None:
+            policy["reference"] = "batch"
+        if self.LOSS in ("simpo", "orpo"):
+            policy["reference"] = "none"
+        options = {"loss": self.LOSS, "label_smoothing": self.LABEL_SMOOTHING, "gamma": self.GAMMA}
+        return model.with_class(PreferenceModel, **policy, **options)
+
+    def datasets(self) -> list[Config]:
+        """Return configs of the training and the held-out input."""
+        rows = {
+            **self._conversations(),
+            "seq_length": self.MAX_SEQ_LEN,
+            "percore_batch_size": self.PERCORE_BATCH_SIZE,
+        }
+        kind: Any = JudgementInput if self.LOSS == "kto" else PairInput
+        inputs = [
+            kind.HParams.config(name="train", split="train", is_training=True, **rows),
+            kind.HParams.config(name="heldout", split="heldout", **rows),
+        ]
+        for one in inputs if self.REFERENCE_FOLDER is not None else ():
+            one.reference_file = str(Path(str(self.REFERENCE_FOLDER), f"{one.split}.npz"))
+        return inputs
+
+    def decode_datasets(self) -> list[Config]:
+        """Return the config of held-out prompts; a reward model has none."""
+        return [] if self.LOSS == "reward" else super().decode_datasets()

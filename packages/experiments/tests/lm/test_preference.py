@@ -1,0 +1,180 @@
+"""Experiments on preferences: they learn them, resume, shard and export as transformers reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import layerkit_runner
+from layerkit.config import build
+from layerkit_experiments.lm import preference
+from layerkit_experiments.lm.quickstart import LocalText
+from layerkit_experiments.recipes.preference_files import PreferenceFiles
+from layerkit_runner import cli
+from layerkit_runner.init_from import plan_first_state
+from layerkit_runner.run.job import build_parts
+from layerkit_runner.run.resolve import resolve
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+PAIRS = [
+    {"prompt": f"{a}+{b}?", "chosen": f"{a + b}.", "rejected": f"It is {a + b}!"}
+    for a in range(6)
+    for b in range(6)
+]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama, and files of pairs and of judgements."""
+    folder = tmp_path_factory.mktemp("base")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=300, num_attention_heads=4, max_position_embeddings=64, pad_token_id=0, **sizes
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    judged = [
+        {"prompt": pair["prompt"], "completion": pair[side], "label": side == "chosen"}
+        for pair in PAIRS
+        for side in ("chosen", "rejected")
+    ]
+    for name, rows in (("pairs", PAIRS), ("judged", judged)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def make(name: str, base: Path, **more: Any) -> Any:
+    fields = {"HF_FOLDER": str(base), "TOKENIZER": "bytes", "CHAT_TEMPLATE": "zephyr"}
+    fields["CHAT_FILES"] = [str(base / ("judged.jsonl" if name == "Kto" else "pairs.jsonl"))]
+    fields |= {"MAX_SEQ_LEN": 48, "MAX_STEPS": 16, "WARMUP_STEPS": 1, "LEARNING_RATE": 0.02}
+    fields |= {"PERCORE_BATCH_SIZE": 1.0, "FPROP_DTYPE": "float32"}
+    fields |= {"NUM_PROMPTS": 1, "MAX_DECODE_STEPS": 4, "SUMMARY_INTERVAL_STEPS": 1}
+    return getattr(preference, name)(**{**fields, **more})
+
+
+def export(job: Path, folder: Path) -> Path:
+    words = [f"--job_log_dir={job}", "--mode=export", f"--export_dir={folder}"]
+    assert cli.main(words) == 0
+    return folder
+
+
+def is_slow(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", ["Dpo", is_slow("DpoLora"), is_slow("Simpo"), is_slow("Orpo")])
+def test_pairs_are_learnt_and_the_policy_is_exported(name: str, base: Path, tmp_path: Path):
+    ended = layerkit_runner.train(make(name, base), job_log_dir=tmp_path / "job")
+    if name.startswith("Dpo"):
+        np.testing.assert_allclose(ended.metrics["loss"][0], np.log(2.0), rtol=1e-6)
+    last = ended.evaluations["heldout"].last()
+    assert last["reward_accuracy"] == 1.0 and last["reward_margin"] > 0.1
+    folder = export(tmp_path / "job", tmp_path / "policy")
+    policy = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = np.arange(3, 15)[None]
+    with torch.no_grad():
+        expected = policy(torch.tensor(ids)).logits.numpy()
+    np.testing.assert_allclose(ended.model.logits(ids), expected, atol=1e-4)
+
+
+def test_judgements_are_learnt(base: Path, tmp_path: Path):
+    ended = layerkit_runner.train(make("Kto", base), job_log_dir=tmp_path / "job")
+    losses, last = ended.metrics["loss"], ended.evaluations["heldout"].last()
+    np.testing.assert_allclose(losses[0], 0.5, rtol=1e-6)
+    assert losses[-1] < 0.4 and last["reward_margin"] > 0.1
+
+
+def test_reward_model_is_exported_as_a_classifier(base: Path, tmp_path: Path):
+    ended = layerkit_runner.train(make("Reward", base), job_log_dir=tmp_path / "job")
+    assert ended.evaluations["heldout"].last()["reward_accuracy"] == 1.0
+    folder = export(tmp_path / "job", tmp_path / "reward")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder)
+    batch = build(ended.experiment.datasets[0].clone().set(batch_size=4)).get_next()
+    with torch.no_grad():
+        rewards = [model(torch.tensor(batch[s].ids)).logits for s in ("chosen", "rejected")]
+    assert (rewards[0] > rewards[1]).all()
+
+
+@pytest.mark.slow
+def test_resumed_run_equals_the_uninterrupted_one(base: Path, tmp_path: Path):
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    experiment = make("DpoLora", base, MAX_STEPS=6, LORA_DROPOUT_RATE=0.1)
+    expected = layerkit_runner.train(experiment, job_log_dir=whole)
+    overrides = {"task.train.num_train_steps": 3}
+    layerkit_runner.train(experiment, job_log_dir=resumed, overrides=overrides)
+    ended = layerkit_runner.train(experiment, job_log_dir=resumed)
+    assert ended.metrics["loss"] == expected.metrics["loss"]
+    jax.tree.map(np.testing.assert_array_equal, ended.model.variables, expected.model.variables)
+
+
+def losses(name: str, base: Path, mesh: list[int], steps: int = 3, **more: Any) -> list[float]:
+    """The losses of the first steps on a mesh of simulated devices."""
+    size = int(np.prod(mesh))
+    more |= {"ICI_MESH_SHAPE": mesh, "PERCORE_BATCH_SIZE": 8 / size}
+    resolved = resolve(make(name, base, **more))
+    partitioner, task = build_parts(resolved)
+    partitioner.start(jax.devices()[:size])
+    partitioner.bind(task)
+    state = plan_first_state(partitioner, task)().state
+    step, found = partitioner.train_step_fn(task), []
+    data = build(resolved.datasets[0].clone().set(batch_size=8))
+    for _ in range(steps):
+        state, (metrics, _) = step(state, partitioner.put_batch(data.get_next()))
+        found.append(float(metrics["loss"].value))
+    return found
+
+
+@pytest.mark.parametrize("name", ["Dpo", is_slow("Kto"), is_slow("Orpo"), is_slow("Reward")])
+def test_losses_on_a_mesh_equal_those_on_one_device(name: str, base: Path):
+    found = [losses(name, base, mesh) for mesh in ([1, 1, 1], [2, 2, 1], [1, 2, 2])]
+    np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=1e-4)
+
+
+def test_stored_reference_replaces_the_second_network(base: Path, tmp_path: Path):
+    fields = {"REFERENCE_FOLDER": str(tmp_path)}
+    stored = make("Dpo", base, **fields)
+    model = layerkit_runner.load(base)
+    for config in stored.datasets():
+        build(config.set(batch_size=1)).store_reference(model.score_ids)
+    assert resolve(stored).task.train.learner.frozen == ()
+    found, expected = (losses("Dpo", base, [1, 1, 1], **one) for one in (fields, {}))
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+class ByteDpo(PreferenceFiles, LocalText):
+    """DPO of the quickstart model."""
+
+    TOKENIZER = "bytes"
+    CHAT_TEMPLATE = "zephyr"
+
+
+@pytest.mark.slow
+def test_model_of_an_earlier_job_is_tuned(base: Path, tmp_path: Path):
+    sizes = {"NUM_LAYERS": 1, "MODEL_DIMS": 16, "HIDDEN_DIMS": 16, "MAX_SEQ_LEN": 48}
+    first = layerkit_runner.train(
+        LocalText(TEXT_FILES=[str(base / "pairs.jsonl")], JSON_AS_TEXT=True, **sizes),
+        job_log_dir=tmp_path / "base",
+        num_steps=2,
+    )
+    options = {"init_from": str(tmp_path / "base")}
+    tuned = layerkit_runner.train(
+        ByteDpo(CHAT_FILES=[str(base / "pairs.jsonl")], **sizes),
+        job_log_dir=tmp_path / "tuned",
+        num_steps=2,
+        options=options,
+    )
+    params = tuned.model.variables["params"]
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        params["reference_lm"],
+        first.model.variables["params"]["lm"],
+    )
