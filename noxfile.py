@@ -223,6 +223,8 @@ def parity(session: nox.Session) -> None:
     )
     # In one process, so that the table comes last.
     session.run("python", "-m", "pytest", *(session.posargs or PARITY_SUITES))
+    # Many conversations for each chat template, which need transformers.
+    session.run("python", "-m", "pytest", "-m", "slow", "packages/inputs/tests/chat")
     session.run("python", "scripts/renew_docs.py")
 
 
