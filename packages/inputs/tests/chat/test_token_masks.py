@@ -100,6 +100,11 @@ def test_loss_is_on_the_selected_turns(raises):
     assert lossy_text(Conversation([USER])) == ""
     with raises(ConfigError, field="messages[1].train", value=None):
         lossy_text(Conversation([USER, ANSWER]), loss_on="train")
+    source = "{% for m in messages %}A:{{ m.content }}{% endfor %}"  # It has no generation prompt.
+    with raises(ConfigError, field="messages[0].role", value="assistant"):
+        encode_conversation(
+            Conversation([ANSWER]), ChatTemplate({"default": source}, {}), ByteTokenizer()
+        )
 
 
 def test_tools_that_a_template_leaves_out_are_reported():

@@ -125,11 +125,12 @@ def _find_turn(
     conversation: Conversation, template: ChatTemplate, text: str, turn: int
 ) -> tuple[int, int]:
     """Return where a turn of the assistant begins and ends in the text of a conversation."""
-    messages, render = conversation.messages, template.render
-    prompt = render(messages[:turn], tools=conversation.tools, add_generation_prompt=True)
-    through = text
-    if turn + 1 < len(messages):
-        through = render(messages[: turn + 1], tools=conversation.tools)
+    messages = conversation.messages
+    render = functools.partial(template.render, tools=conversation.tools)
+    prompt = render(messages[:turn], add_generation_prompt=True)
+    expected = "a user, unless the template has {% generation %} blocks or begins with a prompt"
+    require(turn or prompt != render([]), None, "messages[0].role", "assistant", expected)
+    through = render(messages[: turn + 1]) if turn + 1 < len(messages) else text
     if not text.startswith(through):
         # Some templates put the end token after a whole conversation.
         through = through.removesuffix(template.variables.get("eos_token", ""))
