@@ -41,6 +41,9 @@ PARITY_SUITES = (
     "integration_tests/test_hugging_face_finetune.py",
     "packages/inputs/tests/chat",
     "packages/layerkit/tests/interop/hugging_face",
+    "packages/inputs/tests/text/test_text_pairs.py",
+    "packages/runner/tests/run/programs/test_lm_eval_program.py",
+    "packages/runner/tests/tools/test_score.py",
 )
 # Tests of a published model. They are skipped where its package is missing.
 PUBLISHED_SUITES = ("integration_tests/test_published_model.py",)
@@ -101,7 +104,7 @@ TEST_TOOLS = (
     *("safetensors", "matplotlib", "wandb", "optuna", "flatbuffers"),
 )
 # The last two read compressed weights in transformers.
-PARITY_TOOLS = ("torch", "transformers", "accelerate", "bitsandbytes")
+PARITY_TOOLS = ("lm-eval", "torch", "transformers", "accelerate", "bitsandbytes")
 # With transformers, to read a GGUF file and its tokenizer.
 GGUF_TOOLS = ("gguf", "tokenizers")
 LINT_TOOLS = ("ruff", "mypy", "import-linter")

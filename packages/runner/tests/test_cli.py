@@ -273,7 +273,7 @@ def test_reduced_sets_the_reduced_fields(place: Path):
         (["--exp=lm.Small", "--enable_checkpoint_savin=False"], "'--enable_checkpoint_saving'"),
         (["--fdl_config=Small"], "acme.lm.Small, acme.vision.Small"),
         (["--list", "--tag=lm", "--tag=visoin"], "'vision'"),
-        (["serve", "--job_log_dir=out"], "unknown command: 'serve'. Choices: doctor, launch"),
+        (["deploy", "--job_log_dir=out"], "unknown command: 'deploy'. Choices: doctor, launch"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

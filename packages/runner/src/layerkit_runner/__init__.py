@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from layerkit_runner.run.programs.decode_program import DecodeProgram as DecodeProgram
     from layerkit_runner.run.programs.eval_program import BaseProgram as BaseProgram
     from layerkit_runner.run.programs.eval_program import EvalProgram as EvalProgram
+    from layerkit_runner.run.programs.lm_eval_program import LmEvalProgram as LmEvalProgram
     from layerkit_runner.run.programs.train_program import TrainProgram as TrainProgram
     from layerkit_runner.run_options import Flag as Flag
     from layerkit_runner.run_options import RunOptions as RunOptions

@@ -68,7 +68,8 @@ def _run(words: Sequence[str]) -> int:
             command_flags.FlagCommand, "generate", shown="--mode=generate"
         )
         return generate.run(flags)
-    if flags.exp is None:
+    of_folder = flags.mode == "lm_eval" and flags.options.init_from is not None
+    if flags.exp is None and not of_folder:
         # Imported late, because commands with --exp do not need it.
         from layerkit_runner.config.recorded import add_recorded_experiment
 
@@ -119,6 +120,10 @@ def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
     """Return the experiment that the flags name, with all their overrides applied."""
     from layerkit_runner.config.registry import find_experiment
 
+    if flags.mode == "lm_eval" and flags.options.init_from is not None:
+        from layerkit_runner.interface.loading import resolve_folder
+
+        return resolve_folder(flags)
     # A misspelled experiment is reported before anything that takes time is imported.
     find_experiment(flags.exp or "")
     # Imports Fiddle and the experiment.

@@ -19,14 +19,16 @@ MODES = {
     "eval_once": "evaluate the newest checkpoint, or --restore_checkpoint_step",
     "decode": "decode with each new checkpoint of a running job until its last",
     "decode_once": "decode with the newest checkpoint, or --restore_checkpoint_step",
+    "lm_eval": "score the newest checkpoint, or --init_from, on tasks of lm-evaluation-harness",
     "generate": "continue prompts, and print each token at once; or ask for prompts",
     "export": "write the newest checkpoint as a Hugging Face folder, or as StableHLO",
 }
 FOLLOWING_MODES = ("eval", "decode")
-ONCE_MODES = ("eval_once", "decode_once")
-JOINING_MODES = ("train", "eval", "eval_once", "decode", "decode_once")
+ONCE_MODES = ("eval_once", "decode_once", "lm_eval")
+JOINING_MODES = ("train", "eval", "eval_once", "decode", "decode_once", "lm_eval")
 _READING_MODES = (*JOINING_MODES, "export")
 _TRAIN, _PLAN, _INSPECT, _GENERATE = ("train",), ("plan",), ("inspect",), ("generate",)
+_LM_EVAL = ("lm_eval",)
 
 _PRESETS = (
     *("gpu_latency_hiding", "gpu_pipelined_collectives", "gpu_nvidia_pax"),
@@ -198,7 +200,31 @@ class RunOptions:
     top_p: float | None = _option(
         "sample from the fewest tokens with this total probability", "P", _GENERATE
     )
-    seed: int = _option("seed of the random numbers", "N", _GENERATE, default=0)
+    seed: int = _option("seed of the random numbers", "N", (*_GENERATE, *_LM_EVAL), default=0)
+    tasks: tuple[str, ...] | None = _option(
+        "names of tasks of the harness, with commas between them, patterns such as arc_*, or YAML"
+        " files; by default those of the experiment",
+        "NAMES",
+        _LM_EVAL,
+        read=lambda text: tuple(text.split(",")),
+    )
+    include_path: str | None = _option("folder of further task files", "DIR", _LM_EVAL)
+    num_fewshot: int | None = _option("examples before each question", "N", _LM_EVAL)
+    limit: float | None = _option("documents of each task; below 1: their share", "N", _LM_EVAL)
+    batch_size: int | None = _option("rows of a batch", "N", _LM_EVAL, read=positive)
+    max_length: int | None = _option(
+        "tokens that the model reads; longer contexts lose their beginning",
+        "N",
+        _LM_EVAL,
+        read=positive,
+    )
+    apply_chat_template: str | None = _option(
+        "ask in messages of a chat: true, by the template of the experiment or tokenizer; or the"
+        " name or file of a template",
+        "NAME",
+        _LM_EVAL,
+        read=lambda text: text.lower() == "true" or text,
+    )
     enable_checkpoint_saving: bool = _switch("save checkpoints", _TRAIN, default=True)
     allow_restart_from_scratch: bool = _switch(
         "train from step 0 although the saved checkpoints are missing or damaged", _TRAIN
@@ -214,9 +240,10 @@ class RunOptions:
     )
     init_from: str | None = _option(
         "start a new run with other weights; DIR is a job, a checkpoint or a Hugging Face folder."
-        " --mode=generate reads it in the place of --job_log_dir",
+        " --mode=generate reads it in the place of --job_log_dir, and --mode=lm_eval a Hugging Face"
+        " folder",
         "DIR",
-        (*_TRAIN, *_GENERATE),
+        (*_TRAIN, *_GENERATE, *_LM_EVAL),
     )
     init_draw: str | None = _option(
         "regular expression of weights that --init_from initializes randomly",
@@ -308,7 +335,9 @@ class RunOptions:
     jax_profiler_port: int | None = _option(
         "port at which xprof or TensorBoard can request a trace", "PORT", _TRAIN, read=positive
     )
-    wandb_project: str | None = _option("project of Weights & Biases to report to", "NAME", _TRAIN)
+    wandb_project: str | None = _option(
+        "project of Weights & Biases to report to", "NAME", (*_TRAIN, *_LM_EVAL)
+    )
     study: str | None = _option(
         "search over fields as this TOML or JSON file says; each trial is a run in DIR/trials."
         " Commands that are started at the same time share the trials",

@@ -126,6 +126,10 @@ class BaseExperiment:
         """Return configs of `BaseProgram`; None decodes all `decode_datasets()`."""
         return None
 
+    def lm_eval_tasks(self) -> list[Config] | None:
+        """Return configs of `LmEvalProgram`, which run beside eval programs; None for none."""
+        return None
+
     def executor(self) -> Config | None:
         """Return the config of a subclass of `Executor`, whose fields the job sets, or None."""
         return None

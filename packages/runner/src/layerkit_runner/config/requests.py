@@ -65,6 +65,7 @@ class ResolvedExperiment:
       train_programs: Configs of training programs; None for one program per data set.
       eval_programs: Configs of evaluation programs; None for one program per data set.
       decode_programs: Configs of decoding programs; None for one program per data set.
+      lm_eval_tasks: Configs of programs for tasks of lm-evaluation-harness; None for none.
       executor: Config of the executor; None for `layerkit_runner.run.executor.Executor`.
       observers: Configs of observers that run beside the built-in ones.
       deep_overrides: Overrides of fields in the configs, which are already applied.
@@ -79,6 +80,7 @@ class ResolvedExperiment:
     train_programs: list[Config] | None = None
     eval_programs: list[Config] | None = None
     decode_programs: list[Config] | None = None
+    lm_eval_tasks: list[Config] | None = None
     executor: Config | None = None
     observers: list[Config] = dataclasses.field(default_factory=list)
     deep_overrides: tuple[Override, ...] = ()
@@ -110,7 +112,9 @@ def flag_word(name: str, value: Any) -> str:
 
 
 # Roots that few experiments define; None for the others.
-OPTIONAL_ROOTS = ("train_programs", "eval_programs", "decode_programs", "executor")
+OPTIONAL_ROOTS = (
+    *("train_programs", "eval_programs", "decode_programs", "lm_eval_tasks", "executor"),
+)
 
 # First names of deep paths: the parts of a resolved experiment.
 ROOTS = ("task", "datasets", "decode_datasets", "partitioner", *OPTIONAL_ROOTS, "observers")

@@ -40,7 +40,7 @@ from layerkit_runner.optim.learner import Learner
 from layerkit_runner.run.job import Job, build_parts, choose_step
 from layerkit_runner.run.job_folder import changed_lines
 from layerkit_runner.run.model.loaded_model import LoadedModel
-from layerkit_runner.run.resolve import resolve
+from layerkit_runner.run.resolve import check_folder, resolve
 from layerkit_runner.run.run_mode import job_errors
 from layerkit_runner.run_options import RunOptions
 from layerkit_runner.step.task import SingleTask
@@ -127,6 +127,16 @@ def folder_experiment(
     else:
         resolved = get_experiment(experiment, {o.path: parse_literal(o.text) for o in overrides})
     return resolved, job_folder
+
+
+def resolve_folder(flags: ParsedFlags) -> ResolvedExperiment:
+    """Return the experiment of the Hugging Face folder that `--init_from` names."""
+    check_folder(flags)
+    folder = flags.options.init_from or ""
+    if flags.exp is not None or not isinstance(recognize(folder), HuggingFaceFolder):
+        expected = "a Hugging Face folder, without --exp; a job is read by --job_log_dir"
+        raise UsageError(field="--init_from", value=folder, expected=expected)
+    return folder_experiment(folder, overrides=flags.overrides)[0]
 
 
 def _resolve_class(

@@ -2,6 +2,7 @@
 
     --mode=eval, decode              each new checkpoint until the last; see `checkpoint_watcher`
     --mode=eval_once, decode_once    the newest one, or those of --restore_checkpoint_step
+    --mode=lm_eval                   the same, or a Hugging Face folder by --init_from
 
 A step's record and outputs are replaced if it is evaluated or decoded again.
 """
@@ -61,6 +62,9 @@ def run_inference(mode: str, resolved: ResolvedExperiment, options: RunOptions) 
                     report=job.observers.message,
                 )
             return signals.exit_code
+        if options.init_from is not None:
+            reader.process_first_state()
+            return 0
         if options.restore_checkpoint_step is not None:
             reader.process_steps(options.restore_checkpoint_step)
             return 0
@@ -75,6 +79,11 @@ def _checkpoint_reader(job: Job) -> CheckpointReader:
     """Open the data of the mode's programs, and compare them among processes."""
     name, decodes = job.resolved.name, job.mode.startswith("decode")
     evaluates = not decodes or job.options.eval_during_decode
+    if job.mode == "lm_eval":
+        # Imports lm-evaluation-harness.
+        from layerkit_runner.run.programs.lm_eval_program import lm_eval_programs
+
+        return CheckpointReader(job, lm_eval_programs(job), [])
     evals = eval_programs(job) if evaluates else []
     if evaluates and not evals:
         raise UsageError("there is no held-out data set to evaluate", owner=f"{name}.datasets()")
@@ -129,6 +138,16 @@ class CheckpointReader:
                 progress(f"reading step {step}", compiles=True, waits_for_others=True)
                 if not self.process(checkpoints, step):
                     raise UsageError(f"step {step} was deleted from {folder} while it was read")
+
+    def process_first_state(self) -> None:
+        """Run the programs on the initial weights of the experiment, those of a folder."""
+        from layerkit_runner.init_from import plan_first_state
+
+        state = plan_first_state(self.job.partitioner, self.job.task)().state.for_inference()
+        self.job.observers.start(run_info(self.job, start_step=0))
+        for program in self.eval_programs:
+            self._evaluate(program, state, 0, None)
+        self.job.observers.flush()
 
     def process(self, checkpoints: CheckpointManager, step: int) -> bool:
         """Run the programs on a checkpoint; return False if it was deleted meanwhile."""

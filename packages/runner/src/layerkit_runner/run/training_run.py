@@ -289,6 +289,11 @@ class TrainingRun:
         job, train = self.job, self.job.task.train
         build = eval_programs if job.options.eval_on_test else eval_train_programs
         self.evals = build(job, self.inputs)
+        if job.options.eval_on_test and job.resolved.lm_eval_tasks:
+            # Imports lm-evaluation-harness.
+            from layerkit_runner.run.programs.lm_eval_program import lm_eval_programs
+
+            self.evals += lm_eval_programs(job)
         self.decodes = decode_programs(job)
         self._decode_interval = train.decode_interval_steps
         if self._decode_interval is None and job.options.decode_during_train:

@@ -122,3 +122,4 @@ QUANTIZE = Command(
     "store the weights of a trained model in 8 or 4 bits",
     _late("quantize:run_quantize"),
 )
+SCORE = Command("print perplexity and bits per byte of a text file", _late("score:run_score"))

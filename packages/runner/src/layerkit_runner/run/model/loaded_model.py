@@ -8,10 +8,12 @@ from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from layerkit.base.base_layer import PARAMS
 from layerkit.config import Config
 from layerkit.config.nested_map import NestedMap
+from layerkit.decoding import SampledRows
 from layerkit_inputs.base.tokenizer_interface import Tokenizer, end_disagreement, end_ids
 from layerkit_inputs.chat.conversations import Conversation
 from layerkit_inputs.chat.template import ChatTemplate, load_chat_template
@@ -44,6 +46,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 # Columns of a call without a stream. Ctrl-C is noticed between calls.
 _COLUMNS_AT_A_TIME = 64
+# The same if a caller decides whether enough tokens are there.
+_COLUMNS_BETWEEN_STOPS = 8
 
 
 def _raising_job_errors(method: Method) -> Method:
@@ -55,6 +59,19 @@ def _raising_job_errors(method: Method) -> Method:
             return method(self, *args, **options)
 
     return cast(Method, call)
+
+
+def _fetch(array: jax.Array) -> np.ndarray:
+    """Return an array on the host of every process, whatever its layout."""
+    if jax.process_count() == 1:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def _new_ids(rows: SampledRows, count: int) -> list[np.ndarray]:
+    """Return the new ids of the first `count` rows, int32 `[tokens]` each."""
+    outputs = map(_fetch, (rows.ids, rows.prompt_lengths, rows.lengths))
+    return [ids[start:end] for _, ids, start, end in zip(range(count), *outputs, strict=False)]
 
 
 def _check_one_each(prompts: Sequence[Any], texts: Sequence[Any]) -> None:
@@ -73,6 +90,7 @@ class LoadedModel:
       path: Folder from which the weights were read.
       step: Training step of the weights.
       job: Task, partitioner and experiment.
+      state: Weights. A program beside training replaces them for each run.
     """
 
     def __init__(self, job: Job, state: TrainState, *, path: str, step: int) -> None:
@@ -80,7 +98,7 @@ class LoadedModel:
         self.job = job
         self.path = path
         self.step = step
-        self._state = state
+        self.state = state
         self._compiled: dict[Any, Any] = {}
         longest = model_calls.max_positions(job.resolved.task.model)
         self._buckets = Buckets(job.partitioner.num_batch_shards(), longest)
@@ -98,7 +116,7 @@ class LoadedModel:
     @functools.cached_property
     def variables(self) -> Mapping[str, Any]:
         """Variables of the model by collection, as decoding uses them, which may be averages."""
-        state = self.job.partitioner.stored_state(self.job.task, self._state)
+        state = self.job.partitioner.stored_state(self.job.task, self.state)
         return self.job.task.decoded_variables(state)
 
     @property
@@ -224,6 +242,7 @@ class LoadedModel:
         top_p: float | None = None,
         seed: int = 0,
         stream: Callable[[int, int], object] | None = None,
+        stop: Callable[[np.ndarray], bool] | None = None,
     ) -> list[np.ndarray]:
         """Continue token ids; see `generate`.
 
@@ -237,15 +256,18 @@ class LoadedModel:
           seed: As for `generate`.
           stream: Function that is called with the index of a prompt and each new token id; None for
             none.
+          stop: Function of the new ids of one prompt, such as a search for a text that ends it.
+            The call returns early once it is True for all prompts; None for no such end.
 
         Returns:
-          New ids of each prompt, int32 `[tokens]`, with an end token that was chosen.
+          New ids of each prompt, int32 `[tokens]`, with an end token that was chosen. Some may
+          follow the place where `stop` became True.
 
         Raises:
           UserError: As for `generate`.
         """
         options = GenerateOptions(max_new_tokens, temperature, top_k, top_p, seed)
-        return self._generate_ids(prompts, options, stream)
+        return self._generate_ids(prompts, options, stream, stop=stop)
 
     @_raising_job_errors
     def _generate_ids(
@@ -254,6 +276,7 @@ class LoadedModel:
         options: GenerateOptions,
         stream: Callable[[int, int], object] | None,
         *,
+        stop: Callable[[np.ndarray], bool] | None = None,
         ends: tuple[int, ...] = (),
     ) -> list[np.ndarray]:
         self._check_model(decodes=True)
@@ -273,20 +296,22 @@ class LoadedModel:
         advance = self._compile(
             calls.advance_rows, decoder, shardings=layouts[1], replicates=False, donates=(1,)
         )
-        rows = start(self._state, batch, np.int32(options.seed))
-        lengths = np.asarray(rows.lengths)
-        while not np.all(rows.ended):
+        rows = start(self.state, self._put(batch), np.int32(options.seed))
+        lengths = _fetch(rows.lengths)
+        columns = _COLUMNS_AT_A_TIME if stop is None else _COLUMNS_BETWEEN_STOPS
+        while not np.all(_fetch(rows.ended)):
             column = int(rows.column)
-            until = column + (_COLUMNS_AT_A_TIME if stream is None else 1)
-            rows = advance(self._state, rows, np.int32(until))
+            until = column + (columns if stream is None else 1)
+            rows = advance(self.state, rows, np.int32(until))
             if stream is not None:
-                before, lengths = lengths, np.asarray(rows.lengths)
-                ids = np.asarray(rows.ids)
+                before, lengths = lengths, _fetch(rows.lengths)
+                ids = _fetch(rows.ids)
                 for at in range(column, int(rows.column)):  # Drafts give several columns at once.
                     for row in np.flatnonzero((before <= at) & (at < lengths)):
                         stream(int(row), int(ids[row, at]))
-        outputs = jax.device_get((rows.ids, rows.prompt_lengths, rows.lengths))
-        return [ids[start:end] for _, ids, start, end in zip(prompts, *outputs, strict=False)]
+            if stop is not None and all(map(stop, _new_ids(rows, len(prompts)))):
+                break
+        return _new_ids(rows, len(prompts))
 
     def score(
         self, texts: str | Sequence[str], *, prompts: str | Sequence[str] | None = None
@@ -358,7 +383,7 @@ class LoadedModel:
             before = [[*first, *prompt] for prompt in befores]
             is_prefix = getattr(self.model, "is_prefix_lm", False)
             rows = text_rows(before, ids, self._buckets, is_prefix=is_prefix)
-        return rows.scores(self._call(model_calls.token_log_probs, rows.batch))
+        return rows.scores(*self._call(model_calls.token_log_probs, rows.batch))
 
     @_raising_job_errors
     def logits(self, ids: Any, *, source: Any = None) -> np.ndarray:
@@ -404,11 +429,11 @@ class LoadedModel:
             owner = f"{self.job.resolved.name}.datasets()"
             raise UsageError("there is no held-out data set to evaluate", owner=owner)
         observers = Observers([])
-        return {p.name: dict(p.run(self._state, self.step, observers)) for p in programs}
+        return {p.name: dict(p.run(self.state, self.step, observers)) for p in programs}
 
     def __repr__(self) -> str:
         """Return the class of the model, its source and its number of weights."""
-        leaves = jax.tree.leaves(self._state.params)
+        leaves = jax.tree.leaves(self.state.params)
         count = sum(leaf.size for leaf in leaves)
         name = type(self.model).__name__
         return f"LoadedModel({name}, {count:,} weights, {self.path!r}, step={self.step})"
@@ -455,9 +480,20 @@ class LoadedModel:
         size = self._vocab_size() or 2**31  # The model never chooses an id beyond.
         return tuple(dict.fromkeys((*known, *(end for end in end_ids(tokenizer) if end < size))))
 
-    def _call(self, function: Callable[..., Any], batch: NestedMap) -> np.ndarray:
+    def _call(self, function: Callable[..., Any], batch: NestedMap) -> Any:
         compiled = self._compile(function, shardings=(self.job.partitioner.batch_sharding(),))
-        return np.asarray(jax.device_get(compiled(self._state, batch)))
+        return jax.device_get(compiled(self.state, self._put(batch)))
+
+    def _put(self, batch: NestedMap) -> NestedMap:
+        """Return a batch that all processes hold as one that they share, `[rows, …]`."""
+        if jax.process_count() == 1:
+            return batch
+        sharding = self.job.partitioner.batch_sharding()
+
+        def share(leaf: np.ndarray) -> jax.Array:
+            return jax.make_array_from_callback(leaf.shape, sharding, lambda part: leaf[part])
+
+        return jax.tree.map(share, batch)
 
     def _compile(
         self, function: Callable[..., Any], *fixed: Any, shardings: Sequence[Any], **options: Any

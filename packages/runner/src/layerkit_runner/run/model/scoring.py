@@ -20,10 +20,12 @@ class Score:
     Attributes:
       ids: Scored token ids of the text, int32 `[tokens]`.
       token_log_probs: log p of each token given those before it, in nats, float32 `[tokens]`.
+      is_most_likely: Whether the model ranks each token first, bool `[tokens]`.
     """
 
     ids: np.ndarray
     token_log_probs: np.ndarray
+    is_most_likely: np.ndarray
 
     @property
     def log_likelihood(self) -> float:
@@ -50,15 +52,15 @@ class ScoredRows:
     ids: Sequence[Ids]
     starts: Sequence[int]
 
-    def scores(self, log_probs: np.ndarray) -> list[Score]:
-        """Return the score of each text from log p of each label, `[rows, length]`."""
-        return [
-            Score(
-                np.asarray(ids, np.int32),
-                np.asarray(log_probs[row, start : start + len(ids)], np.float32),
+    def scores(self, log_probs: np.ndarray, is_most_likely: np.ndarray) -> list[Score]:
+        """Return the score of each text from the arrays `[rows, length]` of all labels."""
+        scores = []
+        for row, (ids, start) in enumerate(zip(self.ids, self.starts, strict=True)):
+            part = slice(start, start + len(ids))
+            scores.append(
+                Score(np.asarray(ids, np.int32), log_probs[row, part], is_most_likely[row, part])
             )
-            for row, (ids, start) in enumerate(zip(self.ids, self.starts, strict=True))
-        ]
+        return scores
 
 
 def source_rows(

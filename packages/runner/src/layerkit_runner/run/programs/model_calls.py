@@ -78,11 +78,17 @@ def token_logits(model: BaseModel, variables: Variables, batch: NestedMap) -> ja
     return bound.apply(variables, method=call)
 
 
-def token_log_probs(model: BaseModel, variables: Variables, batch: NestedMap) -> jax.Array:
-    """Compute log p(label) in nats, float32 `[rows, length]`, for an evaluated batch."""
+def token_log_probs(
+    model: BaseModel, variables: Variables, batch: NestedMap
+) -> tuple[jax.Array, jax.Array]:
+    """Compute log p(label) and whether the label is the most likely token, for an evaluated batch.
+
+    Returns:
+      float32 `[rows, length]` in nats, and bool `[rows, length]`.
+    """
     predicts = isinstance(model, (LanguageModel, SequenceModel))
 
-    def call(bound: Any) -> jax.Array:
+    def call(bound: Any) -> tuple[jax.Array, jax.Array]:
         if predicts:
             predictions = bound.compute_predictions(batch)
         else:
@@ -93,7 +99,7 @@ def token_log_probs(model: BaseModel, variables: Variables, batch: NestedMap) ->
                 segment_ids=batch.segment_ids,
                 segment_pos=batch.segment_pos,
             )
-        return -predictions.per_token_xent
+        return -predictions.per_token_xent, predictions.correct
 
     bound: Any = model.clone(train=False)
     return bound.apply(variables, method=call)
