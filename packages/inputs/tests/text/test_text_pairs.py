@@ -74,6 +74,20 @@ def test_exact_matches_are_counted(files):
     assert not ParallelText(batch_size=1, **files, is_training=True).has_prediction_metrics
 
 
+def test_bleu_and_chrf_are_those_of_sacrebleu(tmp_path):
+    sacrebleu = pytest.importorskip("sacrebleu")
+    targets = ["The cat sat on the mat.", "It is raining today, I think."]
+    (tmp_path / "source").write_text("x\ny\n")
+    (tmp_path / "target").write_text("".join(f"{line}\n" for line in targets))
+    paths = {"source_file": str(tmp_path / "source"), "target_file": str(tmp_path / "target")}
+    source = ParallelText(batch_size=1, **paths, metrics=["exact_match", "bleu", "chrf"])
+    decoded = ["The cat sat on a mat.", "It is raining today, I guess."]
+    scores = source.prediction_metrics(dict(enumerate(decoded)))
+    assert scores["exact_match"] == 0
+    assert scores["bleu"] == sacrebleu.BLEU().corpus_score(decoded, [targets]).score
+    assert scores["chrf"] == sacrebleu.CHRF().corpus_score(decoded, [targets]).score
+
+
 def test_lines_end_at_newlines_alone_and_a_byte_order_mark_is_dropped(files, tmp_path):
     (tmp_path / "train.en").write_bytes(b"\xef\xbb\xbfa\rb\r\nc")
     (tmp_path / "train.de").write_bytes(b"A\r\nC\n")

@@ -28,6 +28,7 @@ _EXTRA_OF = {
     "grain": "grain",
     "jinja2": "chat",
     "pyarrow": "grain",
+    "sacrebleu": "bleu",
     "sentencepiece": "text",
     "seqio": "seqio",
     "tensorflow": "seqio",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ import numpy as np
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS, counted
-from layerkit_inputs.base.errors import BadRecordError, MissingFileError
+from layerkit_inputs.base.errors import BadRecordError, MissingFileError, require_extra
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.base.tokenizer_interface import SpecialIds, Tokenizer, target_start_id
 from layerkit_inputs.packing.documents import Documents
@@ -28,6 +28,8 @@ from layerkit_inputs.text.tokenizers import ByteTokenizer
 
 PairPacking = Literal["first_fit", "none"]
 """`first_fit`: several whole pairs in a row; `none`: one pair in a row."""
+PairMetric = Literal["exact_match", "bleu", "chrf"]
+"""Share of equal targets, from 0 to 1; BLEU and chrF of the corpus by sacrebleu, from 0 to 100."""
 
 
 class PairRows(IndexedInput):
@@ -50,6 +52,8 @@ class PairRows(IndexedInput):
     """`first_fit` (several pairs a row) or `none`. None: `first_fit` while training."""
     trim: bool = False
     """Whether longer sources and targets are cut before EOS. False: they raise an error."""
+    metrics: Sequence[PairMetric] = ("exact_match",)
+    """Metrics of decoded targets."""
 
     def __post_init__(self) -> None:
         """Check the fields and derive `packing`."""
@@ -114,7 +118,7 @@ class PairRows(IndexedInput):
         return self.packing == "none"
 
     def prediction_metrics(self, predictions: Mapping[int, str]) -> dict[str, float]:
-        """Return `exact_match`, the share of decoded targets that equal the (maybe cut) reference.
+        """Return the `metrics` of decoded targets, whose references may be cut.
 
         Without predictions, return an empty dict.
         """
@@ -122,12 +126,17 @@ class PairRows(IndexedInput):
             return {}
         pairs = np.array(sorted(predictions))
         _, targets = self._read_pairs(pairs)
-        references = np.split(targets, np.cumsum(self._sizes[pairs, 1])[:-1])
-        is_right = [
-            predictions[number] == self._tokenizer.decode(ids)
-            for number, ids in zip(pairs.tolist(), references, strict=True)
-        ]
-        return {"exact_match": float(np.mean(is_right))}
+        ids = np.split(targets, np.cumsum(self._sizes[pairs, 1])[:-1])
+        references = [self._tokenizer.decode(tokens) for tokens in ids]
+        decoded = [predictions[number] for number in pairs.tolist()]
+        scores: dict[str, float] = {}
+        for name in self.metrics:
+            if name == "exact_match":
+                scores[name] = float(np.mean(np.array(decoded) == np.array(references)))
+            else:
+                sacrebleu = require_extra("sacrebleu", needed_by=f"metrics={name}")
+                scores[name] = getattr(sacrebleu, f"corpus_{name}")(decoded, [references]).score
+        return scores
 
 
 class TextPairs(PairRows):
