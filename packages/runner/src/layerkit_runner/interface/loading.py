@@ -221,6 +221,12 @@ class FolderModel(BaseExperiment, abstract=True):
     """Dtype of the weights and of the computation; None for that in which they are stored."""
     ADAPTERS: dict[str, float] | None = None
     """Weights of folders of PEFT, whose adapters are added; None for none."""
+    CHAT_TEMPLATE: str | None = None
+    """Chat template: a name such as `chatml`, a file or a folder; None for that of the folder."""
+
+    def chat_template(self) -> str | None:
+        """Return the chat template."""
+        return self.CHAT_TEMPLATE
 
     def task(self) -> Config:
         """Return the config of a task with the model and its weights."""

@@ -38,6 +38,9 @@ def run_generate(flags: ParsedFlags) -> int:
         if options.chat and prompts:
             prompts = tuple(filter(None, prompts[0].splitlines()))
     model = _load(flags)
+    if asks:
+        hint = "Ctrl-C stops a continuation, Ctrl-D ends."
+        print(f"{model}\n{hint}", file=sys.stderr, flush=True)
     if options.chat:
         return _chat(model, options, _lines() if asks else prompts)
     if asks:
@@ -113,7 +116,6 @@ def _chat(model: LoadedModel, options: RunOptions, lines: Iterable[str]) -> int:
 
 def _ask(model: LoadedModel, options: RunOptions) -> int:
     """Continue the lines that a person types; Ctrl-C stops a continuation, Ctrl-D ends."""
-    print(f"{model}\nCtrl-C stops a continuation, Ctrl-D ends.", file=sys.stderr, flush=True)
     asked = collections.Counter[str]()
     for prompt in _lines():
         try:
