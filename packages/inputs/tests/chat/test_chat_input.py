@@ -13,6 +13,7 @@ import pytest
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.base.find_files import TextFile
+from layerkit_inputs.base.host_batches import spec_of
 from layerkit_inputs.chat.chat_input import (
     ChatInput,
     ChatPrompts,
@@ -78,6 +79,8 @@ def test_packed_rows_and_single_rows_have_the_tokens_and_the_loss_of_each_conver
     tokens = [encode_conversation(read_conversation(row), template, tokenizer) for row in ROWS]
     expected = sorted((tuple(ids[1:]), tuple(loss[1:])) for ids, loss in tokens)
     counts = {}
+    blank = ChatInput.blank_batch(ChatInput.HParams.config(seq_length=160), 4)
+    assert spec_of(blank) == spec_of(make(is_training=True).get_next())
     for packing in ("first_fit", "none"):
         source = make(split="all", packing=packing)
         batches = [*source.eval_batches()]
