@@ -17,8 +17,12 @@ import pytest
 from layerkit.base.base_layer import PARAMS, BaseLayer
 from layerkit.base.weights import WeightHParams
 from layerkit.config.nested_map import NestedMap
-from layerkit.models.preference_model import KtoModel, PreferenceModel, mismatch_answers
-from layerkit.models.reward_model import RewardModel
+from layerkit.models.preference_model import (
+    KtoModel,
+    PreferenceModel,
+    RewardModel,
+    mismatch_answers,
+)
 from layerkit.ops.losses import cross_entropy
 from layerkit.ops.preference_losses import dpo_loss, kto_divergence, orpo_loss
 

@@ -9,7 +9,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -35,7 +35,8 @@ class _Answers(ConversationFiles):
     seq_length: int = 1024
     """Positions of a row. Longer conversations are dropped with their pair, and counted."""
 
-    _noun = "judgement"
+    _noun: ClassVar[str]
+    _sides: ClassVar[tuple[str, ...]]
 
     def _encode(self, conversation: Conversation) -> ChatTokens | str:
         encoding = self.special_tokens_in_text
@@ -46,18 +47,22 @@ class _Answers(ConversationFiles):
             return f"{self._noun}s dropped as too long"
         return tokens if tokens.has_loss[1:].any() else f"{self._noun}s dropped without an answer"
 
-    def _read_documents_at(self, numbers: np.ndarray) -> NestedMap:
-        """Return documents by number, int64 `[rows]`, as rows."""
-        plan = RowPlan(self._documents.ends, self.seq_length, "none")
-        rows = self._documents.rows_of(plan, numbers, pad_id=self._tokenizer.pad_id)
-        rows.ids[:, 1:] = rows.labels[:, :-1]
-        return rows
+    def _num_rows(self) -> int:
+        return len(self._documents) // len(self._sides)
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        plan, batch = RowPlan(self._documents.ends, self.seq_length, "none"), NestedMap()
+        for number, side in enumerate(self._sides):
+            documents, pad_id = len(self._sides) * rows + number, self._tokenizer.pad_id
+            batch[side] = self._documents.rows_of(plan, documents, pad_id=pad_id)
+            batch[side].ids[:, 1:] = batch[side].labels[:, :-1]
+        return batch
 
     def _fingerprint(self) -> dict[str, Any]:
         return {**super()._fingerprint(), "seq_length": self.seq_length}
 
     def _data_text(self) -> str:
-        return f"{counted(self._num_rows() or 0, self._noun)} of {super()._data_text()}"
+        return f"{counted(self._num_rows(), self._noun)} of {super()._data_text()}"
 
 
 class PairInput(_Answers):
@@ -72,24 +77,21 @@ class PairInput(_Answers):
     """File of log-probabilities under a reference, which `store_reference` writes. None: none."""
 
     _noun = "pair"
+    _sides = ("chosen", "rejected")
 
     def _read(self, row: Mapping[str, Any]) -> Any:
         return read_pair(row)
 
     def _encode_row(self, row: Sequence[Any]) -> Sequence[ChatTokens] | str:
-        sides = [self._encode(Conversation(*side)) for side in row]
-        reasons = [side for side in sides if isinstance(side, str)]
-        return reasons[0] if reasons else [side for side in sides if not isinstance(side, str)]
-
-    def _num_rows(self) -> int:
-        return len(self._documents) // 2
+        chosen, rejected = (self._encode(Conversation(*side)) for side in row)
+        if isinstance(chosen, str) or isinstance(rejected, str):
+            return chosen if isinstance(chosen, str) else str(rejected)
+        return [chosen, rejected]
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        batch = NestedMap()
-        for number, side in enumerate(("chosen", "rejected")):
-            batch[side] = self._read_documents_at(2 * rows + number)
-            if self.reference_file is not None:
-                batch[f"{side}_reference_log_probs"] = self._reference[rows, number]
+        batch = super()._read_rows(rows)
+        for number, side in enumerate(self._sides if self.reference_file is not None else ()):
+            batch[f"{side}_reference_log_probs"] = self._reference[rows, number]
         return batch
 
     def store_reference(self, score_ids: Callable[[list[np.ndarray]], Sequence[Any]]) -> None:
@@ -143,6 +145,9 @@ class JudgementInput(_Answers):
     batches also have `provenance` and `eval_sample_weights`, each `[batch]`.
     """
 
+    _noun = "judgement"
+    _sides = ("answer",)
+
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
@@ -162,9 +167,5 @@ class JudgementInput(_Answers):
             self._labels.append(row[1])
         return tokens
 
-    def _num_rows(self) -> int:
-        return len(self._documents)
-
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        answer = self._read_documents_at(rows)
-        return NestedMap(answer=answer, is_desirable=np.array(self._labels)[rows])
+        return NestedMap(super()._read_rows(rows), is_desirable=np.array(self._labels)[rows])

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from layerkit.models.language_model import LanguageModel as LanguageModel
     from layerkit.models.preference_model import KtoModel as KtoModel
     from layerkit.models.preference_model import PreferenceModel as PreferenceModel
-    from layerkit.models.reward_model import RewardModel as RewardModel
+    from layerkit.models.preference_model import RewardModel as RewardModel
     from layerkit.models.sequence_model import SequenceModel as SequenceModel
     from layerkit.models.transformer_lm import TransformerLm as TransformerLm
     from layerkit.models.weighted_metrics import example_weights as example_weights

@@ -1,7 +1,7 @@
-"""Language models trained on preferences: `PreferenceModel` on pairs, `KtoModel` on judgements.
+"""Language models trained on preferences, by the losses of `layerkit.ops.preference_losses`.
 
-Both train a policy near a fixed reference, without a reward model. The losses, and what they are
-functions of, are those of `layerkit.ops.preference_losses`.
+`PreferenceModel` on pairs and `KtoModel` on judgements train a policy near a fixed reference.
+`RewardModel` gives an answer a number, for other trainers.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ import jax.numpy as jnp
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.base_model import BaseModel, Metrics, WeightedScalar
+from layerkit.base.weights import WeightInit
 from layerkit.config import Config, instance_field, sub_config_field, walk_configs
 from layerkit.config.checks import check_positive, require
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.decoder import Decoder
 from layerkit.decoding.loop import SampleDecoder, SampledRows
+from layerkit.layers.basic.linears import Linear
 from layerkit.layers.quantization.lora import is_lora, zero_adapters
 from layerkit.models.language_model import prompts_of_batch
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.models.weighted_metrics import example_weights, row_scores
 from layerkit.ops.losses import weighted_mean
 from layerkit.ops.preference_losses import (
+    bradley_terry_loss,
     dpo_loss,
     hinge_loss,
     ipo_loss,
@@ -163,7 +166,7 @@ class PreferenceModel(PolicyModel):
         Raises:
           MissingKeyError: The batch lacks a key that the loss needs.
         """
-        pairs = join_sides(batch)
+        pairs = _join_sides(batch)
         if self.reference == "batch":
             names = ("chosen_reference_log_probs", "rejected_reference_log_probs")
             reference = jnp.concatenate([batch[name] for name in names])
@@ -189,8 +192,8 @@ class PreferenceModel(PolicyModel):
         weights = example_weights(batch, log_ratios.shape[1])
         rewards = self.beta * log_ratios
         metrics = {
-            "loss": mean_metric(self._losses(log_ratios, predictions, weights), weights),
-            **reward_metrics(rewards[0], rewards[1], weights),
+            "loss": _mean(self._losses(log_ratios, predictions, weights), weights),
+            **_pair_metrics(rewards[0], rewards[1], weights),
         }
         return metrics, NestedMap(chosen_rewards=rewards[0], rejected_rewards=rewards[1])
 
@@ -274,18 +277,62 @@ class KtoModel(PolicyModel):
             undesirable_weight=self.undesirable_weight,
         )
         rewards = self.beta * log_ratios
-        desirable, other = (
-            mean_metric(rewards, weights * one) for one in (is_desirable, ~is_desirable)
-        )
+        desirable, other = (_mean(rewards, weights * one) for one in (is_desirable, ~is_desirable))
         margin = desirable.value - other.value
         metrics = {
-            "loss": mean_metric(losses, weights),
+            "loss": _mean(losses, weights),
             "divergence": WeightedScalar.of(divergence, jnp.sum(neighbors)),
             "desirable_reward": desirable,
             "undesirable_reward": other,
             "reward_margin": WeightedScalar.of(margin, jnp.minimum(desirable.weight, other.weight)),
         }
         return metrics, NestedMap(rewards=rewards)
+
+
+class RewardModel(BaseModel):
+    """A language model with a scalar head `score`, trained on pairs of answers.
+
+    A batch is that of `PreferenceModel`, with one text in each row and with `segment_ids`. The
+    reward of an answer is read at its last token, which `ids` hold in the position behind the last
+    label, as `lm_features` makes them. `export_model` writes it as a sequence classifier.
+
+    Attributes:
+      lm_tpl: Causal network whose hidden states the head reads.
+      centering: Weight of the squared sum of both rewards; 0 leaves their level free.
+    """
+
+    reported_metric: ClassVar[str | None] = "reward_accuracy"
+
+    lm_tpl: Config[BaseLayer] = sub_config_field(TransformerLm.HParams)
+    centering: float = 0.0
+
+    def setup(self) -> None:
+        """Create the network and the head."""
+        self.create_child("lm", self.lm_tpl)
+        sizes = {"input_dims": self.lm.model_dims, "output_dims": 1}
+        axes, init = ("embed", None), WeightInit.Gaussian(0.02)
+        # In bfloat16 many rewards would be equal.
+        head = Linear.HParams.config(weight_axes=axes, weight_init=init, fprop_dtype=jnp.float32)
+        self.create_child("score", head, **sizes)
+
+    def compute_predictions(self, batch: NestedMap) -> NestedMap:
+        """Compute `rewards` float32 `[2, batch]` of the chosen and the rejected answers."""
+        pairs = _join_sides(batch)
+        positions = jnp.arange(1, pairs.ids.shape[1] + 1)
+        last = jnp.max(jnp.where(pairs.segment_ids > 0, positions, 0), axis=1)
+        # No position sees the padding behind it.
+        hidden = self.lm.hidden(pairs.ids)
+        last_hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
+        return NestedMap(rewards=self.score(last_hidden).reshape(2, -1))
+
+    def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
+        """Compute the metrics and outputs of `PreferenceModel.compute_loss`."""
+        chosen, rejected = predictions.rewards
+        weights = example_weights(batch, len(chosen))
+        losses = bradley_terry_loss(chosen, rejected, centering=self.centering)
+        metrics = {"loss": _mean(losses, weights)}
+        metrics |= _pair_metrics(chosen, rejected, weights)
+        return metrics, NestedMap(chosen_rewards=chosen, rejected_rewards=rejected)
 
 
 def mismatch_answers(rows: NestedMap) -> NestedMap:
@@ -315,7 +362,7 @@ def mismatch_answers(rows: NestedMap) -> NestedMap:
     return NestedMap(ids=ids, labels=labels, weights=weights)
 
 
-def join_sides(batch: NestedMap) -> NestedMap:
+def _join_sides(batch: NestedMap) -> NestedMap:
     """Return the rows `[2·batch, length]` of the chosen answers, then those of the rejected."""
     sides = (_entries(batch[side]) for side in ("chosen", "rejected"))
     return jax.tree.map(lambda *both: jnp.concatenate(both), *sides)
@@ -332,16 +379,15 @@ def _log_probs(lm: Any, rows: NestedMap) -> jax.Array:
     return row_scores(lm(**rows).per_token_xent, rows.weights)
 
 
-def mean_metric(values: jax.Array, weights: jax.Array) -> WeightedScalar:
-    """Return the weighted mean of values float32 `[batch]` as a metric."""
+def _mean(values: jax.Array, weights: jax.Array) -> WeightedScalar:
     return WeightedScalar.of(weighted_mean(values, weights), jnp.sum(weights))
 
 
-def reward_metrics(chosen: jax.Array, rejected: jax.Array, weights: jax.Array) -> Metrics:
+def _pair_metrics(chosen: jax.Array, rejected: jax.Array, weights: jax.Array) -> Metrics:
     """Return the metrics of the rewards float32 `[batch]` of both answers of pairs."""
     return {
-        "reward_accuracy": mean_metric((chosen > rejected).astype(jnp.float32), weights),
-        "reward_margin": mean_metric(chosen - rejected, weights),
-        "chosen_reward": mean_metric(chosen, weights),
-        "rejected_reward": mean_metric(rejected, weights),
+        "reward_accuracy": _mean((chosen > rejected).astype(jnp.float32), weights),
+        "reward_margin": _mean(chosen - rejected, weights),
+        "chosen_reward": _mean(chosen, weights),
+        "rejected_reward": _mean(rejected, weights),
     }

@@ -55,8 +55,7 @@ from layerkit.layers.quantization.stored_weights import dequantize_model
 from layerkit.models.bert import BertModel
 from layerkit.models.distillation_model import DistillationModel
 from layerkit.models.language_model import LanguageModel
-from layerkit.models.preference_model import PolicyModel
-from layerkit.models.reward_model import RewardModel
+from layerkit.models.preference_model import PolicyModel, RewardModel
 from layerkit.models.transformer_lm import TransformerLm
 
 # Fields that change how a model is computed, trained or sharded, but not its outputs.
