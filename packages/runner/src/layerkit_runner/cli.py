@@ -95,7 +95,7 @@ def _run(words: Sequence[str]) -> int:
         return _print(printed_config(resolved, options, mode=flags.mode, as_json=as_json))
     configure_library_logs(flags.options)
     if flags.mode not in MODES:
-        from layerkit_runner.run.run_mode import naming_paths
+        from layerkit_runner.run.job_errors import naming_paths
 
         with naming_paths(resolved):
             return command_flags.load_mode(flags.mode).run(resolved, flags.options)

@@ -16,9 +16,9 @@ from layerkit_runner.checkpointing.folders import committed_steps
 from layerkit_runner.errors import ExitError
 from layerkit_runner.observers import Observer
 from layerkit_runner.run.executor import Executor
+from layerkit_runner.run.job_errors import job_errors
 from layerkit_runner.run.programs.eval_program import BaseProgram
 from layerkit_runner.run.resolve import resolve
-from layerkit_runner.run.run_mode import job_errors
 from layerkit_runner.run.training_run import run_train
 from layerkit_runner.run_options import RunOptions
 

@@ -16,8 +16,8 @@ from layerkit.config import Config
 from layerkit_runner import BaseExperiment, Override
 from layerkit_runner.errors import FieldError, UsageError
 from layerkit_runner.partitioning import SpmdPartitioner
+from layerkit_runner.run.job_errors import naming_paths
 from layerkit_runner.run.resolve import resolve
-from layerkit_runner.run.run_mode import naming_paths
 
 
 @dataclasses.dataclass

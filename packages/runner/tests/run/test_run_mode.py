@@ -24,8 +24,9 @@ from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run import export, inference
 from layerkit_runner.run import training_run as train
+from layerkit_runner.run.job_errors import OutOfMemoryError, out_of_memory_text
 from layerkit_runner.run.resolve import resolve
-from layerkit_runner.run.run_mode import OutOfMemoryError, out_of_memory_text, run
+from layerkit_runner.run.run_mode import run
 from layerkit_runner.run_options import RunOptions
 
 

@@ -38,10 +38,10 @@ from layerkit_runner.interface.experiments import (
 from layerkit_runner.observers import Observers, Progress
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.run.job import Job, build_parts, choose_step
+from layerkit_runner.run.job_errors import job_errors
 from layerkit_runner.run.job_folder import changed_lines
 from layerkit_runner.run.model.loaded_model import LoadedModel
 from layerkit_runner.run.resolve import check_folder, resolve
-from layerkit_runner.run.run_mode import job_errors
 from layerkit_runner.run_options import RunOptions
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_hparams import TrainHParams

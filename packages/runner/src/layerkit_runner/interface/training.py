@@ -19,8 +19,8 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.interface.experiments import ExperimentLike, get_experiment, set_num_steps
 from layerkit_runner.interface.loading import load_checkpoint
 from layerkit_runner.observers import Metrics, read_metrics
+from layerkit_runner.run.job_errors import job_errors
 from layerkit_runner.run.model.loaded_model import LoadedModel
-from layerkit_runner.run.run_mode import job_errors
 from layerkit_runner.run.training_run import run_train
 from layerkit_runner.run_options import RunOptions
 

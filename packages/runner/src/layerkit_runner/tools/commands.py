@@ -26,8 +26,8 @@ def _plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
 
     from layerkit_runner.distributed import devices
     from layerkit_runner.run.job import build_parts
+    from layerkit_runner.run.job_errors import job_errors
     from layerkit_runner.run.programs.build_programs import train_dataset_configs
-    from layerkit_runner.run.run_mode import job_errors
     from layerkit_runner.tools.plan import page, search, targets
     from layerkit_runner.tools.plan.plan import make_plan
 

@@ -79,7 +79,7 @@ def quantize_folder(
     from layerkit_runner.init_from import InitFrom, Source
     from layerkit_runner.init_from.first_state import weight_readers
     from layerkit_runner.interface.loading import FolderModel, folder_experiment, start_reading
-    from layerkit_runner.run.run_mode import job_errors
+    from layerkit_runner.run.job_errors import job_errors
 
     WeightFormat.parse(weight_format)
     directory = absolute(out)

@@ -259,6 +259,7 @@ def find_tokenizer(
                 return opened
         if (tokenizer := resolved.experiment.tokenizer()) is not None:
             return build(tokenizer)
-    expected = "a data set with a tokenizer, or a method tokenizer() of the experiment"
+    expected = "a data set with a tokenizer, or a method tokenizer() of the experiment; a Hugging"
+    expected += " Face folder needs tokenizer.json, tokenizer.model or spiece.model"
     hint = "Call generate_ids, score_ids and logits with token ids."
     raise NoTokenizerError("no tokenizer", owner=resolved.name, expected=expected, hint=hint)

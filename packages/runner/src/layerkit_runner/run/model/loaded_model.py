@@ -22,6 +22,7 @@ from layerkit_inputs.packing.model_features import as_tokens
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import Observers
 from layerkit_runner.run.job import Job
+from layerkit_runner.run.job_errors import job_errors
 from layerkit_runner.run.model.generation import (
     Buckets,
     GenerateOptions,
@@ -39,7 +40,6 @@ from layerkit_runner.run.model.scoring import Score, source_rows, text_rows
 from layerkit_runner.run.programs import model_calls
 from layerkit_runner.run.programs.build_programs import eval_programs
 from layerkit_runner.run.programs.decode_program import TextStream
-from layerkit_runner.run.run_mode import job_errors
 from layerkit_runner.step.train_state import TrainState
 
 Method = TypeVar("Method", bound=Callable[..., Any])

@@ -67,7 +67,7 @@ def run_launch(words: Sequence[str]) -> int:
         return 0
     request = make_request(others)
     # The experiment has imported the modules that this import needs.
-    from layerkit_runner.run.run_mode import naming_paths
+    from layerkit_runner.run.job_errors import naming_paths
 
     with naming_paths(request.resolved):
         script = kind.make_script(request, options)
