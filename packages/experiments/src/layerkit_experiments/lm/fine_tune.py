@@ -81,12 +81,9 @@ class HuggingFaceLm(TrainedExperiment, abstract=True):
             decoder = hugging_face.decoder_config(self.HF_FOLDER)
         except OSError as error:
             raise ConfigError(str(error), owner="HF_FOLDER") from error
-        if not {"lm_tpl", "decoder"} <= set(field_names(model)):
-            raise ConfigError(
-                field="HF_FOLDER",
-                value=self.HF_FOLDER,
-                expected=f"a decoder-only language model, not a {target_of(model).__qualname__}",
-            )
+        is_decoder = {"lm_tpl", "decoder"} <= set(field_names(model))
+        expected = f"a decoder-only language model, not a {target_of(model).__qualname__}"
+        require(is_decoder, None, "HF_FOLDER", self.HF_FOLDER, expected)
         model.lm_tpl.stack_tpl.remat = remat_policy(self.CHECKPOINT_POLICY)
         decoder.max_length, decoder.max_decode_steps = None, self.MAX_DECODE_STEPS
         decoder.min_decode_steps = min(decoder.min_decode_steps, self.MAX_DECODE_STEPS)
@@ -144,19 +141,11 @@ class HuggingFaceLm(TrainedExperiment, abstract=True):
                 settings={"TOKENIZER": tokenizer, "VOCAB_SIZE": known},
             )
         length, positions = getattr(self, "MAX_SEQ_LEN", 0), hugging_face.max_length(self.HF_FOLDER)
-        if positions is not None and length > positions:
-            raise ConfigError(
-                field="MAX_SEQ_LEN",
-                value=length,
-                expected=f"at most {positions}, the positions in {self.HF_FOLDER}/config.json",
-            )
+        expected = f"at most {positions}, the positions in {self.HF_FOLDER}/config.json"
+        require(positions is None or length <= positions, None, "MAX_SEQ_LEN", length, expected)
         needed = getattr(self, "VOCAB_SIZE", 0)
-        if needed > known:
-            raise ConfigError(
-                field="VOCAB_SIZE",
-                value=needed,
-                expected=f"at most {known}, the vocabulary of the model in {self.HF_FOLDER}",
-            )
+        expected = f"at most {known}, the vocabulary of the model in {self.HF_FOLDER}"
+        require(needed <= known, None, "VOCAB_SIZE", needed, expected)
 
     def task(self) -> Config:
         """Return the config of the task, whose decoder ends at each end token that is declared."""

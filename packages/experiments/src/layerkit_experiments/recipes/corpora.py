@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from layerkit.config import Config
+from layerkit.config.checks import require
 from layerkit.errors import ConfigError
 from layerkit_experiments.recipes import seqio_tasks
 from layerkit_inputs import (
@@ -42,16 +43,9 @@ def answer_lengths(fields: Any) -> dict[str, int]:
     Raises:
       ConfigError: TARGET_LENGTH leaves no position for the text, or is below 1.
     """
-    if not 0 < fields.TARGET_LENGTH < fields.MAX_SEQ_LEN:
-        raise ConfigError(
-            field="TARGET_LENGTH",
-            value=fields.TARGET_LENGTH,
-            expected=f"a positive integer below MAX_SEQ_LEN={fields.MAX_SEQ_LEN}",
-        )
-    return {
-        "inputs": fields.MAX_SEQ_LEN - fields.TARGET_LENGTH,
-        "targets": fields.TARGET_LENGTH,
-    }
+    length, expected = fields.TARGET_LENGTH, f"above 0, below MAX_SEQ_LEN={fields.MAX_SEQ_LEN}"
+    require(0 < length < fields.MAX_SEQ_LEN, None, "TARGET_LENGTH", length, expected)
+    return {"inputs": fields.MAX_SEQ_LEN - length, "targets": length}
 
 
 def grain_folder(fields: Any) -> str:
@@ -85,10 +79,8 @@ def _seqio_text(fields: Any, *, is_training: bool, **options: Any) -> Config:
 
 
 def _token_records(fields: Any, *, is_training: bool, **options: Any) -> Config:
-    if not fields.PACKED_INPUT:
-        raise ConfigError(
-            field="PACKED_INPUT", value=False, expected="True, since token records are packed"
-        )
+    expected = "True, since token records are packed"
+    require(fields.PACKED_INPUT, None, "PACKED_INPUT", fields.PACKED_INPUT, expected)
     vocab_path = vocab_path_of(fields)
     return TokenRecords.HParams.config(
         path=grain_folder(fields),

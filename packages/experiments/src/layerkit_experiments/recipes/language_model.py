@@ -10,7 +10,7 @@ from layerkit import layers
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import WeightInit
 from layerkit.config import Config, target_of
-from layerkit.config.checks import check_sizes
+from layerkit.config.checks import check_sizes, require
 from layerkit.decoding import SampleDecoder
 from layerkit.errors import ConfigError
 from layerkit.layers import (
@@ -390,12 +390,9 @@ class LmExperiment(TrainedExperiment, abstract=True):
         positions = self.MAX_POSITIONS or self.MAX_SEQ_LEN
         for prompts in self.decode_datasets() if "trainable" in self.POSITIONS else ():
             left = positions - getattr(prompts, "prompt_length", 0)
-            if left < self.MAX_DECODE_STEPS:
-                raise ConfigError(
-                    field="MAX_DECODE_STEPS",
-                    value=self.MAX_DECODE_STEPS,
-                    expected=f"at most {left}, since the model has {positions} positions",
-                )
+            steps = self.MAX_DECODE_STEPS
+            expected = f"at most {left}, since the model has {positions} positions"
+            require(steps <= left, None, "MAX_DECODE_STEPS", steps, expected)
 
     def data_summary(self) -> str:
         """Return a short description of the training data."""

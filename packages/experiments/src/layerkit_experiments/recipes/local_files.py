@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from layerkit.config import Config, build
-from layerkit.errors import ConfigError
+from layerkit.config.checks import require
 from layerkit_experiments.recipes.language_model import TEXT_FIELDS
 from layerkit_inputs import (
     LocalText,
@@ -60,19 +60,12 @@ class LocalFiles(BaseExperiment, abstract=True):
         """Raise an error if the model lacks ids of the data, whose loss would be NaN."""
         super().validate()
         tokenizer: Tokenizer = build(self.tokenizer())
-        if tokenizer.vocab_size > self.VOCAB_SIZE:
-            raise ConfigError(
-                field="VOCAB_SIZE",
-                value=self.VOCAB_SIZE,
-                expected=f"at least {tokenizer.vocab_size}, the size of TOKENIZER"
-                f"={self.TOKENIZER!r} with special tokens",
-            )
-        if self.EOS_ID not in (None, tokenizer.eos_id):
-            raise ConfigError(
-                field="EOS_ID",
-                value=self.EOS_ID,
-                expected=f"{tokenizer.eos_id}, the end token of TOKENIZER={self.TOKENIZER!r}",
-            )
+        where, size = f"TOKENIZER={self.TOKENIZER!r}", tokenizer.vocab_size
+        expected = f"at least {size}, the size of {where} with special tokens"
+        require(size <= self.VOCAB_SIZE, None, "VOCAB_SIZE", self.VOCAB_SIZE, expected)
+        expected = f"{tokenizer.eos_id}, the end token of {where}"
+        is_same = self.EOS_ID in (None, tokenizer.eos_id)
+        require(is_same, None, "EOS_ID", self.EOS_ID, expected)
 
     def tokenizer(self) -> Config:
         """Return the config of the tokenizer."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from layerkit.config import Config
-from layerkit.errors import ConfigError
+from layerkit.config.checks import require
 from layerkit_experiments.recipes import seqio_tasks
 from layerkit_experiments.recipes.corpora import TEXT_READERS, Reader, text_task
 from layerkit_experiments.recipes.training import adamw, number_of_steps
@@ -78,11 +78,8 @@ def _steps(fields: Any, batches: int) -> int:
 
 def _rows(fields: Any) -> float:
     """Return the number of rows of a batch."""
-    if fields.ICI_MESH_SHAPE is None:
-        raise ConfigError(
-            field="ICI_MESH_SHAPE",
-            value=None,
-            expected="a mesh, unless LEARNING_RATE, WARMUP_STEPS and DECAY_END are set",
-        )
-    devices = math.prod(fields.ICI_MESH_SHAPE) * math.prod(fields.DCN_MESH_SHAPE or ())
+    shape = fields.ICI_MESH_SHAPE
+    expected = "a mesh, unless LEARNING_RATE, WARMUP_STEPS and DECAY_END are set"
+    require(shape is not None, None, "ICI_MESH_SHAPE", None, expected)
+    devices = math.prod(shape) * math.prod(fields.DCN_MESH_SHAPE or ())
     return float(fields.PERCORE_BATCH_SIZE) * devices

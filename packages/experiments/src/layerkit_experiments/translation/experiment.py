@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from layerkit.base.weights import WeightInit
 from layerkit.config import Config, build
-from layerkit.config.checks import check_sizes
+from layerkit.config.checks import check_sizes, require
 from layerkit.decoding import BeamSearch, SampleDecoder
 from layerkit.errors import ConfigError
 from layerkit.layers import (
@@ -173,24 +173,17 @@ class TranslationExperiment(TrainedExperiment, abstract=True):
             the tokenizer's, or TOKENIZER is not `bytes` for number words.
         """
         super().validate()
-        if self.DATA_FORMAT == "number_words" and self.TOKENIZER != "bytes":
-            raise ConfigError(
-                field="TOKENIZER",
-                value=self.TOKENIZER,
-                expected="'bytes', since DATA_FORMAT='number_words'",
-            )
+        is_valid = self.DATA_FORMAT != "number_words" or self.TOKENIZER == "bytes"
+        expected = "'bytes', since DATA_FORMAT='number_words'"
+        require(is_valid, None, "TOKENIZER", self.TOKENIZER, expected)
         if self.DATA_FORMAT == "seqio":
             self._check_ids("SeqIO", start_id=0, eos_id=1)
             return
         tokenizer: Tokenizer = build(tokenizer_config(self.TOKENIZER))
         where = f"TOKENIZER={self.TOKENIZER!r}"
         self._check_ids(where, start_id=target_start_id(tokenizer), eos_id=tokenizer.eos_id)
-        if tokenizer.vocab_size > self.VOCAB_SIZE:
-            raise ConfigError(
-                field="VOCAB_SIZE",
-                value=self.VOCAB_SIZE,
-                expected=f"at least {tokenizer.vocab_size}, the size of {where}",
-            )
+        size, expected = self.VOCAB_SIZE, f"at least {tokenizer.vocab_size}, the size of {where}"
+        require(tokenizer.vocab_size <= size, None, "VOCAB_SIZE", size, expected)
 
     def datasets(self) -> list[Config]:
         """Return configs of the training and the held-out input."""

@@ -150,13 +150,9 @@ def sow_summary(layer: Any, name: str, value: Any, *, kind: Kind, verbosity: int
 def _images(value: jax.Array, *, owner: str) -> jax.Array:
     """Return the images of the first rows, uint8 `[rows, height, width, channels]`."""
     shape = jnp.shape(value)
-    if len(shape) != 4 or shape[-1] not in (1, 3, 4):
-        raise ConfigError(
-            owner=owner,
-            field="shape of the image summary",
-            value=list(shape),
-            expected="[rows, height, width, channels] with 1, 3 or 4 channels",
-        )
+    is_image = len(shape) == 4 and shape[-1] in (1, 3, 4)
+    expected = "[rows, height, width, channels] with 1, 3 or 4 channels"
+    require(is_image, owner, "shape of the image summary", list(shape), expected)
     images = jax.lax.stop_gradient(jnp.asarray(value)[:MAX_IMAGES])
     if images.dtype == jnp.uint8:
         return images

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from layerkit.errors import ConfigError
+from layerkit.errors import ConfigError, UserError
 
 
 class Named(Protocol):
@@ -34,10 +34,17 @@ def owner_name(owner: Owner) -> str | None:
     return owner if isinstance(owner, str | None) else owner.path_name
 
 
-def require(condition: Any, owner: Owner, field: str, value: Any, expected: str) -> None:
-    """Raise `ConfigError` with the data of a field unless a condition holds."""
+def require(
+    condition: Any,
+    owner: Owner,
+    field: str,
+    value: Any,
+    expected: str,
+    error: type[UserError] = ConfigError,
+) -> None:
+    """Raise an error with the data of a field unless a condition holds."""
     if not condition:
-        raise ConfigError(owner=owner_name(owner), field=field, value=value, expected=expected)
+        raise error(owner=owner_name(owner), field=field, value=value, expected=expected)
 
 
 def check_integers(owner: Owner, *, minimum: int, **fields: Any) -> None:

@@ -22,6 +22,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from layerkit.config.checks import require
 from layerkit_runner.config.requests import Override, ParsedFlags, merge_overrides, parse_override
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import (
@@ -202,12 +203,9 @@ def _check_together(flags: ParsedFlags, used: Collection[str]) -> None:
         field = "--init_from and --restore_checkpoint_dir"
         raise UsageError("contradictory flags", field=field, expected="one of them")
     steps = options.restore_checkpoint_step or ()
-    if len(steps) > 1 and mode not in ONCE_MODES:
-        raise UsageError(
-            field="--restore_checkpoint_step",
-            value=",".join(map(str, steps)),
-            expected=f"one step in --mode={mode}, or --mode={' or '.join(ONCE_MODES)}",
-        )
+    is_valid, shown = len(steps) <= 1 or mode in ONCE_MODES, ",".join(map(str, steps))
+    expected = f"one step in --mode={mode}, or --mode={' or '.join(ONCE_MODES)}"
+    require(is_valid, None, "--restore_checkpoint_step", shown, expected, UsageError)
     count, index = options.num_processes, options.process_id
     if count is not None and index is not None and index >= count:
         expected = f"0 to {count - 1}, since --num_processes={count}"

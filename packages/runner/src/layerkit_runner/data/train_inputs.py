@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from layerkit.config import Config, assigned_fields
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.evaluation import AllGather
@@ -173,12 +174,9 @@ def training_configs(resolved: ResolvedExperiment) -> dict[str, Config]:
         named_dataset(program, f"train_programs.{index}", by_name)
         for index, program in enumerate(resolved.train_programs)
     ]
-    if collections.Counter(names) != collections.Counter([*by_name]):
-        raise UsageError(
-            field="train_programs()",
-            value=names,
-            expected=f"one Config(TrainProgram, dataset=NAME) for each of {', '.join(by_name)}",
-        )
+    is_valid = collections.Counter(names) == collections.Counter([*by_name])
+    expected = f"one Config(TrainProgram, dataset=NAME) for each of {', '.join(by_name)}"
+    require(is_valid, None, "train_programs()", names, expected, UsageError)
     return {name: by_name[name] for name in names if name is not None}
 
 

@@ -24,6 +24,7 @@ import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 
+from layerkit.config.checks import require
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import UnsafePathError, private_folder
 from layerkit_runner.run_options import RunOptions
@@ -238,18 +239,11 @@ def check_devices(options: RunOptions, device_kind: str) -> None:
         fitting = [
             name for name, one in PRESETS.items() if re.fullmatch(one.device_kind, device_kind)
         ]
-        if preset not in fitting:
-            raise UsageError(
-                field="--xla_flags_preset",
-                value=preset,
-                expected=f"a preset for {device_kind} devices: {' or '.join(fitting) or 'none'}",
-            )
-    if options.pgle_profile is not None and not re.fullmatch(r"NVIDIA .*", device_kind):
-        raise UsageError(
-            field="--pgle_profile",
-            value=options.pgle_profile,
-            expected=f"NVIDIA GPUs, whose scheduler reads the profile, not {device_kind}",
-        )
+        expected = f"a preset for {device_kind} devices: {' or '.join(fitting) or 'none'}"
+        require(preset in fitting, None, "--xla_flags_preset", preset, expected, UsageError)
+    is_valid = options.pgle_profile is None or re.fullmatch(r"NVIDIA .*", device_kind)
+    expected = f"NVIDIA GPUs, whose scheduler reads the profile, not {device_kind}"
+    require(is_valid, None, "--pgle_profile", options.pgle_profile, expected, UsageError)
 
 
 def flag_lines(options: RunOptions) -> Iterator[str]:

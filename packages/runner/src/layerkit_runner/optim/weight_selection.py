@@ -97,13 +97,9 @@ class TrainedWeights:
             for path, leaf in flat.items()
             if ("/".join(path) in matched) == trains_matched
         }
-        if not trained or not trained.keys().isdisjoint(integers):
-            raise ConfigError(
-                owner="Learner",
-                field=field,
-                value=tuple(getattr(self, field)),
-                expected="patterns that leave a weight to train, none of them stored in integers",
-            )
+        is_valid = trained and trained.keys().isdisjoint(integers)
+        expected = "patterns that leave a weight to train, none of them stored in integers"
+        require(is_valid, "Learner", field, tuple(getattr(self, field)), expected)
         return unflatten_dict(trained)
 
     def merge(self, params: Any, trained: Any) -> Any:

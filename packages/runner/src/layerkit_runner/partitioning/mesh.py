@@ -15,6 +15,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from layerkit.config.checks import require
 from layerkit_runner.errors import UsageError
 
 
@@ -48,12 +49,9 @@ def make_mesh(
         num_slices = max(math.prod(dcn_mesh_shape), 1)
         ici_mesh_shape = [max(len(devices) // num_slices, 1), *ones]
     for field, shape in (("ici_mesh_shape", ici_mesh_shape), ("dcn_mesh_shape", dcn_mesh_shape)):
-        if len(shape) != len(axis_names) or any(size < 1 for size in shape):
-            raise UsageError(
-                field=f"partitioner.{field}",
-                value=list(shape),
-                expected=f"one size of at least 1 for each of {', '.join(axis_names)}",
-            )
+        is_valid = len(shape) == len(axis_names) and all(size >= 1 for size in shape)
+        expected = f"one size of at least 1 for each of {', '.join(axis_names)}"
+        require(is_valid, None, f"partitioner.{field}", list(shape), expected, UsageError)
     needed = math.prod(ici_mesh_shape) * math.prod(dcn_mesh_shape)
     if needed != len(devices):
         kind = devices[0].device_kind if devices else "none"
@@ -93,13 +91,10 @@ def num_tpu_slices(devices: Sequence[Any]) -> int:
 
 def _arrange(ici: list[int], dcn: list[int], devices: list[Any]) -> np.ndarray:
     num_slices = num_tpu_slices(devices)
-    if math.prod(dcn) % num_slices:
-        raise UsageError(
-            field="partitioner.dcn_mesh_shape",
-            value=dcn,
-            expected=f"sizes whose product is a multiple of {num_slices}, the number of slices of"
-            f" {len(devices) // num_slices} devices each",
-        )
+    expected = f"sizes whose product is a multiple of {num_slices}, the number of slices of"
+    expected += f" {len(devices) // num_slices} devices each"
+    is_valid = math.prod(dcn) % num_slices == 0
+    require(is_valid, None, "partitioner.dcn_mesh_shape", dcn, expected, UsageError)
     shape = [d * i for d, i in zip(dcn, ici, strict=True)]
     if math.prod(dcn) == 1 or (devices[0].platform == "tpu" and num_slices == 1):
         # All chips of a slice are on one torus, so ICI and DCN axes need not be kept apart.

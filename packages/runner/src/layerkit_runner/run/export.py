@@ -33,6 +33,7 @@ from jax import export
 from layerkit.base.base_layer import RANDOM
 from layerkit.base.base_model import BaseModel
 from layerkit.config import Config
+from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import UserError, pip_install
 from layerkit.interop.hugging_face import export_model
@@ -175,24 +176,18 @@ def export_stablehlo(
             )
     is_causal = getattr(getattr(model, "lm_tpl", None), "is_causal", True) is not False
     is_decoder = hasattr(model, "lm_tpl") and model.can_decode and is_causal
-    if not is_decoder or getattr(model, "is_prefix_lm", False):
-        raise UsageError(
-            field="--export_format",
-            value="stablehlo",
-            expected=f"a decoder-only language model, not a {type(model).__qualname__}",
-        )
+    is_valid = is_decoder and not getattr(model, "is_prefix_lm", False)
+    expected = f"a decoder-only language model, not a {type(model).__qualname__}"
+    require(is_valid, None, "--export_format", "stablehlo", expected, UsageError)
     model = model.clone(sharding=None, train=False)
     leaves = flatten_dict(variables, sep="/")
     weights = {name: np.asarray(jax.device_get(x), order="C") for name, x in leaves.items()}
     decoder = model.decoder
     steps = decoder.max_decode_steps
     longest = model_calls.max_positions(config)
-    if longest is not None and steps >= longest:
-        raise UsageError(
-            field="task.model.decoder.max_decode_steps",
-            value=steps,
-            expected=f"less than {longest}, the number of positions of the model",
-        )
+    is_valid, field = longest is None or steps < longest, "task.model.decoder.max_decode_steps"
+    expected = f"less than {longest}, the number of positions of the model"
+    require(is_valid, None, field, steps, expected, UsageError)
     prompts = _ids(longest, steps=steps)
     rows = prompts["lengths"].shape
     options = {name: jax.ShapeDtypeStruct(rows, kind) for name, kind in _GENERATE_DTYPES.items()}

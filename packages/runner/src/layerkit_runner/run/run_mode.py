@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
+from layerkit.config.checks import require
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run.job_errors import job_errors
@@ -39,10 +40,7 @@ def run(mode: str, resolved: ResolvedExperiment, options: RunOptions) -> int:
         watched(timeout, process=str(process.identity)),
         job_errors(mode, resolved, process),
     ):
-        if mode == "export" and process.identity.num_processes > 1:
-            raise UsageError(
-                field="--mode",
-                value=mode,
-                expected=f"one process, not {process.identity.num_processes}",
-            )
+        is_valid = mode != "export" or process.identity.num_processes <= 1
+        expected = f"one process, not {process.identity.num_processes}"
+        require(is_valid, None, "--mode", mode, expected, UsageError)
         return run_mode(resolved, options)

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from layerkit.config.checks import require
 from layerkit_runner.config.flags import configure_library_logs
 from layerkit_runner.config.requests import ParsedFlags
 from layerkit_runner.errors import UsageError
@@ -57,12 +58,9 @@ def _load(flags: ParsedFlags) -> LoadedModel:
     from layerkit_runner.interface.loading import load_folder
 
     options = flags.options
-    if (options.job_log_dir is None) == (options.init_from is None):
-        raise UsageError(
-            field="--job_log_dir",
-            value=options.job_log_dir,
-            expected="the folder of a job, or --init_from with a Hugging Face folder in its place",
-        )
+    is_valid = (options.job_log_dir is None) != (options.init_from is None)
+    expected = "the folder of a job, or --init_from with a Hugging Face folder in its place"
+    require(is_valid, None, "--job_log_dir", options.job_log_dir, expected, UsageError)
     configure_library_logs(options)
     set_gpu_memory_share()
     enable_compilation_cache(options.jax_compilation_cache)

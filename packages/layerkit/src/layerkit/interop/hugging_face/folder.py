@@ -16,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from layerkit.base.weights import floating_dtype
+from layerkit.config.checks import require
 from layerkit.errors import ConfigError, first_names, hub_hint, pip_install, short_repr
 from layerkit.interop.hugging_face.keys import NEWER_SPELLINGS
 from layerkit.interop.hugging_face.other_forms import other_form
 
-# (start, stop) on one axis, and on each axis.
-Range = tuple[int, int]
+# (start, stop), perhaps with a step, on one axis, and on each axis.
+Range = tuple[int, ...]
 Ranges = Sequence[Range]
 
 CONFIG = "config.json"
@@ -159,36 +160,24 @@ def _weight_files(folder: Path) -> Mapping[Path, list[str] | None]:
 
 def _read_index(folder: Path) -> dict[str, list[str]]:
     """Return the names of the tensors in each file that the index of a folder names."""
-    weight_map = read_json(folder, INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise TensorFileError(
-            owner=str(folder / INDEX),
-            field="weight_map",
-            value=weight_map,
-            expected="an object with the file of each tensor",
-        )
+    weight_map: Any = read_json(folder, INDEX).get("weight_map")
+    owner, expected = str(folder / INDEX), "an object with the file of each tensor"
+    is_map = isinstance(weight_map, dict) and bool(weight_map)
+    require(is_map, owner, "weight_map", weight_map, expected, TensorFileError)
     _check_count(folder / INDEX, len(weight_map))
     files: dict[str, list[str]] = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or file in ("", ".", "..") or set(file) & {"/", "\\", "\0"}:
-            raise TensorFileError(
-                owner=str(folder / INDEX),
-                field=f"weight_map[{short_repr(name)}]",
-                value=file,
-                expected="the name of a file in the same folder",
-            )
+        is_name = isinstance(file, str) and file not in ("", ".", "..")
+        is_name = is_name and not set(file) & {"/", "\\", "\0"}
+        field, expected = f"weight_map[{short_repr(name)}]", "the name of a file in the same folder"
+        require(is_name, owner, field, file, expected, TensorFileError)
         files.setdefault(file, []).append(name)
     return files
 
 
 def _check_count(path: Path, number: int) -> None:
-    if number > _MAX_TENSORS:
-        raise TensorFileError(
-            owner=str(path),
-            field="number of tensors",
-            value=number,
-            expected=f"at most {_MAX_TENSORS}",
-        )
+    is_few, expected = number <= _MAX_TENSORS, f"at most {_MAX_TENSORS}"
+    require(is_few, str(path), "number of tensors", number, expected, TensorFileError)
 
 
 def tensor_names(folder: str | os.PathLike[str]) -> list[str] | None:
@@ -224,13 +213,8 @@ def read_json(folder: str | os.PathLike[str], name: str = CONFIG) -> dict[str, A
             hint = f" {command}"
         raise FileNotFoundError(f"{path}: no such file. Expected a Hugging Face folder.{hint}")
     limit = _MAX_INDEX_BYTES if name == INDEX else _MAX_CONFIG_BYTES
-    if path.stat().st_size > limit:
-        raise ConfigError(
-            owner=str(path),
-            field="size in bytes",
-            value=path.stat().st_size,
-            expected=f"at most {limit}",
-        )
+    size = path.stat().st_size
+    require(size <= limit, str(path), "size in bytes", size, f"at most {limit}")
     try:
         content = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:

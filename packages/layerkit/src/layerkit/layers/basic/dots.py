@@ -43,7 +43,7 @@ from layerkit.config import (
     target_of,
     walk_configs,
 )
-from layerkit.config.checks import check_regex
+from layerkit.config.checks import check_regex, require
 from layerkit.config.hparams import unmet_conditions
 from layerkit.errors import ConfigError
 
@@ -129,13 +129,9 @@ class Dot(BaseLayer):
         Raises:
           ConfigError: The class does not support grouped rows.
         """
-        if type(self).fprop is not Dot.fprop:
-            raise ConfigError(
-                owner=self.path_name,
-                field="dot_tpl",
-                value=type(self).__name__,
-                expected="a product with a method `grouped`, since experts have no capacity",
-            )
+        is_plain, expected = type(self).fprop is Dot.fprop, "a product with a method `grouped`"
+        expected += ", since experts have no capacity"
+        require(is_plain, self, "dot_tpl", type(self).__name__, expected)
         return product(rows, w)
 
 

@@ -12,6 +12,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from layerkit.config.checks import require
 from layerkit_runner.distributed.devices import GPU_MEMORY_SHARE
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers.speed import peak_flops
@@ -187,12 +188,9 @@ def counted(kind: DeviceKind, count: int) -> Target:
     per_node = kind.devices_per_host
     if per_node is None or count <= per_node:
         return Target(kind, count)
-    if count % per_node:
-        raise UsageError(
-            field=f"number of {kind.name} devices",
-            value=count,
-            expected=f"1 to {per_node}, or full nodes of {per_node}",
-        )
+    field = f"number of {kind.name} devices"
+    expected = f"1 to {per_node}, or full nodes of {per_node}"
+    require(count % per_node == 0, None, field, count, expected, UsageError)
     return Target(kind, count, num_slices=count // per_node)
 
 

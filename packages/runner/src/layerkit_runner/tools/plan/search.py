@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from layerkit.config.checks import require
 from layerkit_runner.config.config_tree import config_json
 from layerkit_runner.config.requests import Override, ResolvedExperiment
 from layerkit_runner.errors import UsageError
@@ -179,13 +180,9 @@ class _Searcher:
         self._tried = {self._start}
 
     def _start_point(self) -> Point:
-        if _ICI not in self._values:
-            raise UsageError(
-                owner=self._resolved.name,
-                field="partitioner",
-                value=self.first.partitioner,
-                expected="a partitioner with ici_mesh_shape, which --search varies",
-            )
+        name, value = self._resolved.name, self.first.partitioner
+        expected = "a partitioner with ici_mesh_shape, which --search varies"
+        require(_ICI in self._values, name, "partitioner", value, expected, UsageError)
         dcn = tuple(self._values[_DCN] or ())
         if not dcn and self._values[_ICI] is None and self._platform == "tpu":
             # Without sizes the partitioner lays the slices along the first axis.

@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from layerkit.config.checks import require
 from layerkit.interop.hugging_face.folder import Range, Ranges, TensorFileError
 
 # Values of 4-bit floats with 2 bits of exponent (OCP Microscaling Formats 1.0, 2023, Table 5).
@@ -50,14 +51,10 @@ class StoredParts:
         array = self.arrays.get(name, np.zeros((0,) * 9))  # the absent one has no fitting shape
         sizes = array.shape[: len(shape)]
         fits = array.ndim == len(shape) and jnp.issubdtype(array.dtype, kind)
-        if not fits or any(
-            size not in (None, other) for size, other in zip(shape, sizes, strict=True)
-        ):
-            raise TensorFileError(
-                field=f"tensor {self.stem}{name}",
-                value=f"{array.dtype} {list(array.shape)}" if name in self.arrays else None,
-                expected=f"{kind.__name__} {list(shape)}, where None is any size",
-            )
+        fits = fits and all(a in (None, b) for a, b in zip(shape, sizes, strict=True))
+        value = f"{array.dtype} {list(array.shape)}" if name in self.arrays else None
+        expected = f"{kind.__name__} {list(shape)}, where None is any size"
+        require(fits, None, f"tensor {self.stem}{name}", value, expected, TensorFileError)
         return array
 
 
