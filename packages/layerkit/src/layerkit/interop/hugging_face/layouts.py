@@ -72,8 +72,8 @@ class Layout:
         return split.transpose([names.index(name) for name in self.ours])
 
     def locate(
-        self, ranges: Sequence[tuple[int, int]], our_shape: tuple[int, ...]
-    ) -> tuple[list[tuple[int, int]], tuple[int, ...], tuple[slice, ...]]:
+        self, ranges: Sequence[tuple[int, ...]], our_shape: tuple[int, ...]
+    ) -> tuple[list[tuple[int, ...]], tuple[int, ...], tuple[slice, ...]]:
         """Return the part of the stored tensor that holds a part of a weight.
 
         An axis of the stored tensor is cut along the first of its names only.
@@ -88,7 +88,8 @@ class Layout:
         """
         sizes = dict(zip(self.ours, our_shape, strict=True))
         bounds = dict(zip(self.ours, ranges, strict=True))
-        theirs, held = [], {name: (0, size) for name, size in sizes.items()}
+        theirs: list[tuple[int, ...]] = []
+        held: dict[str, tuple[int, ...]] = {name: (0, size) for name, size in sizes.items()}
         for first, *rest in self.theirs:
             inner = math.prod(sizes[name] for name in rest)
             theirs.append((bounds[first][0] * inner, bounds[first][1] * inner))

@@ -112,6 +112,9 @@ class Piece:
         width = self.their_shape[axis] // self.repeats
         total = source.shape(self.name)[axis] // self.repeats
         first, last = (bound // width for bound in theirs[axis])
+        if width == 1:  # The parts alternate, and those of others need not be decoded.
+            theirs[axis] = (first * total + self.offset, last * total, total)
+            return self.layout.to_ours(source.read(self.name, theirs), shape)[inside]
         theirs[axis] = (first * total, last * total)
         stretches = dataclasses.replace(self, repeats=last - first).split(
             source.read(self.name, theirs)

@@ -238,7 +238,7 @@ class CompressedFolder(SafetensorsFolder):
         """
         if name not in self._weights:
             return super().read(name, ranges)
-        shape = [stop - start for start, stop in ranges]
+        shape = [len(range(*bounds)) for bounds in ranges]
         result = np.empty(shape, np.float32)
         step = max(_CHUNK // max(math.prod(shape[1:]), 1), 1)
         for row in range(0, shape[0], step):
