@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import re
 import runpy
@@ -147,17 +146,13 @@ Models = tuple[str, str, list[Family]]
 
 def list_families() -> list[Models]:
     """Return (models, what they are, families) of each file, in the order of export."""
-    files = {
-        id(getattr(families, name.name)): statement.module
-        for statement in ast.parse(Path(families.__file__).read_text()).body
-        if isinstance(statement, ast.ImportFrom)
-        for name in statement.names
-    }
+    modules = [sys.modules[f"{families.__name__}.{name}"] for name in families.MODULES]
+    # A module also has the families that it changes, which come from earlier modules.
+    module_of = {id(x): module for module in reversed(modules) for x in vars(module).values()}
     models: dict[str, Models] = {}
     for family in families.FAMILIES:
-        name = files[id(family)]
-        assert name is not None
-        first = (sys.modules[name].__doc__ or "").partition("\n")[0]
+        name = module_of[id(family)].__name__
+        first = (module_of[id(family)].__doc__ or "").partition("\n")[0]
         summary = SUMMARY.fullmatch(first)
         if summary is None:
             sys.exit(f"{name}: {first!r}: expected `MODELS (SOURCE): WHAT.` in the first line.")

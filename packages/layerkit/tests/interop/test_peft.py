@@ -289,6 +289,13 @@ def test_a_folder_that_does_not_fit_is_an_error(raises, tmp_path, adapter):
         import_adapters(folders, *import_adapters(folders, *plain))
     with raises(ConfigError, field="config"):
         export_adapters(tmp_path / "out", *plain)
+    adapted, variables = import_adapters(folders, *plain)
+    zeros = jax.tree.map_with_path(
+        lambda path, x: x * ("lora" not in jax.tree_util.keystr(path)), variables
+    )
+    with raises(ConfigError, owner="LoraDot", value=0):
+        export_adapters(tmp_path / "out", adapted, zeros)
+    assert not (tmp_path / "out").exists()
     with pytest.raises(FileExistsError, match="has a model"):
         export_adapters(adapter / "base", *import_adapters(folders, *plain))
     (tmp_path / "it" / weights.name).rename(tmp_path / "it" / "adapter_model.bin")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from layerkit.config import Config
+from layerkit.config.checks import require
 from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face.keys import (
     ConfigFile,
@@ -68,6 +69,10 @@ class Family:
     extra_layers: tuple[str, ...] = ()
     text_of: str | None = None
 
+    @property
+    def _owner(self) -> str:
+        return f"config.json of a {self.model_type} model"
+
     def drop_absent_layers(self, content: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
         """Return the content of a config.json without extra layers if a folder lacks them.
 
@@ -86,7 +91,7 @@ class Family:
         Raises:
           UnsupportedModelError: An option is unsupported or unknown, or a value has a wrong type.
         """
-        file = ConfigFile({"model_type": self.model_type, **content}, neutral=self.neutral)
+        file = ConfigFile(content, owner=self._owner, neutral=self.neutral)
         try:
             network = self.network()
             for entry in self.entries:
@@ -129,13 +134,9 @@ class Family:
             self._check_count("number of experts of all layers", total, num_tensors)
 
     def _check_count(self, field: str, count: Any, num_tensors: int) -> None:
-        if isinstance(count, int) and count > num_tensors:
-            raise UnsupportedModelError(
-                owner=ConfigFile({"model_type": self.model_type}, neutral=self.neutral).owner,
-                field=field,
-                value=count,
-                expected=f"at most {num_tensors}, the number of tensors in the folder",
-            )
+        is_valid = not isinstance(count, int) or count <= num_tensors
+        expected = f"at most {num_tensors}, the number of tensors in the folder"
+        require(is_valid, self._owner, field, count, expected, UnsupportedModelError)
 
     def write_config(self, model: Config) -> dict[str, Any]:
         """Return the content of a config.json that describes a model.

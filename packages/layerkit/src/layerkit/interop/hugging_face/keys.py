@@ -35,12 +35,13 @@ NEUTRAL = frozenset({
     "id2label", "initializer_factor", "initializer_range", "is_llama_config", "label2id",
     "length_penalty", "max_length", "max_sequence_length", "min_length", "model_type", "n_ctx",
     "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_labels", "num_return_sequences",
-    "output_attentions", "output_hidden_states", "output_past", "output_scores", "pad_token_id",
-    "prefix", "pretraining_tp", "problem_type", "remove_invalid_values", "repetition_penalty",
-    "return_dict", "return_dict_in_generate", "sep_token_id", "suppress_tokens",
-    "task_specific_params", "temperature", "tf_legacy_loss", "tokenizer_class", "top_k", "top_p",
-    "torch_dtype", "torchscript", "transformers.js_config", "transformers_version", "typical_p",
-    "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
+    "output_attentions", "output_hidden_states", "output_past", "output_router_logits",
+    "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type",
+    "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate",
+    "sep_token_id", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss",
+    "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
+    "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version",
+    "use_bfloat16", "use_cache",
 })
 
 # Keys that versions of Transformers spell differently. Export writes the older ones, which all
@@ -75,20 +76,16 @@ class ConfigFile:
     """The content of a config.json, which records the keys that were read.
 
     Attributes:
+      owner: Owner of the keys in errors.
       last_key: Key that was read last, to be named if its value is of a wrong type.
     """
 
-    def __init__(self, content: Mapping[str, Any], *, neutral: frozenset[str]):
+    def __init__(self, content: Mapping[str, Any], *, owner: str, neutral: frozenset[str]):
         """Keep the content; `neutral` are the keys that need not be read."""
-        self._content = dict(content)
+        self._content, self.owner = dict(content), owner
         self.last_key: str | None = None
         inert = NEUTRAL | neutral
         self._unread = {key for key in content if key not in inert and not key.startswith("_")}
-
-    @property
-    def model_type(self) -> str:
-        """Family of the model."""
-        return str(self._content.get("model_type"))
 
     def get(self, key: str, default: Any = REQUIRED) -> Any:
         """Return the value of a key, or the default of Transformers if the file leaves it out.
@@ -109,11 +106,6 @@ class ConfigFile:
         if isinstance(value, int) and value > _LARGEST_SIZE:
             raise self.invalid(key, f"at most {_LARGEST_SIZE}")
         return value
-
-    @property
-    def owner(self) -> str:
-        """Owner of the keys in errors."""
-        return f"config.json of a {self.model_type} model"
 
     def invalid(
         self,
@@ -161,7 +153,7 @@ class Entry:
     """
 
     read: Callable[[ConfigFile, Config], None]
-    write: Callable[[Config], dict[str, Any]]
+    write: Callable[[Config], dict[str, Any]] = lambda network: {}
 
 
 def key(
@@ -212,6 +204,8 @@ def fixed(name: str, value: Any) -> Entry:
 
 NORM_EPSILONS = ("final_norm_tpl.epsilon", "layer.norm_tpl.epsilon")
 """Fields of families with one epsilon for all norms."""
+BIASES = ("layer.attention_tpl.use_bias", "layer.feed_forward_tpl.has_bias")
+"""Fields of families with one switch for the biases of all linear layers."""
 
 
 def layer_templates(network: Config) -> list[Config]:

@@ -13,8 +13,8 @@ from layerkit.interop.hugging_face.keys import (
     get_field,
     set_field,
 )
-from layerkit.interop.hugging_face.layouts import LINEAR, Layout
-from layerkit.interop.hugging_face.tensors import Row
+from layerkit.interop.hugging_face.layouts import INTO_HEADS, LINEAR, OUT_OF_HEADS, Layout
+from layerkit.interop.hugging_face.tensors import EXPERT, Row
 from layerkit.layers.basic.elementwise import (
     GELU,
     Identity,
@@ -128,24 +128,40 @@ def embedding_rows(
     )
 
 
-def linear_rows(
-    names: Mapping[str, str], layout: str = LINEAR, joined_axis: int | None = None
+_LAYOUTS = dict.fromkeys(("query", "key", "value"), INTO_HEADS) | {"output": OUT_OF_HEADS}
+
+
+def layer_rows(
+    names: Mapping[str, str],
+    layout: str | None = None,
+    *,
+    joined_axis: int | None = None,
+    **fields: Any,
 ) -> tuple[Row, ...]:
-    """Return the rows of linear layers, each with a weight and perhaps a bias.
+    """Return the rows of linear layers and of norms, each with a weight and perhaps a bias.
 
     Args:
-      names: Path of the layer → name of its tensors, without `.weight` and `.bias`.
-      layout: Layout of the weights, of a projection of heads or of a feed-forward.
+      names: Path of the layer → name of its tensors, without `.weight` and `.bias`. The end of the
+        path distinguishes norms and projections to and from heads from others.
+      layout: Layout of the weights; None for that of the path.
       joined_axis: See `Row`.
+      **fields: Other fields of `Row`.
     """
-    bias = "_bias/b" if layout == LINEAR else "/b"
-    outputs = " ".join(Layout.parse(layout).theirs[0])
-    bias_layout = f"({outputs}) -> {outputs}"
-    return tuple(
-        Row(theirs + kind, ours + name, of_kind, joined_axis)
-        for ours, theirs in names.items()
-        for kind, name, of_kind in ((".weight", "/w", layout), (".bias", bias, bias_layout))
-    )
+    rows: list[Row] = []
+    for ours, theirs in names.items():
+        weight, bias = theirs + ".weight", theirs + ".bias"
+        chosen = layout or _LAYOUTS.get(ours.rpartition("/")[2], LINEAR)
+        if ours.endswith("norm"):
+            rows += [Row(weight, ours + "/scale", layout or "dims -> dims", **fields)]
+            rows += [Row(bias, ours + "/bias", **fields)]
+        elif EXPERT in theirs:
+            rows += [Row(weight, ours, chosen, **fields)]
+        else:
+            outputs = " ".join(Layout.parse(chosen).theirs[0])
+            of_bias = ours + ("_bias/b" if chosen == LINEAR else "/b"), f"({outputs}) -> {outputs}"
+            rows += [Row(weight, ours + "/w", chosen, joined_axis, **fields)]
+            rows += [Row(bias, *of_bias, joined_axis, **fields)]
+    return tuple(rows)
 
 
 def norms_per_head(name: str) -> Entry:
@@ -173,10 +189,6 @@ def norms_per_head(name: str) -> Entry:
     return Entry(read, write)
 
 
-def norm_rows(names: Mapping[str, str]) -> tuple[Row, ...]:
-    """Return the rows of norms with a scale and perhaps a bias; `names` as in `linear_rows`."""
-    return tuple(
-        Row(theirs + kind, ours + name)
-        for ours, theirs in names.items()
-        for kind, name in ((".weight", "/scale"), (".bias", "/bias"))
-    )
+def gated_names(ours: str, theirs: str) -> dict[str, str]:
+    """Return the names of a gated feed-forward in Llama, for `layer_rows`."""
+    return {f"{ours}{name}": f"{theirs}{name}_proj" for name in ("gate", "up", "down")}

@@ -55,8 +55,7 @@ _NOT_OF_SCALING = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "
 def rotary(
     default_theta: float = 10_000.0,
     *,
-    has_fraction: bool = False,
-    default_fraction: float = 1.0,
+    default_fraction: float | None = None,
     theta: str = "rope_theta",
     fraction: str = "partial_rotary_factor",
     default_scaling: Mapping[str, Any] | None = None,
@@ -66,8 +65,7 @@ def rotary(
 
     Args:
       default_theta: Default of `rope_theta`.
-      has_fraction: Models of the family may rotate a fraction of each head.
-      default_fraction: Default of `partial_rotary_factor`.
+      default_fraction: Default of `partial_rotary_factor`; None if the family has no such key.
       theta: Older key of `rope_theta`.
       fraction: Older key of `partial_rotary_factor`.
       default_scaling: Scaling of Transformers if both `rope_scaling` and `rope_parameters` are left
@@ -77,12 +75,12 @@ def rotary(
 
     def read(file: ConfigFile, network: Config) -> None:
         parameters = {
-            "partial_rotary_factor": float(file.get(fraction, default_fraction)),
+            "partial_rotary_factor": float(file.get(fraction, default_fraction or 1.0)),
             "rope_theta": float(file.get(theta, default_theta)),
             **(read_scaling(file) or default_scaling or {}),
         }
         rotated = parameters["partial_rotary_factor"]
-        if rotated != 1.0 and not has_fraction:
+        if rotated != 1.0 and default_fraction is None:
             raise file.invalid(fraction, "1 in this family", value=rotated)
         head_dim = network.dim_per_head or network.model_dims // network.num_heads
         if int(rotated * head_dim) % 2 or int(rotated * head_dim) != round(rotated * head_dim):
@@ -98,7 +96,7 @@ def rotary(
         content = {theta: content.pop("rope_theta"), **content}
         if default_scaling and content["rope_scaling"] is None:
             content["rope_scaling"] = {"rope_type": "default"}
-        return content | ({fraction: config.fraction} if has_fraction else {})
+        return content | ({} if default_fraction is None else {fraction: config.fraction})
 
     return Entry(read, write)
 
@@ -180,6 +178,15 @@ def rotary_parameters(rotary: Any) -> dict[str, Any]:
     """Return the parameters of rotary positions in the newer form; see `rotary_keys`."""
     older = rotary_keys(rotary)
     return {"rope_theta": older["rope_theta"], **(older["rope_scaling"] or _UNSCALED)}
+
+
+def rotary_by_kind(near: Config | None, far: Config | None) -> dict[str, dict[str, Any]]:
+    """Return the newer parameters of near and far layers, from the templates of both kinds."""
+    return {
+        kind: rotary_parameters(template.attention_tpl.rotary_tpl)
+        for kind, template in ((NEAR, near), (FAR, far))
+        if template is not None
+    }
 
 
 def rotary_keys(rotary: Any) -> dict[str, Any]:

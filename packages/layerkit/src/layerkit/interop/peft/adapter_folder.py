@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from layerkit.config.checks import require
 from layerkit.interop.hugging_face.folder import SafetensorsFolder, read_json
 from layerkit.interop.hugging_face.importing import TensorMismatchError, require_finite
 from layerkit.interop.hugging_face.keys import ConfigFile
@@ -49,15 +50,6 @@ _MAX_PATTERNS = 4096
 _PATTERN = re.compile(r"\^?(\w|\\?\.|-)*(\.\*(\w|\\?\.|-)*){0,2}\$?")
 
 
-class _AdapterFile(ConfigFile):
-    folder = Path()
-
-    @property
-    def owner(self) -> str:
-        """Owner of the keys in errors."""
-        return str(self.folder / ADAPTER_CONFIG)
-
-
 class AdapterFolder:
     """A LoRA adapter in a folder of PEFT; its tensors are mapped into memory.
 
@@ -83,18 +75,13 @@ class AdapterFolder:
     def __init__(self, path: str | os.PathLike[str], *, weight: float = 1.0):
         """Read the config and the header of the tensors."""
         self.path, self.weight = Path(path), weight
-        content = read_json(path, ADAPTER_CONFIG)
+        content, owner = read_json(path, ADAPTER_CONFIG), str(self.path / ADAPTER_CONFIG)
         if not (self.path / ADAPTER_WEIGHTS).is_file():
-            hint = ""
-            if (self.path / "adapter_model.bin").is_file():
-                hint = (
-                    " adapter_model.bin is a pickle, which could run code. Load the adapter in"
-                    " PEFT, and save it with save_pretrained(NEW_FOLDER)."
-                )
-            raise FileNotFoundError(f"{self.path}: expected {ADAPTER_WEIGHTS}.{hint}")
-        file = _AdapterFile(content, neutral=_NEUTRAL)
-        file.folder = self.path
-        self._read_config(file)
+            raise FileNotFoundError(
+                f"{path}: expected {ADAPTER_WEIGHTS}. An adapter_model.bin is a pickle, which could"
+                " run code: load the adapter in PEFT, and save it with save_pretrained(NEW_FOLDER)."
+            )
+        self._read_config(ConfigFile(content, neutral=_NEUTRAL, owner=owner))
         self.source = SafetensorsFolder(path, file=ADAPTER_WEIGHTS)
         self.tensors: dict[tuple[str, str], str] = {}
         self.saved: dict[str, str] = {}
@@ -114,16 +101,15 @@ class AdapterFolder:
             raise TensorMismatchError(owner=owner, value=wrong, expected=expected)
 
     def _read_config(self, file: ConfigFile) -> None:
-        expected = {"peft_type": "LORA", "bias": "none"}
-        for key, value in expected.items():
-            if file.get(key, value if key == "bias" else None) != value:
+        for key, value, default in (("peft_type", "LORA", None), ("bias", "none", "none")):
+            if file.get(key, default) != value:
                 raise file.invalid(key, repr(value))
         if file.get("init_lora_weights", True) not in _INITIAL:
             hint = "It changes the weights of the model. Save the adapter with"
             hint += " path_initial_model_for_weight_conversion in PEFT."
             raise file.invalid("init_lora_weights", choices=[*map(str, _INITIAL)], hint=hint)
-        self._default_rank = _positive(file, "r", 8)
-        self._default_alpha = _positive(file, "lora_alpha", 8)
+        self._ranks = _values(file, "r", "rank_pattern")
+        self._alphas = _values(file, "lora_alpha", "alpha_pattern")
         self.rank_stabilized = bool(file.get("use_rslora", False))
         self.has_magnitude = bool(file.get("use_dora", False))
         self.kinds = ["lora_a", "lora_b"] + ["lora_magnitude"] * self.has_magnitude
@@ -131,19 +117,16 @@ class AdapterFolder:
         if self.dropout_rate != 0 and not _is_positive(self.dropout_rate, below=1):
             raise file.invalid("lora_dropout", "a number of 0 or more, below 1")
         self.ties_weights = bool(file.get("ensure_weight_tying", False))
-        self._rank_pattern = _patterns(file, "rank_pattern")
-        self._alpha_pattern = _patterns(file, "alpha_pattern")
         file.require_all_read()
 
     def rank(self, module: str) -> int:
         """Return the rank of a module, such as `model.layers.0.self_attn.q_proj`."""
-        return int(_by_pattern(self._rank_pattern, module, self._default_rank))
+        return int(_value_of(module, self._ranks))
 
     def scale(self, module: str) -> float:
         """Return the factor of a module's product B·A."""
         rank = self.rank(module)
-        alpha = _by_pattern(self._alpha_pattern, module, self._default_alpha)
-        return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
+        return _value_of(module, self._alphas) / (math.sqrt(rank) if self.rank_stabilized else rank)
 
     def locate(self, name: str, pieces: Sequence[Piece]) -> list[Piece]:
         """Return the pieces of a tensor under its name in this folder.
@@ -153,13 +136,9 @@ class AdapterFolder:
         """
         located = [dataclasses.replace(piece, name=name) for piece in pieces]
         shape, stored = their_shapes(located)[name], self.source.shape(name)
-        if stored != shape:
-            raise TensorMismatchError(
-                owner=str(self.path / ADAPTER_WEIGHTS),
-                field=f"shape of {name}",
-                value=list(stored),
-                expected=f"{list(shape)}, as in the model and {ADAPTER_CONFIG}",
-            )
+        owner, field = str(self.path / ADAPTER_WEIGHTS), f"shape of {name}"
+        expected = f"{list(shape)}, as in the model and {ADAPTER_CONFIG}"
+        require(stored == shape, owner, field, list(stored), expected, TensorMismatchError)
         return located
 
     def read(self, piece: Piece) -> np.ndarray:
@@ -172,30 +151,24 @@ class AdapterFolder:
         return require_finite(np.asarray(part, np.float32), piece.name)
 
 
-def _positive(file: ConfigFile, key: str, default: float) -> Any:
-    value = file.get(key, default)
-    if not _is_positive(value):
-        raise file.invalid(key, "a positive number")
-    return value
-
-
 def _is_positive(value: Any, *, below: int = 1 << 31) -> bool:
     return isinstance(value, (int, float)) and 0 < value < below
 
 
-def _patterns(file: ConfigFile, key: str) -> list[tuple[re.Pattern[str], float]]:
-    """Return (pattern of names of modules, value) of each entry, in order."""
-    patterns = file.get(key, None) or {}
+def _values(file: ConfigFile, key: str, patterns_key: str) -> list[tuple[re.Pattern[str], float]]:
+    """Return (pattern of names of modules, value) of each pattern in order, and of all others."""
+    default, patterns = file.get(key, 8), file.get(patterns_key, None) or {}
+    if not _is_positive(default):
+        raise file.invalid(key, "a positive number")
     if not isinstance(patterns, dict) or len(patterns) > _MAX_PATTERNS:
-        raise file.invalid(key, f"an object of at most {_MAX_PATTERNS} patterns")
+        raise file.invalid(patterns_key, f"an object of at most {_MAX_PATTERNS} patterns")
     for pattern, value in patterns.items():
         if not _is_positive(value) or not _PATTERN.fullmatch(pattern):
-            raise file.invalid(key, "positive numbers by names of modules, with at most two .*")
-    return [(re.compile(rf"(.*\.)?({pattern})"), value) for pattern, value in patterns.items()]
+            expected = "positive numbers by names of modules, with at most two .*"
+            raise file.invalid(patterns_key, expected)
+    values = [(re.compile(rf"(.*\.)?({pattern})"), value) for pattern, value in patterns.items()]
+    return [*values, (re.compile(".*", re.DOTALL), default)]
 
 
-def _by_pattern(
-    patterns: list[tuple[re.Pattern[str], float]], module: str, default: float
-) -> float:
-    """Return the value of the first pattern that matches the end of a module's name."""
-    return next((value for pattern, value in patterns if pattern.fullmatch(module)), default)
+def _value_of(module: str, values: list[tuple[re.Pattern[str], float]]) -> float:
+    return next(value for pattern, value in values if pattern.fullmatch(module))

@@ -108,6 +108,7 @@ def export_adapters(
             adapter = _join(parts, scales)
             sizes[module] = len(adapter["lora_a"]), max(scales)
             tensors |= {f"{PREFIX}{module}{SUFFIXES[kind]}": x for kind, x in adapter.items()}
+    require(bool(sizes), "LoraDot", "lora_a and lora_b", 0, "an adapter that is not 0 everywhere")
     for name, original in saved.items():
         tensors[PREFIX + name] = gather_tensor(groups[original], leaves)
     if jax.process_index() != 0:
@@ -170,7 +171,7 @@ def _part_of_adapter(
         w = jnp.asarray(gather_part(leaves[piece.path], piece.index))
         norms = np.asarray(column_norms(w, tuple(range(a.ndim - 1))))
         values["lora_magnitude"] = norms + values["lora_magnitude"].astype(norms.dtype)
-    pieces = adapter_pieces(piece, a.ndim - 1, rank)
+    pieces = adapter_pieces(piece, path, a.ndim - 1, rank)
     return {kind: (pieces[kind], pieces[kind].layout.to_theirs(x)) for kind, x in values.items()}
 
 

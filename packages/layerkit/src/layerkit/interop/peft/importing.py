@@ -8,8 +8,8 @@ joins several weights, such as `qkv_proj`, gives all of them its A and each its 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,14 @@ WEIGHT = ".weight"
 Folders = Mapping[str, float]
 
 
+class _Part(NamedTuple):
+    """A part of a value: a piece in a folder, and the factor of its adapter."""
+
+    folder: AdapterFolder
+    piece: Piece
+    scale: float
+
+
 class PlacedAdapters:
     """Adapters of folders, matched with the weights of a model that has adapters.
 
@@ -73,8 +81,7 @@ class PlacedAdapters:
         names = {module.rpartition(".")[2] for folder in folders for module in folder.modules}
         families = sorted(FAMILIES, key=lambda family: len(names - _module_names(family)))
         self._family, self.weights, self._groups = model_pieces(config, families)
-        # Folder, module and piece of each part of a value, by path and index.
-        self._parts: dict[Path, dict[Index, list[tuple[AdapterFolder, str, Piece]]]] = {}
+        self._parts: dict[Path, dict[Index, list[_Part]]] = {}  # of a value, by path and index
         for folder in folders:
             is_alone = len(folders) == 1 and folder.weight == 1.0
             needs_one = folder.has_magnitude or bool(folder.saved)
@@ -87,23 +94,24 @@ class PlacedAdapters:
                     value=sorted(unknown)[:MAX_SHOWN],
                 )
         self.sizes: dict[int, tuple[int, float]] = {}
+        self.shapes = {path: self.weights[path].shape for path in self._parts}
+        self._size({kind for folder in folders for kind in folder.kinds})
+
+    def _size(self, kinds: Collection[str]) -> None:
+        """Set the sizes of the adapters, and the shapes of their tensors of all kinds."""
         for path, indices in self._parts.items():
             for parts in indices.values() if path[-1] == "lora_b" else ():
-                folder, module, _ = parts[0]
-                rank = sum(piece.shape[0] for *_, piece in parts)
-                key, size = id(self.dots[path[:-1]]), (rank, folder.scale(module))
+                rank = sum(one.piece.shape[0] for one in parts)
+                key, size = id(self.dots[path[:-1]]), (rank, parts[0].scale)
                 self.sizes[key] = max(size, self.sizes.get(key, size))
-        self.shapes = {path: self.weights[path].shape for path in self._parts}
         for dot, template in self.dots.items():
-            for kind, axis in (("lora_a", -1), ("lora_b", self._axes_of_inputs(dot).start)):
-                if id(template) in self.sizes:
-                    shape = list(self.weights[*dot, kind].shape)
-                    shape[axis] = self.sizes[id(template)][0]
-                    self.shapes[*dot, kind] = tuple(shape)
-            magnitude = (*dot, "lora_magnitude")  # also of layers without an adapter
-            is_adapted = id(template) in self.sizes and magnitude in self.weights
-            if is_adapted and any(folder.has_magnitude for folder in folders):
-                self.shapes[magnitude] = self.weights[magnitude].shape
+            axes = {"lora_a": -1, "lora_b": self._axes_of_inputs(dot).start}
+            # Layers without an adapter have tensors too if others of their stack have one.
+            for kind in kinds if id(template) in self.sizes else ():
+                shape = list(self.weights[*dot, kind].shape)
+                if kind in axes:
+                    shape[axes[kind]] = self.sizes[id(template)][0]
+                self.shapes[*dot, kind] = tuple(shape)
 
     def _place_modules(self, folder: AdapterFolder) -> list[str]:
         """Match the modules of a folder; return those without an adapter in the model."""
@@ -116,20 +124,22 @@ class PlacedAdapters:
             if not paths or not self.weights.keys() >= paths:
                 unknown.append(module)
                 continue
-            rank, both = folder.rank(module), list(zip(dots, pieces, strict=True))
+            rank = folder.rank(module)
             adapters = [
-                adapter_pieces(piece, len(self._axes_of_inputs(dot)), rank) for dot, piece in both
+                adapter_pieces(piece, dot, len(self._axes_of_inputs(dot)), rank)
+                for dot, piece in zip(dots, pieces, strict=True)
             ]
             for kind in folder.kinds:
                 parts = [adapter[kind] for adapter in adapters]
-                located = folder.locate(folder.tensors[module, kind], parts)
-                for dot, piece in zip(dots, located, strict=True):
-                    self._place((*dot, kind), folder, module, piece)
+                self._place(folder, folder.tensors[module, kind], parts, folder.scale(module))
         return unknown
 
-    def _place(self, path: Path, folder: AdapterFolder, module: str, piece: Piece) -> None:
-        parts = self._parts.setdefault(path, {}).setdefault(piece.index, [])
-        parts.append((folder, module, piece))
+    def _place(
+        self, folder: AdapterFolder, name: str, pieces: Sequence[Piece], scale: float = 1.0
+    ) -> None:
+        for piece in folder.locate(name, pieces):
+            parts = self._parts.setdefault(piece.path, {}).setdefault(piece.index, [])
+            parts.append(_Part(folder, piece, scale))
 
     def _place_saved(self, folder: AdapterFolder) -> list[str]:
         """Match the saved tensors of a folder; return those that the model lacks."""
@@ -141,8 +151,7 @@ class PlacedAdapters:
             if both and not is_tied and not (folder.ties_weights and original in saved):
                 problems.append(f"{copy} apart from {original}, to which the model ties it")
         for name in saved.keys() & self._groups.keys():
-            for piece in folder.locate(saved[name], self._groups[name]):
-                self._place(piece.path, folder, name, piece)
+            self._place(folder, saved[name], self._groups[name])
         needed = group_by_weight([piece for group in self._groups.values() for piece in group])
         partly = [
             p for p in self._parts if p in needed and self._parts[p].keys() != needed[p].keys()
@@ -167,11 +176,11 @@ class PlacedAdapters:
         kind = path[-1]
         value = np.full(self.shapes[path], np.nan if kind == "lora_magnitude" else 0, np.float32)
         for index, parts in self._parts.get(path, {}).items():
-            tensors = [folder.read(piece) for folder, _, piece in parts]
+            tensors = [one.folder.read(one.piece) for one in parts]
             if kind == "lora_b":
                 scale = lora_scale(self.dots[path[:-1]])
-                factors = (one.weight * one.scale(module) / scale for one, module, _ in parts)
-                tensors = [x * np.float32(y) for x, y in zip(tensors, factors, strict=True)]
+                factors = (np.float32(one.folder.weight * one.scale / scale) for one in parts)
+                tensors = [x * y for x, y in zip(tensors, factors, strict=True)]
             joined = np.concatenate(tensors, -1 if kind == "lora_a" else 0)
             value[index][tuple(map(slice, joined.shape))] = joined
         return value
@@ -214,11 +223,12 @@ def tied_copies(family: Family, groups: Mapping[str, list[Piece]]) -> dict[str, 
     return {c: of for c, of in family.copies.items() if c not in groups and of in groups}
 
 
-def adapter_pieces(piece: Piece, num_inputs: int, rank: int) -> dict[str, Piece]:
+def adapter_pieces(piece: Piece, dot: Path, num_inputs: int, rank: int) -> dict[str, Piece]:
     """Return the pieces of the tensors of an adapter that belong to a piece of its weight.
 
     Args:
       piece: Piece of the weight, with axes (in, out).
+      dot: Path of the variables of the adapter.
       num_inputs: Number of axes of the weight that are contracted.
       rank: Rank of the adapter.
     """
@@ -238,7 +248,7 @@ def adapter_pieces(piece: Piece, num_inputs: int, rank: int) -> dict[str, Piece]
         "lora_magnitude": (joined, out_sizes, Layout((their_outs,), outs)),
     }
     return {
-        kind: dataclasses.replace(like, shape=shape, layout=layout)
+        kind: dataclasses.replace(like, path=(*dot, kind), shape=shape, layout=layout)
         for kind, (like, shape, layout) in rows.items()
     }
 

@@ -17,8 +17,7 @@ from layerkit.interop.hugging_face.keys import (
     key,
     set_field,
 )
-from layerkit.interop.hugging_face.layouts import INTO_HEADS, OUT_OF_HEADS
-from layerkit.interop.hugging_face.parts import activation, linear_rows, norm_rows
+from layerkit.interop.hugging_face.parts import activation, layer_rows
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.basic.normalizations import LayerNorm
@@ -78,23 +77,16 @@ def _side_rows(side: str, inputs: str) -> tuple[Row, ...]:
     attentions = {"attention": "self_attn"}
     if side == "decoder":
         attentions["cross_attention"] = "encoder_attn"
-    into = {
-        f"{ours}{name}/{projection}": f"{theirs}{branch}.{letter}_proj"
-        for name, branch in attentions.items()
-        for letter, projection in (("q", "query"), ("k", "key"), ("v", "value"))
-    }
-    out = {f"{ours}{name}/output": f"{theirs}{attentions[name]}.out_proj" for name in attentions}
-    norms = {f"{ours}{name}_norm": f"{theirs}{attentions[name]}_layer_norm" for name in attentions}
-    norms[ours + "feed_forward_norm"] = theirs + "final_layer_norm"
-    norms[f"model/{inputs}_embedding_norm"] = f"model.{side}.layernorm_embedding"
-    feed_forward = {ours + "feed_forward/up": "fc1", ours + "feed_forward/down": "fc2"}
-    return (
-        Row(f"model.{side}.embed_positions.weight", f"model/{inputs}_position/w", _TABLE),
-        *linear_rows(into, INTO_HEADS),
-        *linear_rows(out, OUT_OF_HEADS),
-        *linear_rows({path: theirs + name for path, name in feed_forward.items()}),
-        *norm_rows(norms),
-    )
+    names: dict[str, str] = {}
+    for name, branch in attentions.items():
+        letters = {"query": "q", "key": "k", "value": "v", "output": "out"}
+        names |= {f"{ours}{name}/{n}": f"{theirs}{branch}.{x}_proj" for n, x in letters.items()}
+        names[f"{ours}{name}_norm"] = f"{theirs}{branch}_layer_norm"
+    names |= {ours + "feed_forward/up": theirs + "fc1", ours + "feed_forward/down": theirs + "fc2"}
+    names[ours + "feed_forward_norm"] = theirs + "final_layer_norm"
+    names[f"model/{inputs}_embedding_norm"] = f"model.{side}.layernorm_embedding"
+    positions = f"model.{side}.embed_positions.weight"
+    return (Row(positions, f"model/{inputs}_position/w", _TABLE), *layer_rows(names))
 
 
 _TABLE = "rows embed -> rows embed"
@@ -125,12 +117,8 @@ BART = Family(
         fixed("is_encoder_decoder", value=True),
     ),
     # Those of a classifier, another name of `encoder_layers`, and an older option of generation.
-    neutral=frozenset(
-        {
-            *("classif_dropout", "classifier_dropout", "init_std", "num_hidden_layers"),
-            "force_bos_token_to_be_generated",
-        }
-    ),
+    neutral=frozenset(["classif_dropout", "classifier_dropout", "init_std", "num_hidden_layers"])
+    | {"force_bos_token_to_be_generated"},
     prefix="model.",
     copies={
         "lm_head.weight": "model.shared.weight",

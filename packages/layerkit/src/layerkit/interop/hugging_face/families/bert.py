@@ -12,8 +12,8 @@ from typing import Any
 from layerkit.config import Config
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, fixed, get_field, key
-from layerkit.interop.hugging_face.layouts import INTO_HEADS, LINEAR, OUT_OF_HEADS
-from layerkit.interop.hugging_face.parts import activation, linear_rows, norm_rows
+from layerkit.interop.hugging_face.layouts import LINEAR
+from layerkit.interop.hugging_face.parts import activation, layer_rows
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.basic.embeddings import Embedding
 from layerkit.layers.basic.linears import NormalizedFeedForward
@@ -99,7 +99,7 @@ def bert_entries(stem: str, *positions: Entry, head_activation: Config | None = 
 
 _THEIRS, _OURS = "bert.encoder.layer.{layer}.", "lm/stack/{layer}/"
 _ATTENTION = _THEIRS + "attention."
-_INTO = {f"{_OURS}attention/{n}": f"{_ATTENTION}self.{n}" for n in ("query", "key", "value")}
+_INTO = ("query", "key", "value")
 _EMBEDDINGS, _HEAD = "bert.embeddings.", "cls.predictions."
 _WORDS = _EMBEDDINGS + "word_embeddings.weight"
 _TABLE = "rows embed -> rows embed"
@@ -128,20 +128,20 @@ BERT = Family(
         Row(_WORDS, "lm/softmax/w", _TABLE),
         Row(_EMBEDDINGS + "position_embeddings.weight", "lm/position/w", _TABLE),
         Row(_EMBEDDINGS + "token_type_embeddings.weight", "lm/token_type/w", _TABLE),
-        *linear_rows(_INTO, INTO_HEADS),
-        *linear_rows({_OURS + "attention/output": _ATTENTION + "output.dense"}, OUT_OF_HEADS),
-        *linear_rows({_OURS + "feed_forward/up": _THEIRS + "intermediate.dense"}),
-        *linear_rows({_OURS + "feed_forward/down": _THEIRS + "output.dense"}),
-        Row(_HEAD + "transform.dense.weight", "lm/head/linear/w", LINEAR),
-        Row(_HEAD + "transform.dense.bias", "lm/head/bias/b"),
-        Row(_HEAD + "bias", "lm/softmax/b"),
-        *norm_rows(
+        *layer_rows(
             {
+                **{f"{_OURS}attention/{n}": f"{_ATTENTION}self.{n}" for n in _INTO},
+                _OURS + "attention/output": _ATTENTION + "output.dense",
+                _OURS + "feed_forward/up": _THEIRS + "intermediate.dense",
+                _OURS + "feed_forward/down": _THEIRS + "output.dense",
                 "lm/embedding_norm": _EMBEDDINGS + "LayerNorm",
                 _OURS + "attention_norm": _ATTENTION + "output.LayerNorm",
                 _OURS + "feed_forward_norm": _THEIRS + "output.LayerNorm",
                 "lm/head/norm": _HEAD + "transform.LayerNorm",
             }
         ),
+        Row(_HEAD + "transform.dense.weight", "lm/head/linear/w", LINEAR),
+        Row(_HEAD + "transform.dense.bias", "lm/head/bias/b"),
+        Row(_HEAD + "bias", "lm/softmax/b"),
     ),
 )

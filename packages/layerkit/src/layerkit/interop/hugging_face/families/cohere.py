@@ -10,24 +10,20 @@ from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import (
     ATTENTION_BIAS,
     BASIC_ENTRIES,
-    LAYER,
-    LLAMA_ROWS,
-    THEIR_LAYER,
     llama_family,
     llama_network,
+    llama_rows,
 )
 from layerkit.interop.hugging_face.keys import NORM_EPSILONS, Entry, key
 from layerkit.interop.hugging_face.parts import activation, norms_per_head, tied_embedding
 from layerkit.interop.hugging_face.rotary import rotary
-from layerkit.interop.hugging_face.tensors import Row, replace_rows
 from layerkit.layers.basic.normalizations import LayerNorm
 
 
 def cohere_network() -> Config:
     """Return the network of Command R and Command A."""
-    network = llama_network(parallel=True, parallel_shares_norm=True)
-    norm = LayerNorm.HParams.config(scale_offset=0.0, use_bias=False)
-    network.final_norm_tpl = network.stack_tpl.layer_tpl.norm_tpl = norm
+    network = llama_network(norm_class=LayerNorm, parallel=True, parallel_shares_norm=True)
+    network.final_norm_tpl.use_bias = network.stack_tpl.layer_tpl.norm_tpl.use_bias = False
     return network
 
 
@@ -57,16 +53,9 @@ COHERE = llama_family(
         *cohere_entries(rotary(500_000.0, pairing="neighbors")),
         norms_per_head("use_qk_norm"),
     ),
-    rows=replace_rows(
-        LLAMA_ROWS,
-        [
-            Row(
-                f"{THEIR_LAYER}self_attn.{name[0]}_norm.weight",
-                f"{LAYER}attention/{name}_norm/scale",
-                "heads dims -> heads dims",
-            )
-            for name in ("query", "key")
-        ],
+    rows=llama_rows(
+        {f"attention/{name}_norm": f"self_attn.{name[0]}_norm" for name in ("query", "key")},
+        layout="heads dims -> heads dims",
     ),
     neutral=frozenset({"model_max_length"}),  # A limit of the tokenizer.
     token_ids=COHERE_TOKENS,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from layerkit.interop.hugging_face.families.llama import llama_entries, llama_family
-from layerkit.interop.hugging_face.keys import key
+from layerkit.interop.hugging_face.keys import BIASES, key
 from layerkit.interop.hugging_face.rotary import rotary
 
 ERNIE4_5 = llama_family(
@@ -17,10 +17,6 @@ ERNIE4_5 = llama_family(
             epsilon=1e-5,
             positions=rotary(500_000.0, pairing="neighbors"),
         ),
-        key(
-            "use_bias",
-            ("layer.attention_tpl.use_bias", "layer.feed_forward_tpl.has_bias"),
-            default=False,
-        ),
+        key("use_bias", BIASES, default=False),
     ),
 )

@@ -13,7 +13,6 @@ from layerkit.interop.hugging_face.expert_layers import expert_layers
 from layerkit.interop.hugging_face.families.deepseek_v3 import sigmoid_routing
 from layerkit.interop.hugging_face.families.latent_attention import DEEPSEEK_EXPERT_ROWS
 from layerkit.interop.hugging_face.families.llama import (
-    ATTENTION_BIAS,
     llama_entries,
     llama_family,
 )
@@ -54,9 +53,11 @@ GLM4_MOE = llama_family(
     network=_network,
     entries=(
         *llama_entries(
-            kv_heads=8, epsilon=1e-5, positions=rotary(has_fraction=True, default_fraction=0.5)
+            kv_heads=8,
+            epsilon=1e-5,
+            attention_bias=False,
+            positions=rotary(default_fraction=0.5),
         ),
-        ATTENTION_BIAS,
         Entry(_read_qk_norm, _write_qk_norm),
         MULTI_TOKEN,
         expert_layers(
@@ -66,6 +67,5 @@ GLM4_MOE = llama_family(
         ),
     ),
     rows=add_module_rows(DEEPSEEK_EXPERT_ROWS),
-    neutral=frozenset({"output_router_logits"}),
     extra_layers=EXTRA_LAYERS,
 )

@@ -7,26 +7,22 @@ by head, which is the combined projection of layerkit.
 from __future__ import annotations
 
 from layerkit.config import Config
-from layerkit.interop.hugging_face.families.llama import BASIC_ENTRIES
-from layerkit.interop.hugging_face.families.stablelm import layer_norm_network
+from layerkit.interop.hugging_face.families.llama import BASIC_ENTRIES, llama_network
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import NORM_EPSILONS, key
-from layerkit.interop.hugging_face.layouts import OUT_OF_HEADS
 from layerkit.interop.hugging_face.parts import (
     activation,
     embedding_rows,
-    linear_rows,
-    norm_rows,
+    layer_rows,
     tied_embedding,
 )
 from layerkit.interop.hugging_face.rotary import rotary
+from layerkit.layers.basic.normalizations import LayerNorm
 
 
 def _network() -> Config:
-    network = layer_norm_network()
-    layer = network.stack_tpl.layer_tpl
-    layer.attention_tpl.combined_qkv = True
-    layer.feed_forward_tpl.set(use_gate=False, has_bias=True)
+    network = llama_network(norm_class=LayerNorm, is_gated=False, attention={"combined_qkv": True})
+    network.stack_tpl.layer_tpl.feed_forward_tpl.has_bias = True
     return network
 
 
@@ -44,12 +40,7 @@ GPT_NEOX = Family(
         key("use_parallel_residual", "layer.parallel", default=True),
         key("attention_bias", "layer.attention_tpl.use_bias", default=True),
         key("hidden_dropout", ("dropout_rate", "layer.dropout_rate"), 0.0),
-        rotary(
-            has_fraction=True,
-            default_fraction=0.25,
-            theta="rotary_emb_base",
-            fraction="rotary_pct",
-        ),
+        rotary(default_fraction=0.25, theta="rotary_emb_base", fraction="rotary_pct"),
         activation("hidden_act", "gelu"),
     ),
     # The dropout is that of a classifier.
@@ -61,12 +52,12 @@ GPT_NEOX = Family(
     buffers=r"\battention\.((masked_)?bias|rotary_emb\.inv_freq)$",
     rows=(
         *embedding_rows("gpt_neox.embed_in.weight", head="embed_out.weight"),
-        *linear_rows({_OURS + "attention/qkv": _THEIRS + "attention.query_key_value"}, _QKV),
-        *linear_rows({_OURS + "attention/output": _THEIRS + "attention.dense"}, OUT_OF_HEADS),
-        *linear_rows({_OURS + "feed_forward/up": _THEIRS + "mlp.dense_h_to_4h"}),
-        *linear_rows({_OURS + "feed_forward/down": _THEIRS + "mlp.dense_4h_to_h"}),
-        *norm_rows(
+        *layer_rows({_OURS + "attention/qkv": _THEIRS + "attention.query_key_value"}, _QKV),
+        *layer_rows(
             {
+                _OURS + "attention/output": _THEIRS + "attention.dense",
+                _OURS + "feed_forward/up": _THEIRS + "mlp.dense_h_to_4h",
+                _OURS + "feed_forward/down": _THEIRS + "mlp.dense_4h_to_h",
                 _OURS + "attention_norm": _THEIRS + "input_layernorm",
                 _OURS + "feed_forward_norm": _THEIRS + "post_attention_layernorm",
                 "lm/final_norm": "gpt_neox.final_layer_norm",

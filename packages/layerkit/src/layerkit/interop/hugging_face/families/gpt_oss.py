@@ -51,10 +51,10 @@ GPT_OSS = llama_family(
             kv_heads=8,
             head_dim=64,
             epsilon=1e-5,
+            attention_bias=True,
             positions=rotary(150_000.0, default_scaling=_YARN),
             nonlinearity=fixed("hidden_act", "silu"),
         ),
-        key("attention_bias", "layer.attention_tpl.use_bias", default=True),
         layer_types(_near_first, default_window=128),
         key("swiglu_alpha", EXPERTS + "activation_tpl.beta", 1.702),
         key("swiglu_limit", EXPERTS + "gate_limit", 7.0),
@@ -80,5 +80,5 @@ GPT_OSS = llama_family(
         Row(_EXPERTS + "down_proj_bias", _OURS + "down_bias", "experts embed -> experts embed"),
     ),
     # Keys of OpenAI's own code that repeat others.
-    neutral=frozenset({"output_router_logits", "experts_per_token", "initial_context_length"}),
+    neutral=frozenset({"experts_per_token", "initial_context_length"}),
 )

@@ -5,39 +5,25 @@ Only the feed-forward and the head have biases.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from layerkit.config import Config
-from layerkit.interop.hugging_face.families.gpt2 import GPT2
-from layerkit.interop.hugging_face.families.stablelm import layer_norm_network
-from layerkit.interop.hugging_face.family import Family
-from layerkit.interop.hugging_face.keys import (
-    NORM_EPSILONS,
-    ConfigFile,
-    Entry,
-    fixed,
-    get_field,
-    key,
-    set_field,
-)
-from layerkit.interop.hugging_face.layouts import INTO_HEADS, OUT_OF_HEADS
-from layerkit.interop.hugging_face.parts import (
-    activation,
-    embedding_rows,
-    linear_rows,
-    norm_rows,
-    tied_embedding,
-)
+from layerkit.interop.hugging_face.families.gpt2 import GPT2, gpt_entries
+from layerkit.interop.hugging_face.families.llama import llama_network
+from layerkit.interop.hugging_face.keys import ConfigFile, Entry, fixed, get_field, set_field
+from layerkit.interop.hugging_face.parts import embedding_rows, layer_rows, tied_embedding
 from layerkit.interop.hugging_face.tensors import Row
+from layerkit.layers.basic.normalizations import LayerNorm
 
 _ROTARY = "layer.attention_tpl.rotary_tpl"
 
 
 def _network() -> Config:
-    network = layer_norm_network()
+    network = llama_network(norm_class=LayerNorm, is_gated=False)
     layer = network.stack_tpl.layer_tpl.set(parallel=True, parallel_shares_norm=True)
     layer.attention_tpl.rotary_tpl.pairing = "neighbors"
-    layer.feed_forward_tpl.set(use_gate=False, has_bias=True)
+    layer.feed_forward_tpl.has_bias = True
     return network
 
 
@@ -59,45 +45,35 @@ def _write_rotary(network: Config) -> dict[str, Any]:
 
 
 _THEIRS, _OURS = "transformer.h.{layer}.", "lm/stack/{layer}/"
-_INTO = {f"{_OURS}attention/{n}": f"{_THEIRS}attn.{n[0]}_proj" for n in ("query", "key", "value")}
+_ATTENTION, _INTO = _THEIRS + "attn.", ("query", "key", "value")
 
-GPTJ = Family(
+GPTJ = dataclasses.replace(
+    GPT2,
     model_type="gptj",
     architecture="GPTJForCausalLM",
     network=_network,
     entries=(
         tied_embedding(default=False),
-        Entry(_add_bias_of_head, lambda network: {}),
-        key("vocab_size", "vocab_size", 50400),
-        key("n_embd", "model_dims", 4096),
-        key("n_inner", "hidden_dims", None, fallback=lambda network: 4 * network.model_dims),
-        key("n_layer", "num_layers", 28),
-        key("n_head", "num_heads", 16),
-        key("layer_norm_epsilon", NORM_EPSILONS, 1e-5),
-        activation("activation_function", "gelu_new"),
-        key("embd_pdrop", "dropout_rate", 0.0),
-        key("resid_pdrop", "layer.dropout_rate", 0.0),
-        key("attn_pdrop", "layer.attention_tpl.dropout_rate", 0.0),
+        Entry(_add_bias_of_head),
+        *gpt_entries(vocab_size=50400, dims=4096, layers=28, heads=16, dropout=0.0),
         Entry(_read_rotary, _write_rotary),
         fixed("rotary", value=True),
-        fixed("scale_attn_weights", value=True),
     ),
     # The table of angles has `n_positions` rows.
     neutral=GPT2.neutral | {"n_positions"},
-    prefix="transformer.",
-    copies={"lm_head.weight": "transformer.wte.weight"},
     buffers=r"\battn\.((masked_)?bias|embed_positions)$",
     rows=(
         *embedding_rows("transformer.wte.weight"),
         Row("lm_head.bias", "lm/softmax/b"),
-        *linear_rows(_INTO, INTO_HEADS),
-        *linear_rows({_OURS + "attention/output": _THEIRS + "attn.out_proj"}, OUT_OF_HEADS),
-        *linear_rows({_OURS + "feed_forward/up": _THEIRS + "mlp.fc_in"}),
-        *linear_rows({_OURS + "feed_forward/down": _THEIRS + "mlp.fc_out"}),
-        *norm_rows(
-            {_OURS + "attention_norm": _THEIRS + "ln_1", "lm/final_norm": "transformer.ln_f"}
+        *layer_rows(
+            {
+                **{f"{_OURS}attention/{n}": f"{_ATTENTION}{n[0]}_proj" for n in _INTO},
+                _OURS + "attention/output": _ATTENTION + "out_proj",
+                _OURS + "feed_forward/up": _THEIRS + "mlp.fc_in",
+                _OURS + "feed_forward/down": _THEIRS + "mlp.fc_out",
+                _OURS + "attention_norm": _THEIRS + "ln_1",
+                "lm/final_norm": "transformer.ln_f",
+            }
         ),
     ),
-    token_ids={"bos_token_id": 50256, "eos_token_id": 50256},
-    counts=("n_layer",),
 )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import (
-    ATTENTION_BIAS,
     MLP_BIAS,
     llama_entries,
     llama_family,
@@ -34,8 +33,7 @@ def _scaling_of(scale: float | None) -> float:
 def granite_entries(positions: Entry | None = None) -> tuple[Entry, ...]:
     """Return the keys of Granite 3 and 4, with the entry of their positions."""
     return (
-        *llama_entries(positions=positions),
-        ATTENTION_BIAS,
+        *llama_entries(attention_bias=False, positions=positions),
         key("embedding_multiplier", "embedding_multiplier", 1.0),
         key(
             "attention_multiplier",

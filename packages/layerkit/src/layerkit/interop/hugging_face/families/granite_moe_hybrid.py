@@ -9,12 +9,7 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.granite import granite_entries
-from layerkit.interop.hugging_face.families.llama import (
-    LAYER,
-    LLAMA_ROWS,
-    THEIR_LAYER,
-    llama_family,
-)
+from layerkit.interop.hugging_face.families.llama import llama_family, llama_rows
 from layerkit.interop.hugging_face.keys import (
     ConfigFile,
     Entry,
@@ -23,15 +18,13 @@ from layerkit.interop.hugging_face.keys import (
     key,
     set_field,
 )
-from layerkit.interop.hugging_face.layouts import LINEAR
 from layerkit.interop.hugging_face.rotary import rotary
-from layerkit.interop.hugging_face.tensors import Row
 
 # fmt: off
 _NEUTRAL = frozenset({
     "init_method", "mamba_chunk_size", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head",
     "mamba_d_state", "mamba_expand", "mamba_n_groups", "mamba_n_heads", "mamba_proj_bias",
-    "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef", "time_step_limit",
+    "num_experts_per_tok", "router_aux_loss_coef", "time_step_limit",
 })
 # fmt: on
 _ROTARY, _ROTARY_TPL = rotary(), "layer.attention_tpl.rotary_tpl"
@@ -68,8 +61,6 @@ def _write_layers(network: Config) -> dict[str, Any]:
     return {"num_local_experts": 0, "num_experts_per_tok": 0, "layer_types": types, **mamba}
 
 
-_MLP, _OURS = f"{THEIR_LAYER}shared_mlp.", f"{LAYER}feed_forward/"
-
 GRANITE_MOE_HYBRID = llama_family(
     "granitemoehybrid",
     "GraniteMoeHybridForCausalLM",
@@ -80,11 +71,13 @@ GRANITE_MOE_HYBRID = llama_family(
         Entry(_read_layers, _write_layers),
         fixed("normalization_function", "rmsnorm"),
     ),
-    rows=(
-        *(row for row in LLAMA_ROWS if not row.path.startswith(_OURS)),
-        Row(f"{_MLP}input_linear.weight", f"{_OURS}gate/w", LINEAR, joined_axis=0),
-        Row(f"{_MLP}input_linear.weight", f"{_OURS}up/w", LINEAR, joined_axis=0),
-        Row(f"{_MLP}output_linear.weight", f"{_OURS}down/w", LINEAR),
+    rows=llama_rows(
+        {
+            "feed_forward/gate": "shared_mlp.input_linear",
+            "feed_forward/up": "shared_mlp.input_linear",
+            "feed_forward/down": "shared_mlp.output_linear",
+        },
+        joined_axis=0,
     ),
     neutral=_NEUTRAL,
 )

@@ -23,8 +23,12 @@ from layerkit.interop.hugging_face.keys import (
     key,
     set_field,
 )
-from layerkit.interop.hugging_face.layouts import INTO_HEADS, LINEAR
-from layerkit.interop.hugging_face.parts import activation, tied_embedding
+from layerkit.interop.hugging_face.parts import (
+    activation,
+    gated_names,
+    layer_rows,
+    tied_embedding,
+)
 from layerkit.interop.hugging_face.rotary import rotary
 from layerkit.interop.hugging_face.tensors import Row, replace_rows
 from layerkit.layers.attention.latent import MultiHeadLatentAttention
@@ -103,28 +107,27 @@ _THEIRS, _OURS = THEIR_LAYER + "self_attn.", LAYER + "attention/"
 _MLP, _EXPERTS = THEIR_LAYER + "mlp.", LAYER + "feed_forward/"
 _SHARED = (
     Row(_MLP + "gate.e_score_correction_bias", _EXPERTS + "router/score_bias"),
-    *(
-        Row(f"{_MLP}shared_experts.{name}_proj.weight", f"{_EXPERTS}shared/{name}/w", LINEAR)
-        for name in ("gate", "up", "down")
-    ),
+    *layer_rows(gated_names(_EXPERTS + "shared/", _MLP + "shared_experts.")),
 )
+_DOWN = _OURS + "query_down/w"
 _ROWS = (
-    Row(
-        _THEIRS + "q_proj.weight", _OURS + "query/w", INTO_HEADS, instead_of=_OURS + "query_down/w"
+    *layer_rows({_OURS + "query": _THEIRS + "q_proj"}, instead_of=_DOWN),
+    *layer_rows({_OURS + "query": _THEIRS + "q_b_proj"}, beside=_DOWN),
+    *layer_rows(
+        {
+            _OURS + "query_down": _THEIRS + "q_a_proj",
+            _OURS + "query_norm": _THEIRS + "q_a_layernorm",
+            _OURS + "latent_norm": _THEIRS + "kv_a_layernorm",
+        }
     ),
-    Row(_THEIRS + "q_b_proj.weight", _OURS + "query/w", INTO_HEADS, beside=_OURS + "query_down/w"),
-    Row(_THEIRS + "q_a_proj.weight", _OURS + "query_down/w", LINEAR),
-    Row(_THEIRS + "q_a_proj.bias", _OURS + "query_down_bias/b"),
-    Row(_THEIRS + "q_a_layernorm.weight", _OURS + "query_norm/scale"),
-    *(
-        Row(f"{_THEIRS}kv_a_proj_with_mqa.{theirs}", _OURS + name + ours, layout, joined_axis=0)
-        for theirs, ours, layout in (("weight", "/w", LINEAR), ("bias", "_bias/b", "dims -> dims"))
-        for name in ("latent_down", "rotary_key")
+    *layer_rows(
+        {_OURS + n: _THEIRS + "kv_a_proj_with_mqa" for n in ("latent_down", "rotary_key")},
+        joined_axis=0,
     ),
-    Row(_THEIRS + "kv_a_layernorm.weight", _OURS + "latent_norm/scale"),
-    *(
-        Row(_THEIRS + "kv_b_proj.weight", f"{_OURS}{name}/w", INTO_HEADS, 0, joined_per="heads")
-        for name in ("key", "value")
+    *layer_rows(
+        {_OURS + n: _THEIRS + "kv_b_proj" for n in ("key", "value")},
+        joined_axis=0,
+        joined_per="heads",
     ),
 )
 
@@ -135,6 +138,4 @@ LATENT_ROWS = replace_rows(DEEPSEEK_EXPERT_ROWS, _ROWS)
 """Rows of DeepSeek V2 and V3."""
 
 # Transformers derives both sizes of heads itself.
-LATENT_NEUTRAL = frozenset(
-    {"ep_size", "head_dim", "output_router_logits", "qk_head_dim", "seq_aux"}
-)
+LATENT_NEUTRAL = frozenset({"ep_size", "head_dim", "qk_head_dim", "seq_aux"})

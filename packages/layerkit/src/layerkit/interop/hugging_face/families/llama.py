@@ -11,15 +11,15 @@ from typing import Any
 from layerkit.config import Config
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, key
-from layerkit.interop.hugging_face.layouts import INTO_HEADS, OUT_OF_HEADS
 from layerkit.interop.hugging_face.parts import (
     activation,
     embedding_rows,
-    linear_rows,
+    gated_names,
+    layer_rows,
     tied_embedding,
 )
 from layerkit.interop.hugging_face.rotary import rotary
-from layerkit.interop.hugging_face.tensors import Row
+from layerkit.interop.hugging_face.tensors import Row, replace_rows
 from layerkit.layers.basic.normalizations import RmsNorm
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
 from layerkit.layers.transformer.stacks import StackedTransformerRepeated
@@ -39,20 +39,24 @@ BASIC_ENTRIES = (
 
 def llama_network(
     *,
+    norm_class: Any = RmsNorm,
     scale_offset: float = 0.0,
     qk_norm: bool = False,
+    is_gated: bool = True,
     attention: Mapping[str, Any] | None = None,
     **layer: Any,
 ) -> Config:
     """Return the network that the families share.
 
     Args:
+      norm_class: Class of all norms.
       scale_offset: Offset of the scales of all norms; 1 in Gemma.
       qk_norm: Normalize queries and keys before the rotation.
+      is_gated: The feed-forward has a gate.
       attention: Fields of the attention.
       **layer: Fields of the layers.
     """
-    norm = RmsNorm.HParams.config(scale_offset=scale_offset)
+    norm = norm_class.HParams.config(scale_offset=scale_offset)
     network: Config = TransformerLm.HParams.config(final_norm_tpl=norm)
     template = Transformer.HParams.config(norm_tpl=norm.clone(), **layer)
     template.attention_tpl.set(
@@ -61,7 +65,7 @@ def llama_network(
     if qk_norm:
         template.attention_tpl.set(qk_norm_tpl=norm.clone(), qk_norm_before_rotary=True)
     if "feed_forward_tpl" not in layer:
-        template.feed_forward_tpl.use_gate = True
+        template.feed_forward_tpl.use_gate = is_gated
     network.stack_tpl = StackedTransformerRepeated.HParams.config(layer_tpl=template)
     return network
 
@@ -74,6 +78,7 @@ def llama_entries(
     head_dim: int | None = None,
     epsilon: float = 1e-6,
     qk_norm: bool = False,
+    attention_bias: bool | None = None,
     positions: Entry | None = None,
     nonlinearity: Entry | None = None,
 ) -> tuple[Entry, ...]:
@@ -86,6 +91,7 @@ def llama_entries(
       head_dim: Default of `head_dim`; None divides the model dimension among the heads.
       epsilon: Default of `rms_norm_eps`.
       qk_norm: The network has norms of queries and keys.
+      attention_bias: Default of `attention_bias`; None if the family has no such key.
       positions: Entry of the positions; None for `rotary()`.
       nonlinearity: Entry of the activation; None for `hidden_act`, by default SiLU.
     """
@@ -101,12 +107,14 @@ def llama_entries(
             fallback=lambda lm: lm.model_dims // lm.num_heads,
         ),
         key("rms_norm_eps", tuple(f"{norm}.epsilon" for norm in norms), epsilon),
+        *(() if attention_bias is None else [key("attention_bias", _BIAS, attention_bias)]),
         positions or rotary(),
         nonlinearity or activation("hidden_act", "silu"),
     )
 
 
-ATTENTION_BIAS = key("attention_bias", "layer.attention_tpl.use_bias", default=False)
+_BIAS = "layer.attention_tpl.use_bias"
+ATTENTION_BIAS = key("attention_bias", _BIAS, default=False)
 
 
 def _check_heads(file: ConfigFile, network: Config) -> None:
@@ -115,43 +123,48 @@ def _check_heads(file: ConfigFile, network: Config) -> None:
 
 
 # For families without another size of heads.
-EQUAL_HEADS = Entry(_check_heads, lambda network: {})
+EQUAL_HEADS = Entry(_check_heads)
 MLP_BIAS = key("mlp_bias", "layer.feed_forward_tpl.has_bias", default=False)
 
 LAYER = "lm/stack/{layer}/"
 THEIR_LAYER = "model.layers.{layer}."
 _ATTENTION = THEIR_LAYER + "self_attn."
-_POST_NORM = LAYER + "attention_post_norm/scale"
+_NORM, _POST_NORM = LAYER + "feed_forward_norm", LAYER + "attention_post_norm/scale"
 
 # A family uses the rows of the weights that it has.
 LLAMA_ROWS = (
     *embedding_rows("model.embed_tokens.weight"),
-    Row("model.norm.weight", "lm/final_norm/scale"),
-    *linear_rows(
-        {f"{LAYER}attention/{n}": f"{_ATTENTION}{n[0]}_proj" for n in ("query", "key", "value")},
-        INTO_HEADS,
+    *layer_rows(
+        {
+            "lm/final_norm": "model.norm",
+            **{
+                f"{LAYER}attention/{name}": f"{_ATTENTION}{name[0]}_proj"
+                for name in ("query", "key", "value", "output")
+            },
+            LAYER + "attention/query_norm": _ATTENTION + "q_norm",
+            LAYER + "attention/key_norm": _ATTENTION + "k_norm",
+            **gated_names(LAYER + "feed_forward/", THEIR_LAYER + "mlp."),
+            LAYER + "attention_norm": THEIR_LAYER + "input_layernorm",
+            LAYER + "attention_post_norm": THEIR_LAYER + "post_attention_layernorm",
+            LAYER + "feed_forward_post_norm": THEIR_LAYER + "post_feedforward_layernorm",
+        }
     ),
-    Row(_ATTENTION + "q_norm.weight", LAYER + "attention/query_norm/scale"),
-    Row(_ATTENTION + "k_norm.weight", LAYER + "attention/key_norm/scale"),
-    *linear_rows({LAYER + "attention/output": _ATTENTION + "o_proj"}, OUT_OF_HEADS),
-    *linear_rows(
-        {f"{LAYER}feed_forward/{n}": f"{THEIR_LAYER}mlp.{n}_proj" for n in ("gate", "up", "down")}
-    ),
-    Row(THEIR_LAYER + "input_layernorm.weight", LAYER + "attention_norm/scale"),
     # Its place depends on whether layers have norms after their branches.
-    Row(
-        THEIR_LAYER + "post_attention_layernorm.weight",
-        LAYER + "feed_forward_norm/scale",
-        instead_of=_POST_NORM,
-    ),
-    Row(THEIR_LAYER + "post_attention_layernorm.weight", _POST_NORM),
-    Row(
-        THEIR_LAYER + "pre_feedforward_layernorm.weight",
-        LAYER + "feed_forward_norm/scale",
-        beside=_POST_NORM,
-    ),
-    Row(THEIR_LAYER + "post_feedforward_layernorm.weight", LAYER + "feed_forward_post_norm/scale"),
+    *layer_rows({_NORM: THEIR_LAYER + "post_attention_layernorm"}, instead_of=_POST_NORM),
+    *layer_rows({_NORM: THEIR_LAYER + "pre_feedforward_layernorm"}, beside=_POST_NORM),
 )
+
+
+def llama_rows(names: Mapping[str, str], *rows: Row, **options: Any) -> tuple[Row, ...]:
+    """Return Llama's rows with others in place of those of the same weights.
+
+    Args:
+      names: Names for `layer_rows`, within a layer.
+      *rows: Further rows.
+      **options: Other arguments of `layer_rows`.
+    """
+    within = {LAYER + ours: THEIR_LAYER + theirs for ours, theirs in names.items()}
+    return replace_rows(LLAMA_ROWS, (*layer_rows(within, **options), *rows))
 
 
 def llama_family(
@@ -195,9 +208,5 @@ def llama_family(
 LLAMA = llama_family(
     "llama",
     "LlamaForCausalLM",
-    entries=(
-        *llama_entries(),
-        ATTENTION_BIAS,
-        MLP_BIAS,
-    ),
+    entries=(*llama_entries(attention_bias=False), MLP_BIAS),
 )

@@ -13,24 +13,23 @@ from typing import Any
 from layerkit.config import Config
 from layerkit.interop.hugging_face.expert_layers import EXPERTS, balance_loss, expert_layers
 from layerkit.interop.hugging_face.families.llama import (
-    ATTENTION_BIAS,
     LAYER,
-    LLAMA_ROWS,
     THEIR_LAYER,
     llama_entries,
     llama_family,
+    llama_rows,
 )
 from layerkit.interop.hugging_face.families.mixtral import mixture_network
 from layerkit.interop.hugging_face.family import text_part
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, all_layers, get_field, key
 from layerkit.interop.hugging_face.layer_types import FAR, stack_layers
-from layerkit.interop.hugging_face.layouts import LINEAR
+from layerkit.interop.hugging_face.parts import gated_names
 from layerkit.interop.hugging_face.rotary import rotary, rotary_keys
-from layerkit.interop.hugging_face.tensors import Row, replace_rows
+from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.basic.normalizations import RmsNormNoScale
 
 _CHUNKED, _COUNT = "chunked_attention", "num_experts"
-_POSITIONS = Entry(rotary(500_000.0).read, lambda network: {})
+_POSITIONS = Entry(rotary(500_000.0).read)
 
 
 def _network() -> Config:
@@ -95,13 +94,12 @@ def _is_dense(file: ConfigFile, layer: int) -> bool:
 
 _MLP, _OURS = THEIR_LAYER + "feed_forward.", LAYER + "feed_forward/"
 _AS_IT_IS = "experts in out -> experts in out"
-_ROWS = (
-    *(
-        Row(f"{_MLP}{theirs}{name}_proj.weight", f"{_OURS}{ours}{name}/w", LINEAR)
-        for theirs, ours in (("", ""), ("shared_expert.", "shared/"))
-        for name in ("gate", "up", "down")
-    ),
-    Row(_MLP + "router.weight", _OURS + "router/w", "experts embed -> embed experts"),
+_ROWS = llama_rows(
+    {
+        **gated_names("feed_forward/", "feed_forward."),
+        **gated_names("feed_forward/shared/", "feed_forward.shared_expert."),
+        "feed_forward/router": "feed_forward.router",
+    },
     *(
         Row(_MLP + "experts.gate_up_proj", _OURS + name, _AS_IT_IS, joined_axis=2)
         for name in ("gate", "up")
@@ -115,8 +113,9 @@ LLAMA4_TEXT = llama_family(
     network=_network,
     entries=(
         # `_write_layers` writes the positions.
-        *llama_entries(kv_heads=8, head_dim=128, epsilon=1e-5, positions=_POSITIONS),
-        ATTENTION_BIAS,
+        *llama_entries(
+            kv_heads=8, head_dim=128, epsilon=1e-5, attention_bias=False, positions=_POSITIONS
+        ),
         key("intermediate_size_mlp", "hidden_dims", 16384),
         Entry(_read_layers, _write_layers),
         expert_layers(
@@ -132,8 +131,7 @@ LLAMA4_TEXT = llama_family(
             dense_size="intermediate_size_mlp",
         ),
     ),
-    rows=replace_rows(LLAMA_ROWS, _ROWS),
-    neutral=frozenset({"output_router_logits"}),
+    rows=_ROWS,
 )
 
 LLAMA4 = text_part(

@@ -12,7 +12,6 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import (
-    ATTENTION_BIAS,
     EQUAL_HEADS,
     llama_entries,
     llama_family,
@@ -40,9 +39,8 @@ MINICPM = llama_family(
     "minicpm",
     "MiniCPMForCausalLM",
     entries=(
-        *llama_entries(tied=True),
+        *llama_entries(tied=True, attention_bias=False),
         EQUAL_HEADS,
-        ATTENTION_BIAS,
         key("scale_emb", "embedding_multiplier", 1),
         _ratio("scale_depth", "layer.residual_weight", lambda lm: math.sqrt(lm.num_layers)),
         _ratio("dim_model_base", "softmax_tpl.logit_scale", lambda lm: lm.model_dims),

@@ -11,17 +11,13 @@ from typing import Any
 from layerkit.config import Config
 from layerkit.interop.hugging_face.expert_layers import EXPERTS, balance_loss
 from layerkit.interop.hugging_face.families.llama import (
-    LAYER,
-    LLAMA_ROWS,
-    THEIR_LAYER,
     llama_entries,
     llama_family,
     llama_network,
+    llama_rows,
 )
 from layerkit.interop.hugging_face.keys import key
-from layerkit.interop.hugging_face.layouts import LINEAR
 from layerkit.interop.hugging_face.rotary import rotary
-from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.moe.token_choice import MoeFeedForward
 
 
@@ -32,7 +28,7 @@ def mixture_network(**fields: Any) -> Config:
     return llama_network(feed_forward_tpl=experts, **fields)
 
 
-_MOE, _OURS = THEIR_LAYER + "block_sparse_moe.", LAYER + "feed_forward/"
+_MOE, _OURS = "block_sparse_moe.", "feed_forward/"
 
 MIXTRAL = llama_family(
     "mixtral",
@@ -46,12 +42,12 @@ MIXTRAL = llama_family(
         balance_loss(0.001),
         key("router_jitter_noise", EXPERTS + "router_tpl.jitter", 0.0),
     ),
-    rows=(
-        *LLAMA_ROWS,
-        Row(_MOE + "gate.weight", _OURS + "router/w", "experts embed -> embed experts"),
-        Row(_MOE + "experts.{expert}.w1.weight", _OURS + "gate", LINEAR),
-        Row(_MOE + "experts.{expert}.w2.weight", _OURS + "down", LINEAR),
-        Row(_MOE + "experts.{expert}.w3.weight", _OURS + "up", LINEAR),
+    rows=llama_rows(
+        {
+            _OURS + "router": _MOE + "gate",
+            _OURS + "gate": _MOE + "experts.{expert}.w1",
+            _OURS + "down": _MOE + "experts.{expert}.w2",
+            _OURS + "up": _MOE + "experts.{expert}.w3",
+        }
     ),
-    neutral=frozenset({"output_router_logits"}),
 )

@@ -13,15 +13,14 @@ from layerkit.interop.hugging_face.families.bert import encoder_network, masked_
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, all_layers, fixed, key
 from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types, stack_layers
-from layerkit.interop.hugging_face.layouts import INTO_HEADS, LINEAR, OUT_OF_HEADS
+from layerkit.interop.hugging_face.layouts import LINEAR
 from layerkit.interop.hugging_face.parts import (
     activation,
     embedding_rows,
-    linear_rows,
-    norm_rows,
+    layer_rows,
     tied_embedding,
 )
-from layerkit.interop.hugging_face.rotary import read_scaling, rotary_config, rotary_parameters
+from layerkit.interop.hugging_face.rotary import read_scaling, rotary_by_kind, rotary_config
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.basic.normalizations import IdentityNorm
 from layerkit.layers.transformer.transformer import TransformerFeedForward
@@ -40,13 +39,9 @@ def _set_rotary(file: ConfigFile, template: Config, kind: str) -> None:
 
 
 def _write_rotary(near: Config | None, far: Config | None) -> dict[str, Any]:
-    content: dict[str, Any] = {"rope_parameters": {}}
-    for kind, template in ((NEAR, near), (FAR, far)):
-        if template is not None:
-            parameters = rotary_parameters(template.attention_tpl.rotary_tpl)
-            content["rope_parameters"][kind] = parameters
-            content[_THETAS[kind][0]] = parameters["rope_theta"]
-    return content
+    parameters = rotary_by_kind(near, far)
+    older = {_THETAS[kind][0]: one["rope_theta"] for kind, one in parameters.items()}
+    return {"rope_parameters": parameters, **older}
 
 
 def _every_third(file: ConfigFile, layer: int) -> str:
@@ -68,9 +63,18 @@ def _write_period(network: Config) -> dict[str, Any]:
 
 
 _OURS, _THEIRS = "lm/stack/{layer}/", "model.layers.{layer}."
-_QKV = {f"{_OURS}attention/{name}": _THEIRS + "attn.Wqkv" for name in ("query", "key", "value")}
-_GATED = {f"{_OURS}feed_forward/{name}": _THEIRS + "mlp.Wi" for name in ("gate", "up")}
+_JOINED = {f"{_OURS}attention/{name}": _THEIRS + "attn.Wqkv" for name in ("query", "key", "value")}
+_JOINED |= {f"{_OURS}feed_forward/{name}": _THEIRS + "mlp.Wi" for name in ("gate", "up")}
 _WORDS = "model.embeddings.tok_embeddings.weight"
+# Those of a classifier, of the head, of the implementation, and two that Transformers ignores.
+# fmt: off
+_NEUTRAL = frozenset({
+    "classifier_activation", "classifier_bias", "classifier_dropout", "classifier_pooling",
+    "decoder_bias", "deterministic_flash_attn", "initializer_cutoff_factor", "layer_norm_eps",
+    "max_position_embeddings", "position_embedding_type", "reference_compile",
+    "repad_logits_with_grad", "sparse_pred_ignore_index", "sparse_prediction",
+})
+# fmt: on
 
 MODERNBERT = Family(
     model_type="modernbert",
@@ -113,16 +117,7 @@ MODERNBERT = Family(
         ),
         Entry(_drop_first_norm, _write_period),
     ),
-    # Those of a classifier, of the head, of the implementation, and two that Transformers ignores.
-    neutral=frozenset(
-        {
-            *("classifier_activation", "classifier_bias", "classifier_dropout", "decoder_bias"),
-            *("classifier_pooling", "deterministic_flash_attn", "initializer_cutoff_factor"),
-            *("layer_norm_eps", "max_position_embeddings", "position_embedding_type"),
-            *("reference_compile", "repad_logits_with_grad", "sparse_prediction"),
-            "sparse_pred_ignore_index",
-        }
-    ),
+    neutral=_NEUTRAL,
     prefix="model.",
     copies={"decoder.weight": _WORDS},
     token_ids={"bos_token_id": 50281, "eos_token_id": 50282, "pad_token_id": 50283},
@@ -131,12 +126,11 @@ MODERNBERT = Family(
         Row("decoder.bias", "lm/softmax/b"),
         Row("head.dense.weight", "lm/head/linear/w", LINEAR),
         Row("head.dense.bias", "lm/head/bias/b"),
-        *linear_rows(_QKV, INTO_HEADS, joined_axis=0),
-        *linear_rows({_OURS + "attention/output": _THEIRS + "attn.Wo"}, OUT_OF_HEADS),
-        *linear_rows(_GATED, joined_axis=0),
-        *linear_rows({_OURS + "feed_forward/down": _THEIRS + "mlp.Wo"}),
-        *norm_rows(
+        *layer_rows(_JOINED, joined_axis=0),
+        *layer_rows(
             {
+                _OURS + "attention/output": _THEIRS + "attn.Wo",
+                _OURS + "feed_forward/down": _THEIRS + "mlp.Wo",
                 "lm/embedding_norm": "model.embeddings.norm",
                 _OURS + "attention_norm": _THEIRS + "attn_norm",
                 _OURS + "feed_forward_norm": _THEIRS + "mlp_norm",

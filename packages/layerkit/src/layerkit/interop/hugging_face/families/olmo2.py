@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from layerkit.interop.hugging_face.families.llama import (
-    ATTENTION_BIAS,
     llama_entries,
     llama_family,
     llama_network,
@@ -15,6 +14,6 @@ OLMO2 = llama_family(
     network=lambda: llama_network(
         norm_policy="branch", qk_norm=True, attention={"qk_norm_over": "projection"}
     ),
-    entries=(*llama_entries(epsilon=1e-5, qk_norm=True), ATTENTION_BIAS),
+    entries=llama_entries(epsilon=1e-5, qk_norm=True, attention_bias=False),
     token_ids={"eos_token_id": 50279, "pad_token_id": 1},
 )

@@ -11,7 +11,6 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import (
-    ATTENTION_BIAS,
     llama_entries,
     llama_family,
 )
@@ -20,9 +19,9 @@ from layerkit.interop.hugging_face.keys import ConfigFile, Entry, set_field
 from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types
 from layerkit.interop.hugging_face.rotary import (
     read_scaling,
+    rotary_by_kind,
     rotary_config,
     rotary_keys,
-    rotary_parameters,
 )
 
 _THETA = 500_000.0
@@ -47,16 +46,11 @@ def _read_near(file: ConfigFile, template: Config) -> None:
 
 
 def _write_both(near: Config | None, far: Config | None) -> dict[str, Any]:
-    rotary_tpls = {
-        kind: template.attention_tpl.rotary_tpl
-        for kind, template in ((NEAR, near), (FAR, far))
-        if template is not None
-    }
-    parameters = {kind: rotary_parameters(tpl) for kind, tpl in rotary_tpls.items()}
-    if FAR in rotary_tpls:
-        return {**rotary_keys(rotary_tpls[FAR]), "rope_parameters": parameters}
-    unscaled = {"rope_theta": parameters[NEAR]["rope_theta"], "rope_scaling": None}
-    return {**unscaled, "rope_parameters": parameters}
+    template: Any = near if far is None else far
+    older = rotary_keys(template.attention_tpl.rotary_tpl)
+    if far is None:
+        older["rope_scaling"] = None
+    return {**older, "rope_parameters": rotary_by_kind(near, far)}
 
 
 OLMO3 = llama_family(
@@ -67,9 +61,9 @@ OLMO3 = llama_family(
         *llama_entries(
             epsilon=1e-5,
             qk_norm=True,
+            attention_bias=False,
             positions=Entry(_read_far, lambda network: {}),  # `_write_both` writes it.
         ),
-        ATTENTION_BIAS,
         layer_types(
             _one_of_four, default_window=4096, make_near=_read_near, write_more=_write_both
         ),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from layerkit.interop.hugging_face.families.llama import (
-    ATTENTION_BIAS,
     EQUAL_HEADS,
     llama_entries,
     llama_family,
@@ -19,12 +18,10 @@ OLMOE = llama_family(
     "OlmoeForCausalLM",
     network=lambda: mixture_network(qk_norm=True, attention={"qk_norm_over": "projection"}),
     entries=(
-        *llama_entries(epsilon=1e-5, qk_norm=True),
+        *llama_entries(epsilon=1e-5, qk_norm=True, attention_bias=False),
         EQUAL_HEADS,  # The norms of Transformers have no other size.
-        ATTENTION_BIAS,
         *routing_entries(experts=64, choices=8, balance=0.01),
     ),
     rows=EXPERT_ROWS,
-    neutral=frozenset({"output_router_logits"}),
     token_ids={"eos_token_id": 50279, "pad_token_id": 1},
 )

@@ -16,18 +16,11 @@ from layerkit.interop.hugging_face.expert_layers import (
     expert_layers,
     experts_key,
 )
-from layerkit.interop.hugging_face.families.llama import (
-    LAYER,
-    LLAMA_ROWS,
-    THEIR_LAYER,
-    llama_entries,
-    llama_family,
-)
+from layerkit.interop.hugging_face.families.llama import llama_entries, llama_family, llama_rows
 from layerkit.interop.hugging_face.families.mixtral import mixture_network
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, get_field, key, set_field
 from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types
-from layerkit.interop.hugging_face.layouts import LINEAR
-from layerkit.interop.hugging_face.tensors import Row
+from layerkit.interop.hugging_face.parts import gated_names
 
 
 def routing_entries(*, experts: int, choices: int, balance: float) -> tuple[Entry, ...]:
@@ -56,21 +49,15 @@ def qwen_expert_layers(entries: tuple[Entry, ...], *, experts: int) -> Entry:
     )
 
 
-_MLP, _OURS = THEIR_LAYER + "mlp.", LAYER + "feed_forward/"
-_SHARED = _MLP + "shared_expert"
+_OURS = "feed_forward/"
 
-EXPERT_ROWS = (
-    *LLAMA_ROWS,
-    Row(_MLP + "gate.weight", _OURS + "router/w", "experts embed -> embed experts"),
-    *(
-        Row(f"{_MLP}experts.{{expert}}.{name}_proj.weight", _OURS + name, LINEAR)
-        for name in ("gate", "up", "down")
-    ),
-    *(
-        Row(f"{_SHARED}.{name}_proj.weight", f"{_OURS}shared/{name}/w", LINEAR)
-        for name in ("gate", "up", "down")
-    ),
-    Row(_SHARED + "_gate.weight", _OURS + "shared_gate/w", LINEAR),
+EXPERT_ROWS = llama_rows(
+    {
+        _OURS + "router": "mlp.gate",
+        **gated_names(_OURS, "mlp.experts.{expert}."),
+        **gated_names(_OURS + "shared/", "mlp.shared_expert."),
+        _OURS + "shared_gate": "mlp.shared_expert_gate",
+    }
 )
 """Rows of Qwen's mixtures and OLMoE."""
 
@@ -120,5 +107,4 @@ QWEN2_MOE = llama_family(
         ),
     ),
     rows=EXPERT_ROWS,
-    neutral=frozenset({"output_router_logits"}),
 )

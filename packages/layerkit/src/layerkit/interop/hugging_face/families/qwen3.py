@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from layerkit.interop.hugging_face.families.llama import (
-    ATTENTION_BIAS,
     llama_entries,
     llama_family,
     llama_network,
@@ -15,8 +14,7 @@ QWEN3 = llama_family(
     "Qwen3ForCausalLM",
     network=lambda: llama_network(qk_norm=True),
     entries=(
-        *llama_entries(kv_heads=32, head_dim=128, qk_norm=True),
-        ATTENTION_BIAS,
+        *llama_entries(kv_heads=32, head_dim=128, qk_norm=True, attention_bias=False),
         QWEN_LAYERS,
     ),
 )

@@ -6,7 +6,6 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import (
-    ATTENTION_BIAS,
     llama_entries,
     llama_family,
 )
@@ -37,8 +36,7 @@ QWEN3_MOE = llama_family(
     "Qwen3MoeForCausalLM",
     network=lambda: mixture_network(qk_norm=True),
     entries=(
-        *llama_entries(kv_heads=4, qk_norm=True),
-        ATTENTION_BIAS,
+        *llama_entries(kv_heads=4, qk_norm=True, attention_bias=False),
         fixed("use_qk_norm", value=True),
         Entry(_read_window, _write_window),
         qwen_expert_layers(
@@ -51,5 +49,5 @@ QWEN3_MOE = llama_family(
     ),
     rows=EXPERT_ROWS,
     # Transformers gives all layers the window, whatever `max_window_layers` is.
-    neutral=frozenset({"output_router_logits", "max_window_layers"}),
+    neutral=frozenset({"max_window_layers"}),
 )

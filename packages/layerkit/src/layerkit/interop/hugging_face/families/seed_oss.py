@@ -9,8 +9,7 @@ SEED_OSS = llama_family(
     "seed_oss",
     "SeedOssForCausalLM",
     entries=(
-        *llama_entries(kv_heads=8, head_dim=128),
-        key("attention_bias", "layer.attention_tpl.use_bias", default=True),
+        *llama_entries(kv_heads=8, head_dim=128, attention_bias=True),
         key("attention_out_bias", "layer.attention_tpl.use_output_bias", default=False),
         MLP_BIAS,
         key("attention_dropout", "layer.attention_tpl.dropout_rate", 0.1),

@@ -9,7 +9,6 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import (
-    ATTENTION_BIAS,
     MLP_BIAS,
     llama_entries,
     llama_family,
@@ -71,9 +70,9 @@ SMOLLM3 = llama_family(
         *llama_entries(
             tied=True,
             kv_heads=4,
+            attention_bias=False,
             positions=Entry(_ROTARY.read, lambda network: {}),  # `_write_rotary` writes it.
         ),
-        ATTENTION_BIAS,
         MLP_BIAS,
         layer_types(
             _near_without_rotary,

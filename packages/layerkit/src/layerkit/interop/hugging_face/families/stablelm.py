@@ -10,11 +10,9 @@ from typing import Any
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import (
     BASIC_ENTRIES,
-    LAYER,
-    LLAMA_ROWS,
-    THEIR_LAYER,
     llama_family,
     llama_network,
+    llama_rows,
 )
 from layerkit.interop.hugging_face.keys import (
     NORM_EPSILONS,
@@ -27,16 +25,8 @@ from layerkit.interop.hugging_face.keys import (
 )
 from layerkit.interop.hugging_face.parts import activation, norms_per_head, tied_embedding
 from layerkit.interop.hugging_face.rotary import rotary
-from layerkit.interop.hugging_face.tensors import EXPERT, Row, replace_rows
+from layerkit.interop.hugging_face.tensors import EXPERT
 from layerkit.layers.basic.normalizations import LayerNorm
-
-
-def layer_norm_network() -> Config:
-    """Return the network of Llama with LayerNorm in place of RmsNorm."""
-    network = llama_network()
-    norm = LayerNorm.HParams.config(scale_offset=0.0)
-    network.final_norm_tpl = network.stack_tpl.layer_tpl.norm_tpl = norm
-    return network
 
 
 def _read_bias(file: ConfigFile, network: Config) -> None:
@@ -49,25 +39,16 @@ def _write_bias(network: Config) -> dict[str, Any]:
     return {"use_qkv_bias": get_field(network, "layer.attention_tpl.use_bias")}
 
 
-LAYER_NORM_ROWS = (
-    Row("model.norm.bias", "lm/final_norm/bias"),
-    Row(THEIR_LAYER + "input_layernorm.bias", LAYER + "attention_norm/bias"),
-    Row(THEIR_LAYER + "post_attention_layernorm.bias", LAYER + "feed_forward_norm/bias"),
-)
-
 # Each head has a tensor of its own; the placeholder stands for any leading axis of a weight.
-_HEAD_ROWS = tuple(
-    Row(
-        f"{THEIR_LAYER}self_attn.{name[0]}_layernorm.norms.{EXPERT}.weight",
-        f"{LAYER}attention/{name}_norm/scale",
-    )
+_HEAD_NORMS = {
+    f"attention/{name}_norm": f"self_attn.{name[0]}_layernorm.norms.{EXPERT}"
     for name in ("query", "key")
-)
+}
 
 STABLELM = llama_family(
     "stablelm",
     "StableLmForCausalLM",
-    network=layer_norm_network,
+    network=lambda: llama_network(norm_class=LayerNorm),
     entries=(
         tied_embedding(default=False),
         *BASIC_ENTRIES,
@@ -83,8 +64,8 @@ STABLELM = llama_family(
         norms_per_head("qk_layernorm"),
         # Dropout of the output of the feed-forward only.
         fixed("hidden_dropout", value=0.0),
-        rotary(default_fraction=0.25, has_fraction=True),
+        rotary(default_fraction=0.25),
         activation("hidden_act", "silu"),
     ),
-    rows=replace_rows((*LLAMA_ROWS, *LAYER_NORM_ROWS), _HEAD_ROWS),
+    rows=llama_rows(_HEAD_NORMS),
 )

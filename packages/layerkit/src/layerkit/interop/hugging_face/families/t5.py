@@ -19,10 +19,10 @@ from layerkit.interop.hugging_face.keys import (
     key,
     set_field,
 )
-from layerkit.interop.hugging_face.layouts import INTO_HEADS, LINEAR, OUT_OF_HEADS
 from layerkit.interop.hugging_face.parts import (
     ACTIVATIONS,
     embedding_rows,
+    layer_rows,
     put_embedding,
     spelling_of,
 )
@@ -35,7 +35,10 @@ from layerkit.layers.transformer.transformer import Transformer
 from layerkit.models.encoder_decoder import TransformerEncoderDecoder
 from layerkit.models.sequence_model import SequenceModel
 
+_DECODER = "num_decoder_layers"
 _CROSS = "decoder_stack_tpl.layer_tpl.cross_attention_tpl"
+_NORMS = ("encoder_norm_tpl", "decoder_norm_tpl", "layer.norm_tpl")
+_DROPPED = ("layer", "layer.attention_tpl", "layer.feed_forward_tpl", _CROSS)
 _BIASES = ("encoder_stack_tpl.relative_bias_tpl", "decoder_stack_tpl.relative_bias_tpl")
 _GATE = "layer.feed_forward_tpl.use_gate"
 _ACTIVATION = "layer.feed_forward_tpl.activation_tpl"
@@ -98,44 +101,26 @@ def _write_head(network: Config) -> dict[str, Any]:
 def _side_rows(side: str) -> tuple[Row, ...]:
     theirs, ours = f"{side}.block.{{layer}}.layer.", f"model/{side}/{{layer}}/"
     branches = {"attention": "0.SelfAttention", "cross_attention": "1.EncDecAttention"}
-    norms = {"attention_norm": "0", "cross_attention_norm": "1", "feed_forward_norm": "2"}
-    last = "2.DenseReluDense."
     if side == "encoder":
-        del branches["cross_attention"], norms["cross_attention_norm"]
-        norms["feed_forward_norm"], last = "1", "1.DenseReluDense."
-    gate = ours + "feed_forward/gate/w"
+        del branches["cross_attention"]
+    last, gate = f"{theirs}{len(branches)}.", ours + "feed_forward/gate"
+    wide, up = last + "DenseReluDense.wi", ours + "feed_forward/up"
+    names = {gate: wide + "_0", ours + "feed_forward/down": last + "DenseReluDense.wo"}
+    names[ours + "feed_forward_norm"] = last + "layer_norm"
+    names[f"model/{side}_norm"] = f"{side}.final_layer_norm"
+    for name, branch in branches.items():
+        for one in ("query", "key", "value", "output"):
+            names[f"{ours}{name}/{one}"] = f"{theirs}{branch}.{one[0]}"
+        names[f"{ours}{name}_norm"] = f"{theirs}{branch[0]}.layer_norm"
     return (
-        *(
-            Row(
-                f"{theirs}{branch}.{letter}.weight",
-                f"{ours}{name}/{projection}/w",
-                INTO_HEADS,
-            )
-            for name, branch in branches.items()
-            for letter, projection in (("q", "query"), ("k", "key"), ("v", "value"))
-        ),
-        *(
-            Row(
-                f"{theirs}{branch}.o.weight",
-                f"{ours}{name}/output/w",
-                OUT_OF_HEADS,
-            )
-            for name, branch in branches.items()
-        ),
-        *(
-            Row(f"{theirs}{number}.layer_norm.weight", f"{ours}{name}/scale")
-            for name, number in norms.items()
-        ),
-        Row(theirs + last + "wi.weight", ours + "feed_forward/up/w", LINEAR, instead_of=gate),
-        Row(theirs + last + "wi_0.weight", gate, LINEAR),
-        Row(theirs + last + "wi_1.weight", ours + "feed_forward/up/w", LINEAR, beside=gate),
-        Row(theirs + last + "wo.weight", ours + "feed_forward/down/w", LINEAR),
+        *layer_rows(names),
+        *layer_rows({up: wide}, instead_of=gate + "/w"),
+        *layer_rows({up: wide + "_1"}, beside=gate + "/w"),
         Row(
             f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
             f"model/{side}/relative_bias/w",
             "buckets heads -> buckets heads",
         ),
-        Row(f"{side}.final_layer_norm.weight", f"model/{side}_norm/scale"),
     )
 
 
@@ -153,40 +138,13 @@ T5 = Family(
         key("d_kv", "dim_per_head", 64),
         key("num_heads", "num_heads", 8),
         key("num_layers", "num_encoder_layers", 6),
-        key(
-            "num_decoder_layers",
-            "num_decoder_layers",
-            None,
-            fallback=lambda network: network.num_encoder_layers,
-        ),
+        key(_DECODER, _DECODER, None, fallback=lambda network: network.num_encoder_layers),
         Entry(_read_head, _write_head),
         Entry(_read_feed_forward, _write_feed_forward),
-        key(
-            "relative_attention_num_buckets",
-            tuple(f"{bias}.num_buckets" for bias in _BIASES),
-            32,
-        ),
-        key(
-            "relative_attention_max_distance",
-            tuple(f"{bias}.max_distance" for bias in _BIASES),
-            128,
-        ),
-        key(
-            "layer_norm_epsilon",
-            ("encoder_norm_tpl.epsilon", "decoder_norm_tpl.epsilon", "layer.norm_tpl.epsilon"),
-            1e-6,
-        ),
-        key(
-            "dropout_rate",
-            (
-                "dropout_rate",
-                "layer.dropout_rate",
-                "layer.attention_tpl.dropout_rate",
-                "layer.feed_forward_tpl.dropout_rate",
-                f"{_CROSS}.dropout_rate",
-            ),
-            0.1,
-        ),
+        key("relative_attention_num_buckets", tuple(f"{x}.num_buckets" for x in _BIASES), 32),
+        key("relative_attention_max_distance", tuple(f"{x}.max_distance" for x in _BIASES), 128),
+        key("layer_norm_epsilon", tuple(f"{norm}.epsilon" for norm in _NORMS), 1e-6),
+        key("dropout_rate", ("dropout_rate", *(f"{x}.dropout_rate" for x in _DROPPED)), 0.1),
         fixed("is_encoder_decoder", value=True),
     ),
     # The first belongs to a classification head, and the second is the length of training rows.
