@@ -97,9 +97,7 @@ class BertBase(Bert):
 
     NUM_LAYERS = 12
     MODEL_DIMS = 768
-    HIDDEN_DIMS = 3072
     NUM_HEADS = 12
-    DIMS_PER_HEAD = 64
     PERCORE_BATCH_SIZE = 16.0
     ICI_MESH_SHAPE = [16, 1, 1]
 
@@ -109,9 +107,7 @@ class BertLarge(Bert):
 
     NUM_LAYERS = 24
     MODEL_DIMS = 1024
-    HIDDEN_DIMS = 4096
     NUM_HEADS = 16
-    DIMS_PER_HEAD = 64
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [64, 1, 1]
 
@@ -135,7 +131,6 @@ class PaxBert(PaxLm, abstract=True):
     MODEL_DIMS = 12_288
     HIDDEN_DIMS: int | None = 98_304
     NUM_HEADS = 128
-    DIMS_PER_HEAD = 96
     ACTIVATION = "relu"
     USE_REPEATED_LAYER = False
     MAX_SEQ_LEN = 512

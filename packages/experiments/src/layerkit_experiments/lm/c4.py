@@ -36,9 +36,7 @@ class C4Spmd1BAdam4Replicas(C4Spmd):
 
     NUM_LAYERS = 13
     MODEL_DIMS = 2560
-    HIDDEN_DIMS = 10240
     NUM_HEADS = 20
-    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 32.0
     ICI_MESH_SHAPE = [1, 4, 1]
 
@@ -50,9 +48,7 @@ class C4Spmd1BAdam4ReplicasLimitSteps(C4Spmd):
 
     NUM_LAYERS = 13
     MODEL_DIMS = 2560
-    HIDDEN_DIMS = 10240
     NUM_HEADS = 20
-    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 32.0
     ICI_MESH_SHAPE = [1, 4, 1]
     MAX_STEPS = 15_000
@@ -63,9 +59,7 @@ class C4Spmd2BAdam4Replicas(C4Spmd):
 
     NUM_LAYERS = 18
     MODEL_DIMS = 3072
-    HIDDEN_DIMS = 12288
     NUM_HEADS = 24
-    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 32.0
     ICI_MESH_SHAPE = [1, 4, 1]
 
@@ -75,9 +69,7 @@ class C4Spmd16BAdam32Replicas(C4Spmd):
 
     NUM_LAYERS = 36
     MODEL_DIMS = 6144
-    HIDDEN_DIMS = 24576
     NUM_HEADS = 48
-    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 16.0
     ICI_MESH_SHAPE = [1, 16, 2]
 
@@ -87,9 +79,7 @@ class C4Spmd32BAdam64Replicas(C4Spmd):
 
     NUM_LAYERS = 40
     MODEL_DIMS = 8192
-    HIDDEN_DIMS = 32768
     NUM_HEADS = 64
-    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 16, 4]
 
@@ -102,7 +92,6 @@ class LmCloudSpmdAdam(PaxLm):
     NUM_LAYERS = 2
     MODEL_DIMS = 2048
     NUM_HEADS = 16
-    DIMS_PER_HEAD = 128
     FPROP_DTYPE = "float32"
     USE_REPEATED_LAYER = False
     CHECKPOINT_POLICY = "none"
@@ -126,7 +115,6 @@ class C4SpmdAdam(C4Spmd):
     NUM_LAYERS = 24
     MODEL_DIMS = 2048
     NUM_HEADS = 32
-    DIMS_PER_HEAD = 64
     VOCAB_SIZE = 32128
     FPROP_DTYPE = "float32"
     USE_REPEATED_LAYER = False
@@ -145,7 +133,6 @@ class C4SpmdPipelineAdam(Pipelined, PaxLm):
     NUM_LAYERS = 24
     MODEL_DIMS = 2048
     NUM_HEADS = 32
-    DIMS_PER_HEAD = 64
     VOCAB_SIZE = 32128
     FPROP_DTYPE = "float32"
     USE_REPEATED_LAYER = False
@@ -166,9 +153,7 @@ class C4SpmdPipelineGpt3Small(Pipelined, LmExperiment, abstract=True):
 
     NUM_LAYERS = 24
     MODEL_DIMS = 3072
-    HIDDEN_DIMS = 12288
     NUM_HEADS = 24
-    DIMS_PER_HEAD = 128
     MAX_SEQ_LEN = 2048
     ACTIVATION = "gelu"
     POSITIONS = "trainable"
@@ -232,9 +217,7 @@ class MlperfGpt3(LmExperiment, abstract=True):
 
     NUM_LAYERS = 96
     MODEL_DIMS = 12288
-    HIDDEN_DIMS = 49152
     NUM_HEADS = 96
-    DIMS_PER_HEAD = 128
     VOCAB_SIZE = 51200
     MAX_SEQ_LEN = 2048
     EVAL_NUM_BATCHES = None

@@ -25,9 +25,7 @@ class C4Spmd22BAdamMaxText(PaxLm):
     EOS_ID = 1
     NUM_LAYERS = 48
     MODEL_DIMS = 6144
-    HIDDEN_DIMS = 24576
     NUM_HEADS = 24
-    DIMS_PER_HEAD = 256
     VOCAB_SIZE = 32768
     PERCORE_BATCH_SIZE = 16.0
     ICI_MESH_SHAPE = [1, 4, 2]

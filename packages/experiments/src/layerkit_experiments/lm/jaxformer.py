@@ -32,7 +32,6 @@ class Jaxformer1B(MixtureOfExperts, Pipelined, LmExperiment):
 
     NUM_LAYERS = 16
     MODEL_DIMS = 768
-    HIDDEN_DIMS = 3072
     NUM_HEADS = 12
     POSITIONS = "none"
     NORM = "rms_norm"

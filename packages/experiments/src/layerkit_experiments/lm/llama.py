@@ -59,7 +59,6 @@ class Llama7B(Llama2):
     MODEL_DIMS = 4096
     HIDDEN_DIMS = 11008
     NUM_HEADS = 32
-    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 8, 1]
     DCN_MESH_SHAPE = [1, 16, 1]
@@ -72,7 +71,6 @@ class Llama13B(Llama2):
     MODEL_DIMS = 5120
     HIDDEN_DIMS = 13824
     NUM_HEADS = 40
-    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 128, 1]
 
@@ -85,7 +83,6 @@ class Llama70B(Llama2):
     HIDDEN_DIMS = 28672
     NUM_HEADS = 64
     NUM_KV_HEADS = 8
-    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 4.0
     LEARNING_RATE = 1.5e-4
     ICI_MESH_SHAPE = [1, 256, 1]
@@ -228,7 +225,6 @@ class Llama7BLora(LlamaLora):
     MODEL_DIMS = 4096
     HIDDEN_DIMS = 11008
     NUM_HEADS = 32
-    DIMS_PER_HEAD = 128
     INIT_FROM = "Llama-2-7b-hf"
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 1, 1]
@@ -242,7 +238,6 @@ class Llama70BLora(LlamaLora):
     HIDDEN_DIMS = 28672
     NUM_HEADS = 64
     NUM_KV_HEADS = 8
-    DIMS_PER_HEAD = 128
     INIT_FROM = "Llama-2-70b-hf"
     PERCORE_BATCH_SIZE = 2.0
     ICI_MESH_SHAPE = [1, 8, 1]

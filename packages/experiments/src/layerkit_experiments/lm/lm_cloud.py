@@ -25,7 +25,6 @@ class LmCloudSpmdTest(LmCloudSpmd):
 
     NUM_LAYERS = 2
     MODEL_DIMS = 64
-    HIDDEN_DIMS = 256
     NUM_HEADS = 8
     DIMS_PER_HEAD = 8
     PERCORE_BATCH_SIZE = 4.0
@@ -39,7 +38,6 @@ class LmCloudSpmd2B(LmCloudSpmd):
 
     NUM_LAYERS = 18
     MODEL_DIMS = 3072
-    HIDDEN_DIMS = 12288
     NUM_HEADS = 24
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 4, 1]
@@ -52,7 +50,6 @@ class LmCloudSpmd2BLimitSteps(LmCloudSpmd):
 
     NUM_LAYERS = 18
     MODEL_DIMS = 3072
-    HIDDEN_DIMS = 12288
     NUM_HEADS = 24
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 4, 1]
@@ -135,7 +132,6 @@ class LmCloudSpmdMultislice2B(LmCloudSpmd):
 
     NUM_LAYERS = 18
     MODEL_DIMS = 3072
-    HIDDEN_DIMS = 12288
     NUM_HEADS = 24
     PERCORE_BATCH_SIZE = 16.0
     ICI_MESH_SHAPE = [1, 4, 1]
@@ -148,7 +144,6 @@ class LmCloudSpmdPipeline9B(Pipelined, PaxLm):
     NUM_LAYERS = 48
     MODEL_DIMS = 4096
     NUM_HEADS = 32
-    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 8.0
     NUM_STAGES = 16
     MICROBATCH_SIZE = 4
@@ -165,7 +160,6 @@ class LmCloudSpmdPipeline175B(Pipelined, PaxLm):
     NUM_LAYERS = 96
     MODEL_DIMS = 12_288
     NUM_HEADS = 96
-    DIMS_PER_HEAD = 128
     MAX_SEQ_LEN = 2048
     PERCORE_BATCH_SIZE = 0.75
     NUM_STAGES = 8
@@ -183,7 +177,6 @@ class LmCloudSpmdPipelineMultislice2B(Pipelined, PaxLm):
     NUM_LAYERS = 18
     MODEL_DIMS = 3072
     NUM_HEADS = 24
-    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 16.0
     NUM_STAGES = 2
     MICROBATCH_SIZE = 4
@@ -200,7 +193,6 @@ class LmCloudSpmdPipelineMultislice2BCircular(Pipelined, PaxLm):
     NUM_LAYERS = 18
     MODEL_DIMS = 3072
     NUM_HEADS = 24
-    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 16.0
     NUM_STAGES = 2
     MICROBATCH_SIZE = 8
@@ -219,9 +211,7 @@ class LmCloudTransformerAdam(PaxLm):
 
     NUM_LAYERS = 32
     MODEL_DIMS = 1024
-    HIDDEN_DIMS = 4096
     NUM_HEADS = 16
-    DIMS_PER_HEAD = 64
     PERCORE_BATCH_SIZE = 16.0
     ACTIVATION = "relu"
     SOFTMAX_LOGIT_CAP = None

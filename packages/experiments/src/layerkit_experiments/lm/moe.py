@@ -77,9 +77,7 @@ class Glam126M64E(Glam):
 
     NUM_LAYERS = 12
     MODEL_DIMS = 768
-    HIDDEN_DIMS = 3072
     NUM_HEADS = 12
-    DIMS_PER_HEAD = 64
     PERCORE_BATCH_SIZE = 16.0
     ICI_MESH_SHAPE = [1, 1, 64, 1]
 
@@ -89,9 +87,7 @@ class Glam8B64E(Glam):
 
     NUM_LAYERS = 32
     MODEL_DIMS = 4096
-    HIDDEN_DIMS = 16384
     NUM_HEADS = 32
-    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [1, 4, 64, 1]
 
@@ -101,7 +97,6 @@ class Glam64B64E(Glam):
 
     NUM_LAYERS = 64
     MODEL_DIMS = 8192
-    HIDDEN_DIMS = 32768
     NUM_HEADS = 128
     DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 1.0
@@ -137,7 +132,6 @@ class PraxisExperts(LmExperiment, abstract=True):
 
     NUM_HEADS = 48
     NUM_KV_HEADS: int | None = 8
-    DIMS_PER_HEAD = 128
     MODEL_DIMS = 6144
     HIDDEN_DIMS = 32_768
     VOCAB_SIZE = 131_072

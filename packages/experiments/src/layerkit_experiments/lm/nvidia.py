@@ -90,7 +90,6 @@ class NVIDIA1_3B(NvidiaLm):  # noqa: N801 - the names in Pax
 
     NUM_LAYERS = 24
     MODEL_DIMS = 2048
-    HIDDEN_DIMS = 8192
     NUM_HEADS = 32
     DIMS_PER_HEAD = 64
     PERCORE_BATCH_SIZE = 4.0
@@ -102,7 +101,6 @@ class NVIDIA8_3B(NvidiaLm):  # noqa: N801
 
     NUM_LAYERS = 40
     MODEL_DIMS = 4096
-    HIDDEN_DIMS = 16_384
     NUM_HEADS = 64
     DIMS_PER_HEAD = 64
     PERCORE_BATCH_SIZE = 4.0
@@ -114,7 +112,6 @@ class NVIDIA10B(NvidiaLm):
 
     NUM_LAYERS = 32
     MODEL_DIMS = 5120
-    HIDDEN_DIMS = 20_480
     NUM_HEADS = 40
     PERCORE_BATCH_SIZE = 0.25
     ICI_MESH_SHAPE = [2, 1, 8]
@@ -129,7 +126,6 @@ class NVIDIA175B_FSDP(NvidiaLm):  # noqa: N801
 
     NUM_LAYERS = 96
     MODEL_DIMS = 12_288
-    HIDDEN_DIMS = 49_152
     NUM_HEADS = 96
     PERCORE_BATCH_SIZE = 1.0
     ICI_MESH_SHAPE = [1, 16, 1]
@@ -162,7 +158,6 @@ class MoELarge(MixtureOfExperts, NvidiaLm):
     """Groups of a batch, each with slots of its own; None for one per row."""
     NUM_LAYERS = 12
     MODEL_DIMS = 4096
-    HIDDEN_DIMS = 16_384
     NUM_HEADS = 32
     NUM_EXPERTS = 16
     CAPACITY_FACTOR = 2.0
@@ -291,7 +286,6 @@ class NVIDIA5B(Pipelined, NvidiaLm):
 
     NUM_LAYERS = 24
     MODEL_DIMS = 4096
-    HIDDEN_DIMS = 16_384
     NUM_HEADS = 32
     PERCORE_BATCH_SIZE = 1.0
     NUM_STAGES = 4
@@ -308,7 +302,6 @@ class NVIDIA40BProxy(Pipelined, NvidiaLm):
 
     NUM_LAYERS = 12
     MODEL_DIMS = 8192
-    HIDDEN_DIMS = 32_768
     NUM_HEADS = 64
     PERCORE_BATCH_SIZE = 16.0
     NUM_STAGES = 2
@@ -325,7 +318,6 @@ class NVIDIA70BProxy(Pipelined, NvidiaLm):
 
     NUM_LAYERS = 20
     MODEL_DIMS = 8192
-    HIDDEN_DIMS = 32_768
     NUM_HEADS = 64
     PERCORE_BATCH_SIZE = 8.0
     NUM_STAGES = 2
@@ -342,7 +334,6 @@ class NVIDIA116BProxy(Pipelined, NvidiaLm):
 
     NUM_LAYERS = 16
     MODEL_DIMS = 12_288
-    HIDDEN_DIMS = 49_152
     NUM_HEADS = 96
     PERCORE_BATCH_SIZE = 6.0
     NUM_STAGES = 4
@@ -359,7 +350,6 @@ class NVIDIA175BProxy(Pipelined, NvidiaLm):
 
     NUM_LAYERS = 24
     MODEL_DIMS = 12_288
-    HIDDEN_DIMS = 49_152
     NUM_HEADS = 96
     PERCORE_BATCH_SIZE = 6.0
     NUM_STAGES = 4
@@ -376,7 +366,6 @@ class NVIDIA175B(Pipelined, NvidiaLm):
 
     NUM_LAYERS = 96
     MODEL_DIMS = 12_288
-    HIDDEN_DIMS = 49_152
     NUM_HEADS = 96
     PERCORE_BATCH_SIZE = 0.0625
     NUM_STAGES = 6
@@ -393,7 +382,6 @@ class TestSmallConfig(Pipelined, NvidiaLm):
 
     NUM_LAYERS = 16
     MODEL_DIMS = 4096
-    HIDDEN_DIMS = 16_384
     NUM_HEADS = 32
     PERCORE_BATCH_SIZE = 2.0
     NUM_STAGES = 2
@@ -408,9 +396,7 @@ class NVIDIA_CIRCULAR_REPEAT(Pipelined, PaxLm):  # noqa: N801
 
     NUM_LAYERS = 32
     MODEL_DIMS = 4096
-    HIDDEN_DIMS = 16_384
     NUM_HEADS = 32
-    DIMS_PER_HEAD = 128
     ACTIVATION = "relu"
     FPROP_DTYPE = "float32"
     CHECKPOINT_POLICY = "dots"

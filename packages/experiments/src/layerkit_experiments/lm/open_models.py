@@ -61,7 +61,6 @@ class Qwen3_8B(OpenLm):  # noqa: N801 - the name of the size
     HIDDEN_DIMS = 12288
     NUM_HEADS = 32
     NUM_KV_HEADS = 8
-    DIMS_PER_HEAD = 128
     QK_NORM = True
     VOCAB_SIZE = 151_936
     MAX_STEPS = 7_150_000
@@ -274,7 +273,6 @@ class Olmo3_7B(OpenLm):  # noqa: N801
     MODEL_DIMS = 4096
     HIDDEN_DIMS = 11_008
     NUM_HEADS = 32
-    DIMS_PER_HEAD = 128
     QK_NORM = True
     WINDOW = 4096
     ROTARY_BASE = 500_000.0
@@ -312,7 +310,6 @@ class Gemma3_4B(OpenLm):  # noqa: N801
 
     NUM_LAYERS = 34
     MODEL_DIMS = 2560
-    HIDDEN_DIMS = 10_240
     NUM_HEADS = 8
     NUM_KV_HEADS = 4
     DIMS_PER_HEAD = 256

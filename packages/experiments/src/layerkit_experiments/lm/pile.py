@@ -25,9 +25,7 @@ class Gpt126M(LmExperiment, abstract=True):
 
     NUM_LAYERS = 12
     MODEL_DIMS = 768
-    HIDDEN_DIMS = 3072
     NUM_HEADS = 12
-    DIMS_PER_HEAD = 64
     VOCAB_SIZE = 50304
     MAX_SEQ_LEN = 2048
     EOS_ID = None
