@@ -95,9 +95,7 @@ class Bert(LmExperiment, abstract=True):
 class BertBase(Bert):
     """BERT base, 110M weights, on 16 chips (v5p:2x2x4)."""
 
-    NUM_LAYERS = 12
-    MODEL_DIMS = 768
-    NUM_HEADS = 12
+    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 12, 768, 12
     PERCORE_BATCH_SIZE = 16.0
     ICI_MESH_SHAPE = [16, 1, 1]
 
@@ -105,9 +103,7 @@ class BertBase(Bert):
 class BertLarge(Bert):
     """BERT large, 340M weights, on 64 chips (v5p:4x4x4)."""
 
-    NUM_LAYERS = 24
-    MODEL_DIMS = 1024
-    NUM_HEADS = 16
+    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 24, 1024, 16
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [64, 1, 1]
 

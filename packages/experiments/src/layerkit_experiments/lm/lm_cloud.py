@@ -23,10 +23,7 @@ class LmCloudSpmd(PaxLm, abstract=True):
 class LmCloudSpmdTest(LmCloudSpmd):
     """A tiny model on one device, as a smoke test of 10 steps, each of which is reported."""
 
-    NUM_LAYERS = 2
-    MODEL_DIMS = 64
-    NUM_HEADS = 8
-    DIMS_PER_HEAD = 8
+    NUM_LAYERS, MODEL_DIMS, NUM_HEADS, DIMS_PER_HEAD = 2, 64, 8, 8
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [1, 1, 1]
     MAX_STEPS = 10
@@ -36,9 +33,7 @@ class LmCloudSpmdTest(LmCloudSpmd):
 class LmCloudSpmd2B(LmCloudSpmd):
     """2 billion parameters, fully sharded over 4 devices."""
 
-    NUM_LAYERS = 18
-    MODEL_DIMS = 3072
-    NUM_HEADS = 24
+    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 18, 3072, 24
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 4, 1]
 
@@ -48,9 +43,7 @@ class LmCloudSpmd2BLimitSteps(LmCloudSpmd):
 
     tags = ("speed_test",)
 
-    NUM_LAYERS = 18
-    MODEL_DIMS = 3072
-    NUM_HEADS = 24
+    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 18, 3072, 24
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 4, 1]
     MAX_STEPS = 300
@@ -60,9 +53,7 @@ class LmCloudSpmd2BLimitSteps(LmCloudSpmd):
 class LmCloudSpmd32B(LmCloudSpmd):
     """32 billion weights on 64 chips (v4:4x4x4)."""
 
-    NUM_LAYERS = 40
-    MODEL_DIMS = 8192
-    NUM_HEADS = 64
+    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 40, 8192, 64
     PERCORE_BATCH_SIZE = 8.0
     CHECKPOINT_POLICY = "attention_out"
     ICI_MESH_SHAPE = [1, 16, 4]
@@ -72,9 +63,7 @@ class LmCloudSpmd32B(LmCloudSpmd):
 class LmCloudSpmd64B(LmCloudSpmd):
     """64 billion weights on 128 chips (v4:4x4x8)."""
 
-    NUM_LAYERS = 51
-    MODEL_DIMS = 10_240
-    NUM_HEADS = 80
+    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 51, 10_240, 80
     PERCORE_BATCH_SIZE = 4.0
     CHECKPOINT_POLICY = "attention_out"
     ICI_MESH_SHAPE = [1, 16, 8]
@@ -84,9 +73,7 @@ class LmCloudSpmd64B(LmCloudSpmd):
 class LmCloudSpmd128B(LmCloudSpmd):
     """129 billion weights on 256 chips (v4:4x8x8)."""
 
-    NUM_LAYERS = 71
-    MODEL_DIMS = 12_288
-    NUM_HEADS = 96
+    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 71, 12_288, 96
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [1, 64, 4]
     shards_features = True
@@ -95,9 +82,7 @@ class LmCloudSpmd128B(LmCloudSpmd):
 class LmCloudSpmd256B(LmCloudSpmd):
     """258 billion weights on 512 chips (v4:8x8x8)."""
 
-    NUM_LAYERS = 80
-    MODEL_DIMS = 16_384
-    NUM_HEADS = 128
+    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 80, 16_384, 128
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [1, 64, 8]
     shards_features = True
@@ -106,9 +91,7 @@ class LmCloudSpmd256B(LmCloudSpmd):
 class LmCloudSpmd512B(LmCloudSpmd):
     """514 billion weights on 1024 chips (v4:8x8x16)."""
 
-    NUM_LAYERS = 102
-    MODEL_DIMS = 20_480
-    NUM_HEADS = 160
+    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 102, 20_480, 160
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [1, 64, 16]
     shards_features = True
@@ -117,9 +100,7 @@ class LmCloudSpmd512B(LmCloudSpmd):
 class LmCloudSpmd1024B(LmCloudSpmd):
     """1.03 trillion weights on 2048 chips (v4:8x16x16)."""
 
-    NUM_LAYERS = 142
-    MODEL_DIMS = 24_576
-    NUM_HEADS = 192
+    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 142, 24_576, 192
     PERCORE_BATCH_SIZE = 2.0
     ICI_MESH_SHAPE = [1, 256, 8]
     shards_features = True
@@ -130,9 +111,7 @@ class LmCloudSpmdMultislice2B(LmCloudSpmd):
 
     tags = ("multislice",)
 
-    NUM_LAYERS = 18
-    MODEL_DIMS = 3072
-    NUM_HEADS = 24
+    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 18, 3072, 24
     PERCORE_BATCH_SIZE = 16.0
     ICI_MESH_SHAPE = [1, 4, 1]
     DCN_MESH_SHAPE = [2, 1, 1]
@@ -141,9 +120,7 @@ class LmCloudSpmdMultislice2B(LmCloudSpmd):
 class LmCloudSpmdPipeline9B(Pipelined, PaxLm):
     """9.8 billion weights in 16 pipeline stages of 4 chips (v4:4x4x4)."""
 
-    NUM_LAYERS = 48
-    MODEL_DIMS = 4096
-    NUM_HEADS = 32
+    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 48, 4096, 32
     PERCORE_BATCH_SIZE = 8.0
     NUM_STAGES = 16
     MICROBATCH_SIZE = 4
@@ -157,9 +134,7 @@ class LmCloudSpmdPipeline175B(Pipelined, PaxLm):
 
     tags = ("multislice",)
 
-    NUM_LAYERS = 96
-    MODEL_DIMS = 12_288
-    NUM_HEADS = 96
+    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 96, 12_288, 96
     MAX_SEQ_LEN = 2048
     PERCORE_BATCH_SIZE = 0.75
     NUM_STAGES = 8
@@ -174,9 +149,7 @@ class LmCloudSpmdPipelineMultislice2B(Pipelined, PaxLm):
 
     tags = ("multislice",)
 
-    NUM_LAYERS = 18
-    MODEL_DIMS = 3072
-    NUM_HEADS = 24
+    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 18, 3072, 24
     PERCORE_BATCH_SIZE = 16.0
     NUM_STAGES = 2
     MICROBATCH_SIZE = 4
@@ -190,9 +163,7 @@ class LmCloudSpmdPipelineMultislice2BCircular(Pipelined, PaxLm):
 
     tags = ("multislice",)
 
-    NUM_LAYERS = 18
-    MODEL_DIMS = 3072
-    NUM_HEADS = 24
+    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 18, 3072, 24
     PERCORE_BATCH_SIZE = 16.0
     NUM_STAGES = 2
     MICROBATCH_SIZE = 8
@@ -209,9 +180,7 @@ class LmCloudTransformerAdam(PaxLm):
 
     tags = ("pmap",)
 
-    NUM_LAYERS = 32
-    MODEL_DIMS = 1024
-    NUM_HEADS = 16
+    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 32, 1024, 16
     PERCORE_BATCH_SIZE = 16.0
     ACTIVATION = "relu"
     SOFTMAX_LOGIT_CAP = None
