@@ -6,12 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
 import layerkit_runner
+from layerkit.config import build
 from layerkit.errors import UserError
+from layerkit.interop import hugging_face
 from layerkit.layers import quantize_model
 from layerkit_runner.tools.quantize import quantize_folder
 
@@ -76,6 +79,29 @@ def test_rows_outgrow_the_trained_length_of_longrope_as_in_transformers(tmp_path
     streamed: list[int] = []
     model.generate_ids(IDS[:1], max_new_tokens=9, stream=lambda row, token: streamed.append(token))
     assert found.tolist() == streamed == tokens[0, len(IDS[0]) :].tolist()
+
+
+def test_drafts_change_neither_tokens_nor_their_stream(tmp_path: Path):
+    content = {"model_type": "glm4_moe", "vocab_size": 16, "hidden_size": 8, "head_dim": 4}
+    content |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    content |= {"intermediate_size": 8, "moe_intermediate_size": 8, "n_routed_experts": 4}
+    content |= {"num_experts_per_tok": 2, "num_nextn_predict_layers": 1}
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "config.json").write_text(json.dumps(content))
+    config = hugging_face.model_config(tmp_path / "config")
+    variables = build(config).init(jax.random.key(0))
+    hugging_face.export_model(tmp_path / "model", config, jax.tree.map(lambda x: 2 * x, variables))
+    results = []
+    for decoder in ("SampleDecoder", "SpeculativeDecoder"):
+        overrides = {"task.model.decoder": f"layerkit.decoding.{decoder}"}
+        model = layerkit_runner.load(tmp_path / "model", overrides=overrides)
+        streamed: list[tuple[int, int]] = []
+        options = {"max_new_tokens": 9, "temperature": 0.0}
+        model.generate_ids(IDS, **options, stream=lambda *pair, to=streamed: to.append(pair))
+        found = [ids.tolist() for ids in model.generate_ids([IDS[0], IDS[1][:2]], **options)]
+        results.append((streamed, found))
+    assert results[0] == results[1]
+    assert len(results[0][0]) > 8
 
 
 @pytest.mark.parametrize(
