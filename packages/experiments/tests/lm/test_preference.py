@@ -13,6 +13,7 @@ import pytest
 
 import layerkit_runner
 from layerkit.config import build
+from layerkit.errors import ConfigError
 from layerkit_experiments.lm import preference
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_experiments.recipes.preference_files import PreferenceFiles
@@ -148,6 +149,15 @@ def test_stored_reference_replaces_the_second_network(base: Path, tmp_path: Path
     assert resolve(stored).task.train.learner.frozen == ()
     found, expected = (losses("Dpo", base, [1, 1, 1], **one) for one in (fields, {}))
     np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [("Kto", "GAMMA", 0.5), ("Reward", "BETA", 0.2), ("Dpo", "CENTERING", 0.1)],
+)
+def test_field_that_the_loss_does_not_read_raises(raises, base: Path, name, field, value):
+    with raises(ConfigError, field=field, value=value):
+        resolve(make(name, base, **{field: value}))
 
 
 class ByteDpo(PreferenceFiles, LocalText):

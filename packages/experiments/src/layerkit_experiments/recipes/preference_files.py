@@ -6,11 +6,20 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from layerkit.config import Config, walk_configs
+from layerkit.config.checks import require
 from layerkit.layers.quantization.lora import is_lora
 from layerkit.models import KtoModel, PreferenceModel, RewardModel
 from layerkit_experiments.recipes.chat_files import ChatFiles
 from layerkit_experiments.recipes.training import TrainedExperiment
 from layerkit_inputs import JudgementInput, PairInput
+
+# Model of each loss, and the fields of the experiment that it reads.
+_PAIR_MODEL: tuple[Any, tuple[str, ...]] = PreferenceModel, ("beta", "label_smoothing", "gamma")
+_OTHER_MODELS: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "kto": (KtoModel, ("beta", "desirable_weight", "undesirable_weight")),
+    "reward": (RewardModel, ("centering",)),
+}
+_ALL_MODELS = (_PAIR_MODEL, *_OTHER_MODELS.values())
 
 
 class PreferenceFiles(ChatFiles, TrainedExperiment, abstract=True):
@@ -49,35 +58,37 @@ class PreferenceFiles(ChatFiles, TrainedExperiment, abstract=True):
     def task(self) -> Config:
         """Return the config of the task, in which a reference with weights of its own is frozen."""
         task = super().task()
-        if self.LOSS == "reward":
+        model_class, names = _OTHER_MODELS.get(self.LOSS, _PAIR_MODEL)
+        fields: dict[str, Any] = {name: getattr(self, name.upper()) for name in names}
+        for name in {name for _, names in _ALL_MODELS for name in names} - set(names):
+            value, default = getattr(self, name.upper()), getattr(PreferenceFiles, name.upper())
+            expected = f"{default}, since LOSS={self.LOSS!r} does not read it"
+            require(value == default, None, name.upper(), value, expected)
+        if model_class is RewardModel:
             del task.model.decoder
-            task.model = task.model.with_class(RewardModel, centering=self.CENTERING)
             if task.initial_weights is not None:
                 task.initial_weights.draw = ("score/.*",)
-            return task
-        task.model = self._policy_model(task.model)
+        else:
+            fields["reference"] = self._reference(task.model)
+        if model_class is PreferenceModel:
+            fields["loss"] = self.LOSS
+        task.model = task.model.with_class(model_class, **fields)
         learner = task.train.learner
-        if task.model.reference == "frozen" and learner.trainable is None:
+        if fields.get("reference") == "frozen" and learner.trainable is None:
             learner.frozen = [*learner.frozen, "reference_lm/.*"]
-        elif task.model.reference == "frozen":
+        elif fields.get("reference") == "frozen":
             learner.trainable = [f"(?!reference_lm/){one}" for one in learner.trainable]
         return task
 
-    def _policy_model(self, model: Config) -> Config:
-        """Return the config of a policy from that of a language model."""
+    def _reference(self, model: Config) -> str:
+        """Return the source of the log-probabilities of the reference, for a language model."""
+        if self.LOSS in ("simpo", "orpo"):
+            return "none"
+        if self.REFERENCE_FOLDER is not None:
+            return "batch"
         # Adapters that are trained further are a part of the start.
         has_new = any(map(is_lora, walk_configs(model))) and not getattr(self, "ADAPTERS", None)
-        policy = {"beta": self.BETA, "reference": "base" if has_new else "frozen"}
-        if self.LOSS == "kto":
-            weights = {"desirable_weight": self.DESIRABLE_WEIGHT}
-            weights["undesirable_weight"] = self.UNDESIRABLE_WEIGHT
-            return model.with_class(KtoModel, **policy, **weights)
-        if self.REFERENCE_FOLDER is not None:
-            policy["reference"] = "batch"
-        if self.LOSS in ("simpo", "orpo"):
-            policy["reference"] = "none"
-        options = {"loss": self.LOSS, "label_smoothing": self.LABEL_SMOOTHING, "gamma": self.GAMMA}
-        return model.with_class(PreferenceModel, **policy, **options)
+        return "base" if has_new else "frozen"
 
     def datasets(self) -> list[Config]:
         """Return configs of the training and the held-out input."""
