@@ -149,7 +149,7 @@ def test_reports_of_student_are_kept_and_those_of_teacher_are_not():
 def test_samples_continue_prompts_by_the_key_and_only_in_training():
     model = build(config(on_policy_fraction=1.0, prompt_length=4, alpha=0.5))
     params, batch = weights()[PARAMS], make_batch()
-    batch.segment_ids = np.int32(np.arange(LENGTH) < np.array([[12], [12], [2], [0]]))
+    batch.weights *= np.arange(LENGTH) >= np.array([[0], [0], [1], [4]])
     (loss, metrics), gradient = gradients(model, params, batch)
     again, other = (gradients(model, params, batch, jax.random.key(k))[0][0] for k in (0, 1))
     assert loss == again != other
@@ -159,8 +159,7 @@ def test_samples_continue_prompts_by_the_key_and_only_in_training():
     (metrics, _), _ = model.clone(train=True).apply(
         {PARAMS: params}, batch, rngs={RANDOM: KEY}, mutable=[AUX_LOSS]
     )
-    # Prompts of 4, 4, 2 and 0 tokens: each row of 12 labels has as many after its prompt, up to the
-    # 9 steps of the decoder.
+    # Prompts of 4, 4, 2 and no tokens, each of which 9 steps of the decoder continue.
     assert metrics["loss"].weight == 9 + 9 + 9 + 0
     assert set(model.apply({PARAMS: params}, batch)[0]) >= {"xent", "accuracy"}
 

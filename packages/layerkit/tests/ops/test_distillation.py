@@ -71,10 +71,10 @@ def test_all_tokens_of_teacher_equal_its_logits(beta):
     assert np.all(log_probs[..., -1] < -1e8)
 
     def of_top(student):
-        return top_divergence(student, ids, log_probs, beta=beta, temperature=2.0).sum()
+        return top_divergence(student, ids, log_probs, beta, 2.0).sum()
 
     def of_logits(student):
-        return divergence(student, TEACHER, beta=beta, temperature=2.0).sum()
+        return divergence(student, TEACHER, beta, 2.0).sum()
 
     for one, other in zip(
         *(jax.value_and_grad(f)(jnp.asarray(STUDENT)) for f in (of_top, of_logits)), strict=True
@@ -111,11 +111,9 @@ def test_classes_of_probability_zero_have_finite_gradients(beta):
 
 def test_feature_distances_equal_their_formulas():
     x, y = STUDENT.astype(np.float64), TEACHER.astype(np.float64)
-    np.testing.assert_allclose(
-        feature_distances(x, y, kind="mse"), ((x - y) ** 2).mean(-1), rtol=1e-5
-    )
+    np.testing.assert_allclose(feature_distances(x, y, "mse"), ((x - y) ** 2).mean(-1), rtol=1e-5)
     cosines = (x * y).sum(-1) / np.linalg.norm(x, axis=-1) / np.linalg.norm(y, axis=-1)
-    np.testing.assert_allclose(feature_distances(x, y, kind="cosine"), 1 - cosines, rtol=1e-5)
+    np.testing.assert_allclose(feature_distances(x, y, "cosine"), 1 - cosines, rtol=1e-5)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 5, 8])

@@ -30,7 +30,7 @@ from layerkit.models.language_model import prompts_of_batch
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.models.weighted_metrics import token_metrics
 from layerkit.ops.distillation import divergence, feature_distances, top_divergence
-from layerkit.ops.losses import cross_entropy, map_chunks, weighted_mean
+from layerkit.ops.losses import weighted_mean
 
 TEACHER_WEIGHTS = "teacher/(.*)"
 """Pattern of the paths of the teacher's weights."""
@@ -40,25 +40,24 @@ _PACKING = ("segment_ids", "segment_pos")
 class DistillationModel(BaseModel):
     """A language model, the student, that is trained towards a teacher.
 
-    A batch is that of `LanguageModel`. Without `teacher_tpl` it also has `teacher_ids` int32
-    `[batch, length, k]` and `teacher_log_probs` float32 `[batch, length, k + 1]`, which
-    `top_log_probs` computes. The loss of a token is α·divergence + (1 − α)·cross-entropy, and that
-    of a sampled token is its divergence. Networks with vocabularies of different sizes are
-    compared on the ids that both have. A sharding rule with the prefix `teacher_`, such as
-    `teacher_embed`, replaces that of the axis for the weights of the teacher.
+    A batch is that of `LanguageModel`. The loss of a token is α·divergence + (1 − α)·cross-entropy,
+    and that of a sampled token is its divergence. Of vocabularies of different sizes, the ids that
+    both have are compared. A sharding rule `teacher_embed` replaces `embed` for the weights of the
+    teacher, and so for other axes.
 
     Attributes:
       lm_tpl: Network of the student.
-      teacher_tpl: Network of the teacher, with its own dtypes if it sets any. The learner must
-        freeze its weights, `teacher/`. None to read the batch.
-      beta: 0 for the forward KL, 1 for the reverse KL, a number between them for the generalized
-        Jensen–Shannon divergence.
+      teacher_tpl: Network of the teacher. The learner must freeze its weights, `teacher/`. None
+        reads the results of `top_log_probs` in the batch: `teacher_ids` `[batch, length, k]` and
+        `teacher_log_probs` `[batch, length, k + 1]`.
+      beta: β of `layerkit.ops.distillation`, from 0 to 1.
       temperature: Divisor of the logits of both networks in the divergence.
       alpha: α, from 0 to 1.
-      on_policy_fraction: Probability that a training step, or microbatch, replaces its rows by
-        samples of the student, which continue their first tokens with `decoder`.
-      prompt_length: Number of these tokens; fewer where the row has `inputs_indicator` or padding
-        that says so.
+      on_policy_fraction: Probability that a training step, or microbatch, learns from samples of
+        the student, which continue the first tokens of its rows with `decoder`: those up to the
+        first label with a weight.
+      prompt_length: Number of first tokens of rows whose first label has a weight. Rows without a
+        weight in so many labels have no sample.
       features: Pairs of a layer of the student, whose outputs learn through a linear map, and the
         layer of the teacher whose outputs they learn; both count from 0.
       feature_loss: Distance of features; see `feature_distances`.
@@ -141,51 +140,42 @@ class DistillationModel(BaseModel):
         """
         rows, is_sampled = self._rows(batch)
         hidden, features = self._run("lm", rows)
-        project, options = self.lm.softmax.projection(jnp.float32), self.lm.softmax.loss_options
-        of_teacher = None
         if self.teacher_tpl is None:
             teacher = [batch.teacher_ids, batch.teacher_log_probs]
         else:
             *teacher, targets = self._run("teacher", rows)
-            of_teacher = self.teacher.softmax.projection()
+            project = self.teacher.softmax.projection()
 
-        def losses_of(hidden: jax.Array, labels: jax.Array, *teacher: Any) -> Any:
-            logits = project(hidden)
-            losses = cross_entropy(logits, labels, **options)
-            if of_teacher is None:
+        def compare(logits: jax.Array, *teacher: Any) -> jax.Array:
+            if self.teacher_tpl is None:
                 ids, log_probs = teacher
-                return losses, top_divergence(logits, ids, log_probs, self.beta, self.temperature)
-            others = of_teacher(*teacher)
+                return top_divergence(logits, ids, log_probs, self.beta, self.temperature)
+            others = project(*teacher)
             size = min(logits.shape[-1], others.shape[-1])
-            both = logits[..., :size], others[..., :size]
-            return losses, divergence(*both, self.beta, self.temperature)
+            return divergence(logits[..., :size], others[..., :size], self.beta, self.temperature)
 
-        chunk_size = self.lm.softmax.positions_at_once(hidden.shape[1])
-        losses, per_token = map_chunks(
-            losses_of, hidden, rows.labels, *teacher, chunk_size=chunk_size
-        )
+        losses, per_token = self.lm.softmax.token_losses(hidden, rows.labels, compare, *teacher)
         result = NestedMap(losses._asdict(), divergence=per_token, weights=rows.weights)
         if self.features:
-            triples = zip(self.features, features, targets, strict=True)
             distances = [
-                feature_distances(getattr(self, f"feature_{layer}")(x), y, kind=self.feature_loss)
-                for (layer, _), x, y in triples
+                feature_distances(getattr(self, f"feature_{layer}")(x), y, self.feature_loss)
+                for (layer, _), x, y in zip(self.features, features, targets, strict=True)
             ]
             result.feature_distance = sum(distances) / len(distances)
         return NestedMap(result, is_sampled=is_sampled)
 
     def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
-        """Compute `loss`, `divergence` and maybe `feature_distance`, and `xent` and `accuracy`.
+        """Compute `loss`, `divergence`, `xent`, `accuracy`, and `feature_distance` with features.
 
-        The last two are left out in training with samples, whose tokens are no data. The other
+        Training with samples, whose tokens are no data, leaves out `xent` and `accuracy`. The other
         results are those of `LanguageModel`.
         """
         weights = predictions.weights
         names = ("loss", "xent", "divergence", "feature_distance")
         means = {n: weighted_mean(predictions[n], weights) for n in names if n in predictions}
         total = jnp.sum(weights.astype(jnp.float32))
-        outputs = NestedMap(means, total_weight=total, correct=predictions.correct)
-        metrics, rows = token_metrics(NestedMap(outputs, per_token_xent=predictions.xent), weights)
+        per_token = {"per_token_xent": predictions.xent, "correct": predictions.correct}
+        metrics, rows = token_metrics(NestedMap(means, total_weight=total, **per_token), weights)
         alpha = jnp.where(predictions.is_sampled, 1.0, self.alpha)
         loss = alpha * means["divergence"] + (1.0 - alpha) * means["loss"]
         means["loss"] = loss + self.feature_weight * means.get("feature_distance", 0.0)
@@ -215,8 +205,9 @@ class DistillationModel(BaseModel):
         key, choice = jax.random.split(self.next_prng_key())
         length = batch.ids.shape[1]
         width = min(self.prompt_length, length)
-        is_prompt = batch.get("inputs_indicator", rows.get("segment_ids", jnp.ones_like(batch.ids)))
-        lengths = jnp.sum(jnp.cumprod(is_prompt[:, :width] != 0, axis=1, dtype=jnp.int32), axis=1)
+        # The first labels without weight belong to the prompt, as the token before them.
+        masked = jnp.cumprod(batch.weights[:, :width] == 0, axis=1, dtype=jnp.int32).sum(axis=1)
+        lengths = jnp.where(masked == 0, width, jnp.where(masked < width, masked + 1, 0))
         prompts = NestedMap(ids=batch.ids[:, :width], prompt_lengths=lengths)
         steps = length + 1 - width
         decoder = dataclasses.replace(self.decoder, max_decode_steps=steps, max_length=None)

@@ -1,4 +1,4 @@
-"""Losses of a student that imitates a teacher, for each token.
+"""Losses of a student that imitates a teacher, of each token.
 
 With p the teacher's and q the student's distribution over the next token, both at one temperature:
 
@@ -7,8 +7,8 @@ With p the teacher's and q the student's distribution over the next token, both 
     0 < β < 1    β·KL(p‖m) + (1 − β)·KL(q‖m) with m = β·p + (1 − β)·q
 
 The last is the generalized Jensen–Shannon divergence of GKD (Agarwal et al., 2024,
-arXiv:2306.13649), also of TRL. Losses are in nats, without the factor temperature² of Hinton et al.
-(2015, arXiv:1503.02531), as in TRL. The teacher gets no gradients.
+arXiv:2306.13649). As in TRL, losses lack the factor temperature² of Hinton et al. (2015,
+arXiv:1503.02531). They are in nats and float32. The teacher gets no gradients.
 """
 
 from __future__ import annotations
@@ -20,23 +20,15 @@ import jax.numpy as jnp
 
 # Stands for the logarithm of 0, so that 0·log 0 and its gradient are 0.
 _LOG_ZERO = -1e9
-# Largest probability of the most likely tokens together, so that the rest has a logarithm.
+# Largest sum of the probabilities of some tokens, so that the rest has a logarithm.
 _LARGEST_SUM = 1.0 - 2.0**-24
 
 
 def divergence(
     student: jax.Array, teacher: jax.Array, beta: float = 0.0, temperature: float = 1.0
 ) -> jax.Array:
-    """Compute the divergence of each token between two networks, float32 `[...]`.
-
-    Args:
-      student: Logits `[..., num_classes]`, converted to float32.
-      teacher: Logits `[..., num_classes]`.
-      beta: β in [0, 1]; see the module.
-      temperature: Divisor of both logits, a positive number.
-    """
-    log_p, log_q = (_log_probs(logits, temperature) for logits in (teacher, student))
-    return _divergence(log_q, jax.lax.stop_gradient(log_p), beta)
+    """Compute the divergence, `[...]`, of logits `[..., num_classes]`; see the module."""
+    return _divergence(_log_probs(student, temperature), _log_probs(teacher, temperature), beta)
 
 
 def top_divergence(
@@ -46,59 +38,45 @@ def top_divergence(
     beta: float = 0.0,
     temperature: float = 1.0,
 ) -> jax.Array:
-    """Compute the divergence over k tokens and all others as one outcome, float32 `[...]`.
+    """Compute the divergence, `[...]`, over k tokens and all others as one outcome.
 
-    It is at most `divergence`, and equal to it if k is the size of the vocabulary.
+    It is at most `divergence`, and equal to it if k is the number of classes.
 
     Args:
       student: Logits `[..., num_classes]`.
-      ids: The teacher's k most likely tokens, integers `[..., k]`.
-      log_probs: Results of `top_log_probs` at the same temperature, `[..., k + 1]`.
-      beta: As for `divergence`.
-      temperature: As for `divergence`.
+      ids: First result of `top_log_probs`, `[..., k]`.
+      log_probs: Second result, at the same temperature, `[..., k + 1]`.
+      beta: β in [0, 1].
+      temperature: Divisor of the logits.
     """
     log_q = _outcomes(_log_probs(student, temperature), ids)
     # If the k tokens are all there are, nothing is left for the others.
-    log_p = log_probs[..., : log_q.shape[-1]].astype(jnp.float32)
-    return _divergence(log_q, jax.lax.stop_gradient(log_p), beta)
+    return _divergence(log_q, log_probs[..., : log_q.shape[-1]], beta)
 
 
 def top_log_probs(
     logits: jax.Array, k: int, temperature: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the k most likely tokens and their log-probabilities.
-
-    Args:
-      logits: `[..., num_classes]`.
-      k: Number of tokens, at most num_classes.
-      temperature: Divisor of the logits.
+    """Return the k most likely tokens of logits `[..., num_classes]`.
 
     Returns:
-      (ids int32 `[..., k]`, most likely first; log-probabilities float32 `[..., k + 1]`, the last
-      of which is that of all other tokens together, or about −1e9 without others).
+      (ids int32 `[..., k]`, most likely first; their log-probabilities `[..., k + 1]`, the last of
+      which is that of all other tokens together, −1e9 if there are none).
     """
     every = _log_probs(logits, temperature)
-    _, ids = jax.lax.top_k(every, k)
+    ids = jax.lax.top_k(every, k)[1].astype(jnp.int32)
     top = _outcomes(every, ids)
     rest = jnp.full((*top.shape[:-1], k + 1 - top.shape[-1]), _LOG_ZERO)
-    return ids.astype(jnp.int32), jnp.concatenate([top, rest], axis=-1)
+    return ids, jnp.concatenate([top, rest], axis=-1)
 
 
-def feature_distances(student: jax.Array, teacher: jax.Array, *, kind: str) -> jax.Array:
-    """Compute the distance of each token's hidden states, float32 `[batch, length]`.
-
-    Args:
-      student: Hidden states `[batch, length, dims]`, projected to the width of the teacher.
-      teacher: Hidden states `[batch, length, dims]`.
-      kind: `mse`, the mean over dims of the squared difference, or `cosine`, 1 − cos.
-    """
-    student = student.astype(jnp.float32)
-    teacher = jax.lax.stop_gradient(teacher.astype(jnp.float32))
+def feature_distances(student: jax.Array, teacher: jax.Array, kind: str) -> jax.Array:
+    """Compute the distance of hidden states `[..., dims]`: their mean square (mse), or 1 − cos."""
+    x, y = student.astype(jnp.float32), jax.lax.stop_gradient(teacher.astype(jnp.float32))
     if kind == "mse":
-        return jnp.mean(jnp.square(student - teacher), axis=-1)
-    products = [jnp.sum(a * b, -1) for a, b in ((student, student), (teacher, teacher))]
-    norms = jnp.sqrt(products[0] * products[1] + 1e-12)
-    return 1.0 - jnp.sum(student * teacher, axis=-1) / norms
+        return jnp.mean(jnp.square(x - y), axis=-1)
+    squares = jnp.sum(x * x, axis=-1) * jnp.sum(y * y, axis=-1)
+    return 1.0 - jnp.sum(x * y, axis=-1) * jax.lax.rsqrt(squares + 1e-12)
 
 
 def _log_probs(logits: jax.Array, temperature: float) -> jax.Array:
@@ -116,6 +94,7 @@ def _outcomes(log_probs: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def _divergence(log_q: jax.Array, log_p: jax.Array, beta: float) -> jax.Array:
+    log_p = jax.lax.stop_gradient(log_p)
     if beta in (0, 1):
         return _kl(log_p, log_q) if beta == 0 else _kl(log_q, log_p)
     log_m = jnp.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))

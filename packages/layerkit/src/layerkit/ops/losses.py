@@ -1,8 +1,8 @@
 """Softmax cross-entropy of logits or, chunk by chunk, of hidden states.
 
 The logits of a language model are its largest array: `[batch, length, num_classes]` in float32.
-`cross_entropy` computes the loss of each token from them; `chunked_cross_entropy` computes the same
-with one chunk of the logits in memory at a time; `weighted_mean` averages the losses. The layers of
+`cross_entropy` computes the loss of each token from them; `map_chunks` computes functions of them
+with one chunk in memory at a time; `weighted_mean` averages the losses. The layers of
 `layerkit.layers.basic.embeddings` call these functions.
 
 All losses are in nats and float32.
@@ -241,43 +241,8 @@ def _entropy_loss(logits: jax.Array, log_z: jax.Array, *, weight: float) -> jax.
     return weight * jnp.sum(jnp.exp(log_probs) * factors, axis=-1)
 
 
-def chunked_cross_entropy(
-    hidden: jax.Array,
-    project: Callable[[jax.Array], jax.Array],
-    labels: jax.Array,
-    *,
-    chunk_size: int,
-    **options: float,
-) -> TokenLosses:
-    """Compute `cross_entropy(project(hidden), labels)` with one chunk of the logits at a time.
-
-    See `map_chunks`.
-
-    Args:
-      hidden: `[batch, length, dims]`.
-      project: Function from `[batch, positions, dims]` to logits `[batch, positions,
-        num_classes]`, which computes each position separately.
-      labels: Integers `[batch, length]`; see `cross_entropy`.
-      chunk_size: Number of positions of each row whose logits are in memory at once.
-      **options: Options of `cross_entropy`.
-
-    Returns:
-      The losses of each token, `[batch, length]`.
-
-    Raises:
-      ConfigError: `cross_entropy` raises an error, or the chunk size is below 1.
-    """
-    _check_labels("chunked_cross_entropy", labels, hidden.shape[:-1])
-
-    def losses_of(hidden: jax.Array, labels: jax.Array) -> TokenLosses:
-        return cross_entropy(project(hidden), labels, **options)
-
-    losses: TokenLosses = map_chunks(losses_of, hidden, labels, chunk_size=chunk_size)
-    return losses
-
-
 def map_chunks(function: Callable[..., Any], *arrays: jax.Array, chunk_size: int) -> Any:
-    """Compute `function(*arrays)` with one chunk of the positions at a time.
+    """Compute `function(*arrays)` with one chunk of the positions, such as their logits, at a time.
 
     The length axis is split into the fewest chunks of at most `chunk_size` positions, of nearly
     equal size, and padded. The backward pass computes each chunk again. The gradients of arrays
@@ -285,22 +250,17 @@ def map_chunks(function: Callable[..., Any], *arrays: jax.Array, chunk_size: int
     float32.
 
     Args:
-      function: Function from arrays `[batch, positions, ...]` to a tree of arrays `[batch,
-        positions]`, which computes each position separately.
+      function: Function from arrays `[batch, positions, ...]` to a tree of such arrays, which
+        computes each position separately.
       *arrays: Arrays `[batch, length, ...]`.
       chunk_size: Number of positions of each row that the function gets at once.
-
-    Returns:
-      The result of the function, arrays `[batch, length]`.
     """
     length = arrays[0].shape[1]
-    num_chunks = max(1, math.ceil(length / chunk_size))
-    if num_chunks == 1:
-        return function(*arrays)
-    chunks = [_split(array, num_chunks) for array in arrays]
+    num_chunks = math.ceil(length / chunk_size)
     # In a scan, XLA cannot merge the recomputation with the forward pass.
     run = jax.checkpoint(lambda chunk: function(*chunk), prevent_cse=False)
-    return jax.tree.map(lambda x: _join(x, length), jax.lax.map(run, chunks))
+    chunks = jax.lax.map(run, [_split(array, num_chunks) for array in arrays])
+    return jax.tree.map(lambda x: _join(x, length), chunks)
 
 
 def _split(x: jax.Array, num_chunks: int) -> jax.Array:
@@ -318,9 +278,9 @@ def _split(x: jax.Array, num_chunks: int) -> jax.Array:
 
 
 def _join(x: jax.Array, length: int) -> jax.Array:
-    """Undo `_split` for `[num_chunks, batch, positions]`."""
-    num_chunks, batch, positions = x.shape
-    return jnp.moveaxis(x, 0, 2).reshape(batch, positions * num_chunks)[:, :length]
+    """Undo `_split` for `[num_chunks, batch, positions, ...]`."""
+    num_chunks, batch, positions, *rest = x.shape
+    return jnp.moveaxis(x, 0, 2).reshape(batch, positions * num_chunks, *rest)[:, :length]
 
 
 def weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:

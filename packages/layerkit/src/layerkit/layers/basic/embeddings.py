@@ -32,8 +32,8 @@ from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.dots import merge_tokens
 from layerkit.ops.losses import (
     TokenLosses,
-    chunked_cross_entropy,
     cross_entropy,
+    map_chunks,
     soft_cap,
     soft_cross_entropy,
     weighted_mean,
@@ -263,7 +263,7 @@ class ClassSoftmax(BaseLayer):
         require(is_soft == (labels is None), self, "labels", shape_of_labels, expected)
         if class_probabilities is None:
             assert labels is not None
-            losses = self._token_losses(hidden, labels)
+            losses, _ = self.token_losses(hidden, labels)
         else:
             expected, smoothing = "0 with class_probabilities", self.label_smoothing
             require(not smoothing, self, "label_smoothing", smoothing, expected)
@@ -286,23 +286,6 @@ class ClassSoftmax(BaseLayer):
             correct=losses.correct,
         )
 
-    @property
-    def loss_options(self) -> dict[str, float]:
-        """Options of `losses.cross_entropy`."""
-        names = ("label_smoothing", "z_loss_weight", "entropy_loss_weight")
-        return {name: getattr(self, name) for name in names}
-
-    def positions_at_once(self, length: int) -> int:
-        """Return the number of positions of a row whose logits are in memory at once.
-
-        Args:
-          length: Number of positions of a row.
-        """
-        chunk_size = self.chunk_size
-        if chunk_size is None and self.num_classes >= _LARGE_VOCABULARY:
-            chunk_size = _DEFAULT_CHUNK
-        return length if chunk_size is None else min(chunk_size, length)
-
     def projection(self, dtype: Any = None) -> Callable[[jax.Array], jax.Array]:
         """Return the function `logits`, with the weights of this layer.
 
@@ -310,20 +293,42 @@ class ClassSoftmax(BaseLayer):
         layers cannot be called, such as in a loop of JAX.
 
         Args:
-          dtype: Dtype of the class vectors and of the bias, in which `losses.map_chunks` sums
-            gradients; None for theirs.
+          dtype: Dtype of the weights, in which chunks sum gradients; None for theirs.
         """
         bias = self.theta.b if self.use_bias else None
         weights = {"vectors": self.class_vectors(), "bias": bias}
         return partial(self._project, **jax.tree.map(lambda x: x.astype(dtype or x.dtype), weights))
 
-    def _token_losses(self, hidden: jax.Array, labels: jax.Array) -> TokenLosses:
-        chunk_size = self.positions_at_once(hidden.shape[1]) if hidden.ndim == 3 else None
-        if chunk_size in (None, hidden.shape[1]):
-            return cross_entropy(self.logits(hidden), labels, **self.loss_options)
+    def token_losses(
+        self,
+        hidden: jax.Array,
+        labels: jax.Array,
+        compare: Callable[..., Any] = lambda logits: None,
+        *arrays: jax.Array,
+    ) -> tuple[TokenLosses, Any]:
+        """Compute the cross-entropy of each token, and another function of the logits.
+
+        Args:
+          hidden: `[batch, length, input_dims]`.
+          labels: Integers `[batch, length]`.
+          compare: Function of the logits and `arrays`, which computes each position separately.
+          *arrays: Arrays `[batch, length, ...]`, which are split into chunks as the logits are.
+        """
+        chunk_size = self.chunk_size
+        if chunk_size is None and self.num_classes >= _LARGE_VOCABULARY:
+            chunk_size = _DEFAULT_CHUNK
+        names = ("label_smoothing", "z_loss_weight", "entropy_loss_weight")
+        options = {name: getattr(self, name) for name in names}
+
+        def losses_of(project: Any, hidden: jax.Array, labels: jax.Array, *arrays: Any) -> Any:
+            logits = project(hidden)
+            return cross_entropy(logits, labels, **options), compare(logits, *arrays)
+
+        if chunk_size is None or hidden.ndim != 3 or hidden.shape[1] <= chunk_size:
+            return losses_of(self.projection(), hidden, labels, *arrays)
         # float32, because the gradients of the chunks are summed in this dtype.
-        project, options = self.projection(jnp.float32), self.loss_options
-        return chunked_cross_entropy(hidden, project, labels, chunk_size=chunk_size, **options)
+        run = partial(losses_of, self.projection(jnp.float32))
+        return map_chunks(run, hidden, labels, *arrays, chunk_size=chunk_size)
 
     def _project(self, hidden: jax.Array, vectors: jax.Array, bias: jax.Array | None) -> jax.Array:
         check_last_axis(self, hidden, input_dims=self.input_dims)
