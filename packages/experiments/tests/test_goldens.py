@@ -15,9 +15,11 @@ import functools
 import inspect
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import layerkit_experiments
@@ -104,6 +106,17 @@ def chat_files() -> tuple[str, ...]:
     return ("chat.jsonl",)
 
 
+@pytest.fixture
+def teacher(hf_folder: str) -> str:
+    """A folder with weights, as the kind of a teacher is told by its files, and no tokenizer."""
+    arrays = pytest.importorskip("safetensors.numpy")
+    folder = Path(hf_folder).with_name("teacher")
+    folder.mkdir()
+    (folder / "config.json").write_text(Path(hf_folder, "config.json").read_text())
+    arrays.save_file({f"w{i}": np.zeros(1, np.float32) for i in range(9)}, folder / "w.safetensors")
+    return folder.name
+
+
 FIRST: dict[str, str] = {}
 for listed, experiment in EXPERIMENTS.items():
     FIRST.setdefault(experiment.__module__, listed)
@@ -131,20 +144,23 @@ def differences(text: str, first: str) -> str:
     return "".join(f"{line}\n" for line in (*changed, *(f"- {path}" for path in absent)))
 
 
-def golden_text(name: str, fields: dict[str, Any]) -> str:
-    text, first = configuration(name, **fields), FIRST[EXPERIMENTS[name].__module__]
+def golden_text(name: str, value_of: Callable[[str], Any]) -> str:
+    def text_of(name: str) -> str:
+        # A field that has no value is given that of the fixture of its name.
+        unset = fields_without_value(EXPERIMENTS[name])
+        return configuration(name, **{field: value_of(field.lower()) for field in unset})
+
+    text, first = text_of(name), FIRST[EXPERIMENTS[name].__module__]
     if name == (whole := WHOLE[name.partition(".")[0]]):
         return text
     if name == first:
         return f"differs from {whole}\n{differences(text, configuration(whole))}"
-    return f"differs from {first}\n{differences(text, configuration(first, **fields))}"
+    return f"differs from {first}\n{differences(text, text_of(first))}"
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_configuration_is_as_it_was(name: str, request: pytest.FixtureRequest):
-    # A field that has no value is given that of the fixture of its name.
-    unset = fields_without_value(EXPERIMENTS[name])
-    text = golden_text(name, {f: request.getfixturevalue(f.lower()) for f in unset})
+    text = golden_text(name, request.getfixturevalue)
     golden = GOLDENS / f"{name}.txt"
     if REWRITE:
         GOLDENS.mkdir(exist_ok=True)

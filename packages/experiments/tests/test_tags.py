@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -37,11 +38,18 @@ def golden(name: str) -> str:
 
 
 IS_SO: dict[str, Callable[[ExperimentEntry], bool]] = {
+    "distillation": lambda entry: (
+        "\ntask.model = DistillationModel\n" in golden(entry.dotted.removeprefix(PREFIX))
+    ),
     "eval_only": lambda entry: load_experiment(entry).trained_by is not None,
     # BoolQ is for trained weights, which a field names.
     "fine_tune": lambda entry: (
         entry.name.startswith("lm.boolq.")
-        or "\ntask.initial_weights = None\n" not in golden(entry.dotted.removeprefix(PREFIX))
+        or not re.search(
+            # Where missing weights are random, the sources are those of a teacher.
+            r"\ntask\.initial_weights( = None|\.missing = 'draw')\n",
+            golden(entry.dotted.removeprefix(PREFIX)),
+        )
     ),
     "lm": lambda entry: entry.name.startswith("lm."),
     "lora": lambda entry: " = LoraDot\n" in golden(entry.dotted.removeprefix(PREFIX)),

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     )
     from layerkit_inputs.mixing.mixture import Mixture as Mixture
     from layerkit_inputs.mixing.multi_input import MultiInput as MultiInput
+    from layerkit_inputs.mixing.teacher_rows import TeacherRows as TeacherRows
     from layerkit_inputs.packing.first_fit import cut_documents as cut_documents
     from layerkit_inputs.packing.first_fit import plan_packing as plan_packing
     from layerkit_inputs.packing.model_features import (

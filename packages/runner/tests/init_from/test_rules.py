@@ -7,7 +7,7 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit_runner.errors import UsageError
-from layerkit_runner.init_from.settings import Origin, Rule, parse_rules
+from layerkit_runner.init_from.settings import InitFrom, Origin, Rule, Source, parse_rules
 
 
 def origin(pattern: str, source: str, name: str, shape: tuple[int, ...] = (2, 3)) -> Origin:
@@ -79,3 +79,13 @@ def test_rule_without_a_valid_stored_name_is_an_error(raises, source: str, shape
 def test_rule_with_a_malformed_pattern_is_an_error(raises):
     with raises(ConfigError, field="rules[0]", value="(a"):
         parse_rules([("(a", "b")], label="rules")
+
+
+def test_sources_are_kept_whose_rules_are_all_of_frozen_weights():
+    teacher = Source(folder="teacher", rules=[("teacher/(.*)", r"lm/\1")])
+    both = Source(folder="both", rules=[("teacher/(.*)", r"lm/\1"), ("lm/.*", r"\g<0>")])
+    settings = InitFrom(sources=[Source(folder="student"), both, teacher], draw=["head/.*"])
+    kept = settings.only(("teacher/(.*)",))
+    assert kept is not None
+    assert (kept.sources, kept.draw) == ([teacher], ())
+    assert settings.only(()) is None

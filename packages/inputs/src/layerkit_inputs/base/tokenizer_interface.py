@@ -145,6 +145,24 @@ def ends_by_file(tokenizer: Tokenizer) -> Mapping[str, tuple[int, ...]]:
     return getattr(tokenizer, "declared_ends", {"tokenizer": ends})
 
 
+def first_difference(one: Tokenizer, other: Tokenizer) -> str | None:
+    """Return the first id of a tokenizer that has another text in the other one, or None.
+
+    The text is such as `id 7 of 300 is 'the' and 'of'`. The other tokenizer may have more ids.
+    """
+    if one.fingerprint() == other.fingerprint():
+        return None
+    texts = [getattr(tokenizer, "special_tokens", {}) for tokenizer in (one, other)]
+    for i in range(one.vocab_size):
+        here, there = (
+            special.get(i, tokenizer.decode([i]))
+            for special, tokenizer in zip(texts, (one, other), strict=True)
+        )
+        if here != there or i >= other.vocab_size:
+            return f"id {i} of {one.vocab_size} is {here!r} and {there!r}"
+    return None
+
+
 def target_start_id(tokenizer: Tokenizer) -> int:
     """Return the id that the first token of an encoder-decoder's target is predicted from."""
     return tokenizer.pad_id if tokenizer.start_id is None else tokenizer.start_id

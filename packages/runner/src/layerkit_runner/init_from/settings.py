@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from layerkit.config import Conditions, Config, Configurable, instance_field
@@ -219,6 +219,11 @@ class InitFrom(InitialWeights):
             expected = "one source, since a run has one step"
             raise UsageError(owner=self.label, field="load_step", value=loading, expected=expected)
 
+    def only(self, patterns: Collection[str]) -> InitFrom | None:
+        """Return settings of the sources whose rules all have one of the patterns, if any."""
+        kept = [s for s in self.sources if s.rules and all(p in patterns for p, _ in s.rules)]
+        return InitFrom(sources=kept) if kept else None
+
 
 def weights_of(folder: str, adapters: Mapping[str, float] | None = None) -> Config:
     """Return the config of initial weights from a folder, and of weighted adapters of PEFT."""
@@ -231,7 +236,8 @@ def weights_of(folder: str, adapters: Mapping[str, float] | None = None) -> Conf
 def init_from_flags(folder: str, draw: str | None, *, beside: InitFrom | None = None) -> InitFrom:
     """Return the settings of `--init_from=DIR` and `--init_draw=PATTERN`.
 
-    `beside` are the settings to which the folder is added, if it has an adapter alone.
+    `beside` are the settings to which the folder is added: those of a model whose adapter it has,
+    or of frozen weights.
     """
     draws = () if draw is None else (draw,)
     return InitFrom(

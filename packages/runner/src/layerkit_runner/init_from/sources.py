@@ -6,6 +6,8 @@ Names, shapes and dtypes are read first; values later, each straight into its sh
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import os
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -27,7 +29,7 @@ from layerkit.interop.hugging_face.other_forms import other_form
 from layerkit.interop.peft.importing import PlacedAdapters, open_folders
 from layerkit.models.language_model import LanguageModel
 from layerkit_runner.checkpointing import CheckpointManager, folders
-from layerkit_runner.checkpointing.integrity import require_sound, verify_together
+from layerkit_runner.checkpointing.integrity import require_sound, step_digest, verify_together
 from layerkit_runner.checkpointing.stored_state import LeafPath, LeafSpec, join, named_leaves
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import absolute, is_remote
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     # Values by path, such as `("params", "lm", "w")`; `leaves` have their shapes and dtypes.
     StoredValues: TypeAlias = "StoredCheckpoint | StoredHuggingFace | StoredAdapters | StoredPax"
 
+_END_BYTES = 1 << 20
 _STEP_NAME = re.compile(rf"{folders.STEP_PREFIX}_(\d+)")
 
 
@@ -170,6 +173,27 @@ def recognize(folder_path: str) -> CheckpointFolder | HuggingFaceFolder | PaxFol
         return PeftFolder(directory)
     problem = "no checkpoint" if children else "empty folder"
     raise UsageError(problem, field="folder", value=folder_path, expected=expected, hint=hint)
+
+
+def weights_digest(folder_path: str, step: int | None = None) -> str:
+    """Return a digest of the weights in a folder, of the newest step by default.
+
+    Of a Hugging Face folder, the sizes and both ends of the files count.
+    """
+    kind = recognize(folder_path)
+    if isinstance(kind, CheckpointFolder):
+        steps = [one for one in (step, kind.step) if one is not None]
+        newest = (steps or folders.committed_steps(kind.directory))[-1]
+        return str(step_digest(folders.step_folder(kind.directory, newest)))
+    hasher = hashlib.sha256()
+    for path in sorted(kind.directory.glob("*.safetensors")):
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            hasher.update(f"{path.name} {size}".encode())
+            for place in (0, max(size - _END_BYTES, 0)):
+                file.seek(place)
+                hasher.update(file.read(_END_BYTES))
+    return hasher.hexdigest()
 
 
 class StoredCheckpoint:

@@ -353,8 +353,9 @@ class TrainingRun:
         if options.init_from is not None:
             beside = task.initial_weights
             if beside is not None and not isinstance(recognize(options.init_from), PeftFolder):
-                report("--init_from replaces task.initial_weights")
-                beside = None
+                beside = beside.only(task.model.frozen_weights)
+                kept = "" if beside is None else ", except for frozen weights"
+                report(f"--init_from replaces task.initial_weights{kept}")
             weights = init_from_flags(options.init_from, options.init_draw, beside=beside)
         return plan_first_state(self.job.partitioner, task, weights=weights, report=report)
 

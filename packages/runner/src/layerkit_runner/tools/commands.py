@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from layerkit.errors import pip_install
 from layerkit_runner.config.flags import Command, FlagCommand, Mode
 from layerkit_runner.errors import UsageError
-from layerkit_runner.run_options import RunOptions
+from layerkit_runner.run_options import Flag, RunOptions, positive
 
 if TYPE_CHECKING:
     from layerkit_runner.config.requests import ParsedFlags, ResolvedExperiment
@@ -84,9 +84,9 @@ def _inspect(resolved: ResolvedExperiment, options: RunOptions) -> int:
 def _late(path: str) -> Callable[..., int]:
     """Return a function that imports the function `module:name` of a tool when it is called."""
 
-    def run(request: Any) -> int:
+    def run(*request: Any) -> int:
         module, _, name = path.partition(":")
-        return getattr(importlib.import_module(f"layerkit_runner.tools.{module}"), name)(request)
+        return getattr(importlib.import_module(f"layerkit_runner.tools.{module}"), name)(*request)
 
     return run
 
@@ -107,6 +107,11 @@ def _study(flags: ParsedFlags) -> int:
 
 PLAN = Mode("compile the training step without the devices; print memory and traffic", _plan)
 INSPECT = Mode("print the configuration, weights or batches; writes nothing", _inspect)
+TOP_LOGITS = Mode(
+    "write the most likely tokens of a teacher at each position of the data, for distillation",
+    _late("top_logits:write_top_logits"),
+    flags=(Flag("k", positive, "number of tokens at each position", "K", default=64),),
+)
 DIFF_CONFIG = FlagCommand(_late("inspect.config_difference:run_diff_config"))
 STUDY = FlagCommand(_study)
 GENERATE = FlagCommand(_late("generate:run_generate"))
