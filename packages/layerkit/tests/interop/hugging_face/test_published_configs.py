@@ -684,6 +684,7 @@ OPTIONS = [
     ("gemma2", "use_bidirectional_attention", False, True),
     ("olmo3", "rope_parameters", {}, {"rope_type": "default", "rope_theta": 1e4}),
     ("gemma3_text", "rope_parameters", {}, {"rope_type": "default", "rope_theta": 1e4}),
+    ("gemma3_text", "rope_parameters", {}, {"full_attention": HALF4}),
     ("gemma4_text", "enable_moe_block", False, True),
     ("gemma4_text", "hidden_size_per_layer_input", None, 256),
     ("gemma4_text", "num_kv_shared_layers", 0, 2),

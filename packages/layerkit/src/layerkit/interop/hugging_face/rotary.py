@@ -80,13 +80,11 @@ def rotary(
             **(read_scaling(file) or default_scaling or {}),
         }
         rotated = parameters["partial_rotary_factor"]
-        if rotated != 1.0 and default_fraction is None:
-            raise file.invalid(fraction, "1 in this family", value=rotated)
         head_dim = network.dim_per_head or network.model_dims // network.num_heads
         if int(rotated * head_dim) % 2 or int(rotated * head_dim) != round(rotated * head_dim):
             expected = f"an even number of the {head_dim} coordinates of a head"
             raise file.invalid(fraction, expected, value=rotated)
-        config = rotary_config(file, parameters)
+        config = rotary_config(file, parameters, has_fraction=default_fraction is not None)
         config.pairing = pairing
         set_field(network, "layer.attention_tpl.rotary_tpl", config)
 
@@ -123,8 +121,10 @@ def read_scaling(file: ConfigFile, kind: str | None = None) -> dict[str, Any]:
     return {**(older if kind == FAR else {}), **(newer.get(kind) or {})}
 
 
-def rotary_config(file: ConfigFile, parameters: Mapping[str, Any]) -> Config:
-    """Return the config of rotary positions for parameters in the newer form.
+def rotary_config(
+    file: ConfigFile, parameters: Mapping[str, Any], *, has_fraction: bool = False
+) -> Config:
+    """Return the config of rotary positions for parameters in the newer form; see `rotary`.
 
     Raises:
       UnsupportedModelError: The type, or an option of the type, is not supported.
@@ -137,6 +137,9 @@ def rotary_config(file: ConfigFile, parameters: Mapping[str, Any]) -> Config:
     )
     if kind != "proportional":
         config.fraction = float(parameters.get("partial_rotary_factor", 1.0))
+        if config.fraction != 1.0 and not has_fraction:
+            expected = "1 in rope_parameters of this family, unless rope_type is 'proportional'"
+            raise file.invalid("partial_rotary_factor", expected, value=config.fraction)
     if kind != "default" and kind not in _SCALINGS:
         hint = "A cache needs one that does not depend on the sequence length."
         raise file.invalid("rope_type", value=kind, choices=_SCALINGS, hint=hint)

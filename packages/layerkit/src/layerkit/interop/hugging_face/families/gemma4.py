@@ -85,8 +85,6 @@ def _read_layers(file: ConfigFile, network: Config) -> None:
     for attention, kind in zip((one.attention_tpl for one in templates), kinds, strict=True):
         attention.value_norm_tpl.epsilon = network.final_norm_tpl.epsilon
         attention.rotary_tpl = rotary_config(file, parameters[kind])
-        if attention.rotary_tpl.fraction != 1.0:
-            raise file.invalid("rope_parameters", "a whole head, unless its type is proportional")
     network.set(stack_tpl=stack_layers(templates), dim_per_head=None, num_kv_heads=None)
 
 
