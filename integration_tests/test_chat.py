@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     wrapped = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>"
     )
-    wrapped.chat_template = TEMPLATE
+    wrapped.chat_template = {"default": TEMPLATE, "tool_use": f"{TEMPLATE}{{# tools #}}"}
     wrapped.save_pretrained(folder)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
@@ -108,7 +108,12 @@ def test_three_commands_from_a_folder_to_a_folder_that_answers(
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTIONS[3]}\n{QUESTIONS[7]}\n"))
     assert cli.main([f"--job_log_dir={job}", "--mode=generate", "--chat", "--temperature=0"]) == 0
     assert capsys.readouterr().out == "after 3 comes: 4\nafter 7 comes: 8\n"
-    assert (exported / "chat_template.jinja").read_text() == TEMPLATE
+    templates = [
+        transformers.AutoTokenizer.from_pretrained(path).chat_template
+        for path in (folder, exported)
+    ]
+    assert templates[0] == templates[1]
+    assert set(templates[0]) == {"default", "tool_use"}
     prompt = ["--chat", f"--prompt={QUESTIONS[2]}", "--temperature=0"]
     assert cli.main([f"--init_from={exported}", "--mode=generate", *prompt]) == 0
     assert capsys.readouterr().out == "after 2 comes: 3\n"

@@ -12,15 +12,8 @@ import pytest
 
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.errors import BadRecordError
-from layerkit_inputs.base.find_files import TextFile
 from layerkit_inputs.base.host_batches import spec_of
-from layerkit_inputs.chat.chat_input import (
-    ChatInput,
-    ChatPrompts,
-    as_row,
-    find_row_files,
-    read_rows,
-)
+from layerkit_inputs.chat.chat_input import ChatInput, ChatPrompts
 from layerkit_inputs.chat.conversations import read_conversation
 from layerkit_inputs.chat.template import load_chat_template
 from layerkit_inputs.chat.token_masks import encode_conversation
@@ -152,26 +145,33 @@ def test_every_kind_of_file_has_the_same_rows(tmp_path):
     saved.save_to_disk(str(tmp_path / "saved"))
     (tmp_path / "saved" / "train" / "cache-0.arrow").write_bytes(b"")  # as `Dataset.map` leaves it
     (tmp_path / "README.md").write_text("about")
-    files = find_row_files([str(tmp_path)], field="paths")
-    assert [file.name for file in files] == [
+    source = ChatInput(batch_size=1, paths=[str(tmp_path)], chat_template="zephyr", split="all")
+    assert [file.name for file in source._all_files] == [
         "array.json", "lines.jsonl", "packed.json.gz", "saved/test/data-00000-of-00001.arrow",
         "saved/train/data-00000-of-00001.arrow", "table.parquet",
     ]  # fmt: skip
-    for file in files:
-        found = [read_conversation(as_row(row)) for _, row in read_rows(file, max_bytes=1 << 20)]
-        expected = [read_conversation(row) for row in rows[: 2 if "test" in file.name else None]]
-        assert found == expected, file.name
+    for file in source._all_files:
+        actual = [json.loads(text) for _, text in source._texts(file)]
+        expected = [[row["messages"], None, 0] for row in rows]
+        assert actual == expected[: 2 if "test" in file.name else None], file.name
     source = ChatInput(
         batch_size=1, paths=[str(tmp_path / "saved")], chat_template="zephyr", split="heldout"
     )
     assert len(source._documents) == 2
-    with pytest.raises(BadRecordError, match="about"):
-        [*read_rows(TextFile("about", tmp_path / "about.txt"), max_bytes=1)]
+    readme = [str(tmp_path / "README.md")]
+    source = ChatInput(paths=readme, batch_size=1, chat_template="zephyr", split="all")
+    with pytest.raises(BadRecordError, match=r"README.md: suffix='.md'"):
+        source.get_next()
 
 
-def test_heldout_conversations_are_not_trained_on(make):
+def test_heldout_conversations_are_not_trained_on(tmp_path, make):
+    # The same conversations once more, with the keys of messages in another order.
+    again = [{"messages": [dict([*one.items()][::-1]) for one in row["messages"]]} for row in ROWS]
+    path = str(write(tmp_path / "twice.jsonl", [*ROWS, *again]))
+
     def texts(split: str) -> set[Any]:
-        return {labels for labels, _ in documents_of([*make(split=split).eval_batches()])}
+        batches = make(split=split, paths=[path]).eval_batches()
+        return {labels for labels, _ in documents_of([*batches])}
 
     train, heldout = texts("train"), texts("heldout")
     assert heldout
@@ -187,6 +187,36 @@ def test_bad_rows_are_skipped_and_counted_or_named(tmp_path, make, raises):
     assert source.num_skipped == 3
     with raises(BadRecordError, owner=f"{path}, line 1"):
         make(paths=[str(path)], split="all").get_next()
+
+
+def test_wrong_template_date_and_columns_are_named(tmp_path, make, raises):
+    broken, file = tmp_path / "broken.jinja", tmp_path / "text.parquet"
+    broken.write_text("{% if %}")
+    for skips in ("skip", "refuse"):  # A template is no record.
+        with pytest.raises(BadRecordError, match="cannot read the chat template") as error:
+            make(chat_template=str(broken), on_bad_record=skips).get_next()
+        assert error.value.hint is None
+    with raises(ConfigError, field="template_date", value="today"):
+        make(template_date="today")
+    pytest.importorskip("pyarrow.parquet").write_table(
+        pytest.importorskip("pyarrow").Table.from_pylist([{"text": "a"}]), file
+    )
+    with pytest.raises(BadRecordError, match=r"conversation=\['text'\]"):
+        make(paths=[str(file)], split="all").get_next()
+
+
+def test_conversations_whose_ends_have_no_loss_are_counted(tmp_path, make):
+    source = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ eos_token }}"
+        "{% endfor %}"
+    )
+    (tmp_path / "ends.jinja").write_text(source)
+    text = make(split="all", chat_template=str(tmp_path / "ends.jinja"))
+    len(text._documents)
+    assert "conversations without a loss on the end of a turn: 40" in text._data_text()
+    text = make(split="all")
+    len(text._documents)
+    assert "end of a turn" not in text._data_text()
 
 
 def test_prompts_end_before_the_last_answer_and_exact_match_reads_it(tmp_path, make):

@@ -101,10 +101,10 @@ def test_loss_is_on_the_selected_turns(raises):
     with raises(ConfigError, field="messages[1].train", value=None):
         lossy_text(Conversation([USER, ANSWER]), loss_on="train")
     source = "{% for m in messages %}A:{{ m.content }}{% endfor %}"  # It has no generation prompt.
-    with raises(ConfigError, field="messages[0].role", value="assistant"):
-        encode_conversation(
-            Conversation([ANSWER]), ChatTemplate({"default": source}, {}), ByteTokenizer()
-        )
+    for first in (source, "{{ messages[0].role }}" + source):  # or renders no empty conversation
+        template = ChatTemplate({"default": first}, {})
+        with raises(ConfigError, field="messages[0].role", value="assistant"):
+            encode_conversation(Conversation([ANSWER]), template, ByteTokenizer())
 
 
 def test_tools_that_a_template_leaves_out_are_reported():

@@ -82,10 +82,10 @@ class ChatFiles(BaseExperiment, abstract=True):
         try:
             ends = turn_ends(load_chat_template(self.CHAT_TEMPLATE, tokenizer), tokenizer)
         except UserError as error:
-            error.field = "CHAT_TEMPLATE"
+            error.field, error.value = "CHAT_TEMPLATE", self.chat_template()
             raise
         expected = "a template whose turns end with a special token of the tokenizer"
-        require(ends, None, "CHAT_TEMPLATE", self.CHAT_TEMPLATE, expected)
+        require(ends, None, "CHAT_TEMPLATE", self.chat_template(), expected)
         ends = tuple(dict.fromkeys((*build(model.decoder).eos_ids, *ends)))
         model.decoder.eos_id = ends if len(ends) > 1 else ends[0]
         return task

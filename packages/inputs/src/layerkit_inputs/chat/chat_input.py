@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -25,7 +26,7 @@ import numpy as np
 
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit.errors import ConfigError
+from layerkit.errors import ConfigError, first_names
 from layerkit_inputs.base.errors import BadRecordError, require_extra
 from layerkit_inputs.base.find_files import TextFile, find_text_files
 from layerkit_inputs.base.tokenizer_interface import SpecialIds
@@ -47,83 +48,18 @@ from layerkit_inputs.chat.token_masks import (
 )
 from layerkit_inputs.packing.documents import DocumentPrompts, Documents, RowPlan
 from layerkit_inputs.packing.model_features import segment_features
-from layerkit_inputs.parquet.row_group_sizes import (
-    MAX_ROW_GROUP_BYTES,
-    open_parquet,
-    read_row_group,
-)
+from layerkit_inputs.parquet.row_group_sizes import open_parquet
 from layerkit_inputs.text.split_documents import Split, SplitDocuments
 from layerkit_inputs.text.text_files import read_raw_documents
 from layerkit_inputs.text.tokenizers import SpecialTokensInText
 
-COLUMNS = frozenset(
-    {"system", "tools", "input", "chosen", "rejected", "label"}.union(*map(frozenset, FORMS))
-)
-"""Columns that are read; others may have any types."""
-SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow")
-"""Suffixes of the files that are read; those of JSON may be followed by `.gz`."""
+# Columns of tables that are read; others may have any types.
+_COLUMNS = frozenset({"system", "tools", "input", "chosen", "rejected", "label"}.union(*FORMS))
+_TABLES = (".parquet", ".arrow")
+_SUFFIXES = (".jsonl", ".ndjson", ".json", *_TABLES)
 # Files that `datasets` writes beside the Arrow files of a data set.
 _BESIDE_ARROW = re.compile(r"(dataset_dict|dataset_info|state)\.json|cache-.*\.arrow")
 _ROWS_AT_A_TIME = 1000
-
-
-def find_row_files(paths: Sequence[str], *, field: str) -> list[TextFile]:
-    """Return the files of `paths`, as `find_text_files`; of folders, those with `SUFFIXES`.
-
-    Raises:
-      MissingFileError: An entry of `paths` matches no file.
-      BadRecordError: No file in the folders has one of the suffixes.
-    """
-    files = {
-        file.path.resolve(): file
-        for path in paths
-        for file in find_text_files([path], field=field)
-        if not Path(path).is_dir()
-        or (_suffix(file.path) in SUFFIXES and not _BESIDE_ARROW.fullmatch(file.path.name))
-    }
-    if not files:
-        expected = f"files with the suffixes {', '.join(SUFFIXES)}"
-        raise BadRecordError(field=field, value=list(paths), expected=expected)
-    return sorted(files.values())
-
-
-def read_rows(file: TextFile, *, max_bytes: int) -> Iterator[tuple[str, Any]]:
-    """Yield the place and the contents of each row of a file: a dict, or a line of JSON as bytes.
-
-    Args:
-      file: File to read.
-      max_bytes: Largest size of an unpacked JSON array, or line of JSON, in bytes.
-
-    Raises:
-      BadRecordError: The file cannot be read.
-    """
-    kind, path = _suffix(file.path), file.path
-    if kind not in SUFFIXES:
-        raise BadRecordError(owner=str(path), field="suffix", value=kind, choices=SUFFIXES)
-    if kind in (".parquet", ".arrow"):
-        rows = enumerate(_table_rows(path, kind))
-    elif (array := _json_array(path, max_bytes)) is not None:
-        rows = enumerate(array)
-    else:
-        lines = read_raw_documents(file, field="", max_document_bytes=max_bytes)
-        yield from ((line.where, line.data) for line in lines)
-        return
-    yield from ((f"{path}, row {number}", row) for number, row in rows)
-
-
-def as_row(row: Any) -> dict[str, Any]:
-    """Return a row of `read_rows` as a dict.
-
-    Raises:
-      BadRecordError: The row is not a JSON object.
-    """
-    if isinstance(row, bytes):
-        try:
-            row = json.loads(row)
-        except (ValueError, RecursionError) as error:
-            raise BadRecordError(f"not a line of JSON ({error})") from None
-    require(isinstance(row, dict), None, "type of a row", type(row).__name__, "a JSON object")
-    return dict(row)
 
 
 def _suffix(path: Path) -> str:
@@ -146,25 +82,28 @@ def _json_array(path: Path, max_bytes: int) -> list[Any] | None:
     return array
 
 
-def _table_rows(path: Path, kind: str) -> Iterator[dict[str, Any]]:
+def _table_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a Parquet file, or of an Arrow stream."""
     arrow = require_extra("pyarrow", needed_by="Parquet and Arrow files")
-    parquet = require_extra("pyarrow.parquet", needed_by="Parquet files")
     try:
-        if kind == ".arrow":
-            with arrow.memory_map(str(path)) as opened, arrow.ipc.open_stream(opened) as stream:
-                names = [name for name in stream.schema.names if name in COLUMNS]
-                for batch in stream:
-                    yield from drop_nulls(batch.select(names).to_pylist())
-            return
-        names = [name for name in parquet.read_schema(path).names if name in COLUMNS]
-        with open_parquet(path, columns=names) as file:
-            for group in range(file.metadata.num_row_groups):
-                table = read_row_group(file, group, columns=names, max_bytes=MAX_ROW_GROUP_BYTES)
-                for batch in table.to_batches(_ROWS_AT_A_TIME):
-                    yield from drop_nulls(batch.to_pylist())
+        with contextlib.ExitStack() as stack:
+            if _suffix(path) == ".arrow":
+                opened = stack.enter_context(arrow.memory_map(str(path)))
+                stream = stack.enter_context(arrow.ipc.open_stream(opened))
+                names = stream.schema.names
+            else:
+                file = stack.enter_context(open_parquet(path, columns=[*_COLUMNS]))
+                names = file.schema_arrow.names
+                stream = file.iter_batches(_ROWS_AT_A_TIME, columns=_known(names))
+            for batch in stream:
+                yield from drop_nulls(batch.select(_known(names)).to_pylist())
     except (arrow.ArrowException, OSError) as error:
         raise BadRecordError(f"cannot read the file ({error})", owner=str(path)) from None
+
+
+def _known(names: Sequence[str]) -> list[str]:
+    """Return the columns that are read, or all if none is known, for the error about them."""
+    return [name for name in names if name in _COLUMNS] or [*names]
 
 
 class ConversationFiles(SplitDocuments):
@@ -186,11 +125,20 @@ class ConversationFiles(SplitDocuments):
         """Check the fields."""
         super().__post_init__()
         self._counts = collections.Counter[str]()
+        try:
+            self._today = datetime.datetime.fromisoformat(self.template_date)
+        except ValueError:
+            raise self._config_error(
+                field="template_date", value=self.template_date, expected="a date: YYYY-MM-DD"
+            ) from None
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:
-        today = datetime.datetime.fromisoformat(self.template_date)
-        return load_chat_template(self.chat_template, self._tokenizer, today=today)
+        return load_chat_template(self.chat_template, self._tokenizer, today=self._today)
+
+    @functools.cached_property
+    def _ends(self) -> tuple[int, ...]:
+        return turn_ends(self._template, self._tokenizer)
 
     def _read(self, row: Mapping[str, Any]) -> Any:
         """Return what a row of a file holds, as a tuple that JSON keeps."""
@@ -206,20 +154,46 @@ class ConversationFiles(SplitDocuments):
         return tokens if isinstance(tokens, str) else [tokens]
 
     def _find_files(self, paths: Sequence[str] | None, field: str) -> list[TextFile]:
-        return find_row_files(paths or (), field=field)
+        files = {
+            file.path.resolve(): file
+            for path in paths or ()
+            for file in find_text_files([path], field=field)
+            if not Path(path).is_dir()
+            or (_suffix(file.path) in _SUFFIXES and not _BESIDE_ARROW.fullmatch(file.path.name))
+        }
+        expected = f"files with the suffixes {', '.join(_SUFFIXES)}"
+        require(files, self._label, field, paths, expected, BadRecordError)
+        return sorted(files.values())
 
     def _begin(self) -> None:
         self._tokens: list[ChatTokens] = []
         self._counts.clear()
+        _ = self._template  # Its errors are about no record.
+
+    def _rows(self, file: TextFile) -> Iterator[tuple[str, Any]]:
+        """Yield the place and the contents of each row of a file: a value, or bytes of JSON."""
+        path, kind = file.path, _suffix(file.path)
+        if kind not in _SUFFIXES:
+            raise BadRecordError(owner=str(path), field="suffix", value=kind, choices=_SUFFIXES)
+        array = None if kind in _TABLES else _json_array(path, self.max_bytes)
+        if array is None and kind not in _TABLES:
+            lines = read_raw_documents(file, field="", max_document_bytes=self.max_bytes)
+            yield from ((line.where, line.data) for line in lines)
+            return
+        for number, row in enumerate(_table_rows(path) if array is None else array):
+            yield f"{path}, row {number}", row
 
     def _texts(self, file: TextFile) -> Iterator[tuple[str, bytes]]:
         try:
-            for where, row in read_rows(file, max_bytes=self.max_bytes):
+            for where, row in self._rows(file):
                 try:
-                    contents = self._read(as_row(row))
-                    yield where, json.dumps(contents, ensure_ascii=False).encode()
-                except (ConfigError, UnicodeError, TypeError) as error:
-                    self._bad.report(file=where, record=None, problem=str(error))
+                    row = json.loads(row) if isinstance(row, bytes) else row
+                    kind, expected = type(row).__name__, "a JSON object"
+                    require(isinstance(row, dict), None, "type of a row", kind, expected)
+                    yield where, json.dumps(self._read(row), ensure_ascii=False).encode()
+                except (ValueError, TypeError, RecursionError) as error:
+                    problem = str(error) if isinstance(error, ConfigError) else f"no JSON: {error}"
+                    self._bad.report(file=where, record=None, problem=problem)
         except BadRecordError as error:
             if self.on_bad_record == "refuse":
                 raise
@@ -248,7 +222,7 @@ class ConversationFiles(SplitDocuments):
 
     def _build(self) -> Documents:
         if not self._tokens and self._counts:
-            problem = "no conversation is left"
+            problem = f"no conversation of {first_names(self.paths or ())} is left"
             raise self._config_error(problem, field="conversations", value=dict(self._counts))
         sizes = np.array([len(tokens.ids) for tokens in self._tokens], np.int64)
         none = ChatTokens(np.zeros(0, np.int32), np.zeros(0, bool))
@@ -265,8 +239,7 @@ class ConversationFiles(SplitDocuments):
 
     def special_ids(self) -> SpecialIds:
         """Return the id that ends a turn, and that of padding."""
-        ends = turn_ends(self._template, self._tokenizer)
-        return SpecialIds(None, next(iter(ends), None), self._tokenizer.pad_id)
+        return SpecialIds(None, next(iter(self._ends), None), self._tokenizer.pad_id)
 
     def _fingerprint(self) -> dict[str, Any]:
         documents = self._documents
@@ -320,6 +293,8 @@ class ChatInput(ConversationFiles):
                 self._counts["conversations cut at a turn"] += 1
         if leaves_out_tools(conversation, self._template):
             self._counts["conversations whose tools the template leaves out"] += 1
+        if tokens.has_loss.any() and not np.isin(tokens.ids[tokens.has_loss], self._ends).any():
+            self._counts["conversations without a loss on the end of a turn"] += 1
         return tokens if tokens.has_loss[1:].any() else "conversations dropped without a loss"
 
     def _encode_turns(self, conversation: Conversation, num_messages: int) -> ChatTokens:

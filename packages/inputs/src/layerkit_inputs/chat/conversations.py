@@ -151,7 +151,8 @@ def _read_messages(
 
 def _read_message(value: Any, field: str) -> Message:
     _check(isinstance(value, Mapping), field, value, "an object with role and content")
-    message = _without_nulls(value)
+    # Equal messages have equal JSON, by which they are held out.
+    message = _without_nulls({"role": None, "content": None, **value})
     if "from" in message and "role" not in message:
         sender = message.pop("from")
         message["role"] = _SHAREGPT_ROLES.get(str(sender), sender)

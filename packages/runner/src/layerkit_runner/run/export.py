@@ -138,7 +138,7 @@ def _write_chat_template(job: Job, folder: str) -> None:
     template = load_chat_template(name, find_tokenizer(job.resolved, job.partitioner))
     path = epath.Path(folder)
     for variant, source in template.sources.items():
-        file = "chat_template" if variant == "default" else f"chat_templates/{variant}"
+        file = "chat_template" if variant == "default" else f"additional_chat_templates/{variant}"
         (path / file).parent.mkdir(exist_ok=True)
         atomic_write(path / f"{file}.jinja", source)
     if not job.task.model.can_decode:  # A reward model ends no text.
