@@ -45,7 +45,7 @@ def test_decoding_ends_where_a_turn_ends(folder: Path):
     assert experiment.task().model.decoder.eos_id == (1, 3)
     train, heldout = experiment.datasets()
     assert (train.seq_length, train.loss_on, heldout.split) == (64, "all", "heldout")
-    with pytest.raises(MissingFileError, match="no chat template: CHAT_TEMPLATE=None"):
+    with pytest.raises(MissingFileError, match="no chat template: CHAT_TEMPLATE=.*llama"):
         Chat(**fields).task()
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{{ m.content }}{% endfor %}"

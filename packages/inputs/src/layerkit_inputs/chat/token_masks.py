@@ -128,12 +128,12 @@ def _find_turn(
     """Return where a turn of the assistant begins and ends in the text of a conversation."""
     messages = conversation.messages
     render = functools.partial(template.render, tools=conversation.tools)
-    prompt = None
+    prompt = bare = ""
     with contextlib.suppress(*() if turn else (BadRecordError,)):
         prompt = render(messages[:turn], add_generation_prompt=True)
-        prompt = prompt if turn or prompt != render([]) else None
+        bare = "" if turn else render([])
     expected = "a user, unless the template has {% generation %} blocks or begins with a prompt"
-    require(prompt is not None, None, "messages[0].role", "assistant", expected)
+    require(turn or prompt != bare, None, "messages[0].role", "assistant", expected)
     through = render(messages[: turn + 1]) if turn + 1 < len(messages) else text
     if not text.startswith(through):
         # Some templates put the end token after a whole conversation.
