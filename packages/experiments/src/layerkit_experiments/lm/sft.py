@@ -35,7 +35,14 @@ class ChatLora(Chat):
     WEIGHT_DECAY = 0.0
 
 
-class ChatQlora(ChatLora):
+class ChatQlora(Chat):
     """LoRA adapters of all products of the layers, beside weights in 4 bits (QLoRA)."""
 
+    tags: ClassVar[tuple[str, ...]] = ("lora",)
+
+    LORA_RANK = 16
+    LORA_ALPHA = 32.0
+    LORA_ONLY = r".*stack_tpl\..*_tpl"
+    LEARNING_RATE = 2e-4
+    WEIGHT_DECAY = 0.0
     WEIGHT_FORMAT = "nf4:64"
