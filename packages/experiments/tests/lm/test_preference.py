@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from layerkit_runner.run.resolve import resolve
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.numpy")
 
 PAIRS = [
     {"prompt": f"{a}+{b}?", "chosen": f"{a + b}.", "rejected": f"It is {a + b}!"}
@@ -140,13 +142,19 @@ def test_losses_on_a_mesh_equal_those_on_one_device(name: str, base: Path):
     np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=1e-4)
 
 
-def test_stored_reference_replaces_the_second_network(base: Path, tmp_path: Path):
+def test_stored_reference_replaces_the_second_network(raises, base: Path, tmp_path: Path):
     fields = {"REFERENCE_FOLDER": str(tmp_path)}
     stored = make("Dpo", base, **fields)
     model = layerkit_runner.load(base)
     for config in stored.datasets():
         build(config.set(batch_size=1)).store_reference(model.score_ids)
     assert resolve(stored).task.train.learner.frozen == ()
+    other = shutil.copytree(base, tmp_path / "other")
+    tensors = safetensors.load_file(other / "model.safetensors")
+    doubled = {name: 2 * tensor for name, tensor in tensors.items()}
+    safetensors.save_file(doubled, other / "model.safetensors", metadata={"format": "pt"})
+    with raises(ConfigError, field="reference_file"):
+        losses("Dpo", other, [1, 1, 1], **fields)
     found, expected = (losses("Dpo", base, [1, 1, 1], **one) for one in (fields, {}))
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 

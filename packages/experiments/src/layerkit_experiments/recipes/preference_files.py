@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -20,6 +22,7 @@ _OTHER_MODELS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "reward": (RewardModel, ("centering",)),
 }
 _ALL_MODELS = (_PAIR_MODEL, *_OTHER_MODELS.values())
+_NUM_LAST_BYTES = 1 << 16
 
 
 class PreferenceFiles(ChatFiles, TrainedExperiment, abstract=True):
@@ -102,10 +105,24 @@ class PreferenceFiles(ChatFiles, TrainedExperiment, abstract=True):
             kind.HParams.config(name="train", split="train", is_training=True, **rows),
             kind.HParams.config(name="heldout", split="heldout", **rows),
         ]
-        for one in inputs if self.REFERENCE_FOLDER is not None else ():
-            one.reference_file = str(Path(str(self.REFERENCE_FOLDER), f"{one.split}.npz"))
+        if self.REFERENCE_FOLDER is not None:
+            reference_id = _weights_digest(getattr(self, "HF_FOLDER", None))
+            for one in inputs:
+                file = str(Path(self.REFERENCE_FOLDER, f"{one.split}.npz"))
+                one.set(reference_file=file, reference_id=reference_id)
         return inputs
 
     def decode_datasets(self) -> list[Config]:
         """Return the config of held-out prompts; a reward model has none."""
         return [] if self.LOSS == "reward" else super().decode_datasets()
+
+
+def _weights_digest(folder: str | None) -> str:
+    """Return a digest of the names, sizes and last bytes of the weights in a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(folder).glob("*.safetensors")) if folder is not None else ():
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - _NUM_LAST_BYTES, 0))
+            digest.update(f"{path.name} {size}".encode() + file.read())
+    return digest.hexdigest()

@@ -75,6 +75,8 @@ class PairInput(_Answers):
 
     reference_file: str | None = None
     """File of log-probabilities under a reference, which `store_reference` writes. None: none."""
+    reference_id: str = ""
+    """Text that identifies the reference. The file is refused under another one."""
 
     _noun = "pair"
     _sides = ("chosen", "rejected")
@@ -123,7 +125,7 @@ class PairInput(_Answers):
                 problem, owner=self._label, field="reference_file", value=file, hint=hint
             )
         with np.load(file, allow_pickle=False) as stored:
-            expected = "a file of the same pairs as tokens; write it again"
+            expected = "a file of the same reference and of the same tokens; write it again"
             is_same = str(stored["digest"]) == self._digest
             require(is_same, self._label, "reference_file", file, expected)
             log_probs: np.ndarray = stored["log_probs"]
@@ -131,10 +133,11 @@ class PairInput(_Answers):
 
     @functools.cached_property
     def _digest(self) -> str:
-        """Digest of the tokens of all answers."""
-        documents = self._documents
-        parts = (documents.ids, documents.ends, documents.has_loss)
-        return hashlib.sha256(b"".join(np.asarray(part).tobytes() for part in parts)).hexdigest()
+        """Digest of the tokens of all answers, and of the reference."""
+        documents, digest = self._documents, hashlib.sha256(self.reference_id.encode())
+        for part in (documents.ids, documents.ends, documents.has_loss):
+            digest.update(np.asarray(part).tobytes())
+        return digest.hexdigest()
 
 
 class JudgementInput(_Answers):
