@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from layerkit_inputs import LocalText, Mixture, Prefetch
-from layerkit_inputs.base.tokenizer_interface import lost_text
+from layerkit_inputs.base.tokenizer_interface import first_difference, lost_text
 from layerkit_inputs.text.tokenizers import (
     ByteTokenizer,
     HuggingFaceTokenizer,
@@ -82,3 +82,24 @@ def test_reports_of_inputs_warn_of_lost_text(tmp_path, sentencepiece_file):
     assert lines[1] == f"x: {lost}"
     alone = text.clone(**fields).Instantiate()
     assert Prefetch(source=alone).describe_data()[1:] == [lost]
+
+
+def test_first_difference_compares_the_texts_of_ids(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+
+    def save(name, *words):
+        ids = {word: number for number, word in enumerate(words)}
+        model = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token=words[0]))
+        model.add_special_tokens([words[0]])
+        (tmp_path / name).mkdir()
+        model.save(str(tmp_path / name / "tokenizer.json"))
+        return HuggingFaceTokenizer(path=str(tmp_path / name))
+
+    one, more = save("one", "<s>", "a", "b"), save("more", "<s>", "a", "b", "c")
+    other, special = save("other", "<s>", "a", "d"), save("special", "<p>", "a", "b")
+    assert first_difference(one, one) is None
+    assert first_difference(one, more) is None
+    assert first_difference(more, one) == "id 3 of 4 is 'c' and ''"
+    assert first_difference(one, other) == "id 2 of 3 is 'b' and 'd'"
+    assert first_difference(one, special) == "id 0 of 3 is '<s>' and '<p>'"
+    assert first_difference(ByteTokenizer(), one) is not None

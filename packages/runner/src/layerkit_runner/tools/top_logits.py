@@ -36,8 +36,9 @@ def write_top_logits(resolved: ResolvedExperiment, options: RunOptions) -> int:
     require(folder, None, "TEACHER_LOGITS", None, expected)
     teacher = dataclasses.replace(experiment.teacher, partitioner=resolved.partitioner)
     k, temperature = options.extra["k"], experiment.KL_TEMPERATURE
-    size = teacher.task.model.lm_tpl.vocab_size
-    require(k <= size, None, "--k", k, f"at most {size}, the size of the teacher's vocabulary")
+    # The ids that both networks have, as for a teacher in memory.
+    size = min(part.task.model.lm_tpl.vocab_size for part in (resolved, teacher))
+    require(k <= size, None, "--k", k, f"at most {size}, the size of the vocabulary")
     with job_errors("top_logits", teacher):
         job = start_reading(teacher, folder)
         weights = InitFrom(sources=[Source(folder=experiment.TEACHER)])
@@ -48,7 +49,7 @@ def write_top_logits(resolved: ResolvedExperiment, options: RunOptions) -> int:
                 packing = {n: batch[n] for n in ("segment_ids", "segment_pos") if n in batch}
                 hidden = model.lm.predictors(batch.ids, **packing)
                 return model.lm.softmax.token_losses(
-                    hidden, batch.labels, lambda logits: top_log_probs(logits, k, temperature)
+                    hidden, batch.labels, lambda x: top_log_probs(x[..., :size], k, temperature)
                 )[1]
 
             model: Any = job.task.model.clone(train=False)
