@@ -236,6 +236,12 @@ def test_prompts_end_before_the_last_answer_and_exact_match_reads_it(tmp_path, m
     assert prompts.prediction_metrics({0: "d\n", 1: "g"}) == {"exact_match": 0.5}
 
 
+def test_conversations_none_of_which_is_left_are_an_error_with_counts(make, raises):
+    dropped = {"conversations dropped as too long": 40}
+    with raises(ConfigError, field="dropped", value=dropped):
+        make(seq_length=8, split="all").get_next()
+
+
 def test_state_of_other_template_or_loss_is_an_error(make):
     state = make(is_training=True).get_state()
     for fields in ({"chat_template": "chatml"}, {"loss_on": "last"}, {"seq_length": 170}):

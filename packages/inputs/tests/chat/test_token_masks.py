@@ -8,7 +8,12 @@ from layerkit.errors import ConfigError
 from layerkit_inputs import ByteTokenizer, HuggingFaceTokenizer
 from layerkit_inputs.chat.conversations import Conversation
 from layerkit_inputs.chat.template import ChatTemplate, load_chat_template
-from layerkit_inputs.chat.token_masks import encode_conversation, encode_prompt, leaves_out_tools
+from layerkit_inputs.chat.token_masks import (
+    encode_conversation,
+    encode_prompt,
+    leaves_out_tools,
+    turn_ends,
+)
 
 USER, ANSWER = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}
 CHATML = (
@@ -105,6 +110,13 @@ def test_loss_is_on_the_selected_turns(raises):
         template = ChatTemplate({"default": first}, {})
         with raises(ConfigError, field="messages[0].role", value="assistant"):
             encode_conversation(Conversation([ANSWER]), template, ByteTokenizer())
+
+
+def test_ends_of_a_turn_are_in_the_order_of_the_template(folder):
+    tokenizer = HuggingFaceTokenizer(path=str(folder))
+    source = "{% for m in messages %}{{ m.content }}{% endfor %}</s><|im_end|>"
+    ends = turn_ends(ChatTemplate({"default": source}, {}), tokenizer)
+    assert [tokenizer.special_tokens[token_id] for token_id in ends] == ["</s>", "<|im_end|>"]
 
 
 def test_tools_that_a_template_leaves_out_are_reported():

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
-import gzip
+import itertools
 import json
 import re
 import zlib
@@ -64,22 +64,6 @@ _ROWS_AT_A_TIME = 1000
 
 def _suffix(path: Path) -> str:
     return Path(path.name.removesuffix(".gz")).suffix.lower()
-
-
-def _json_array(path: Path, max_bytes: int) -> list[Any] | None:
-    """Return the rows of a file that is one JSON array, or None for other files."""
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
-            begin = next(filter(None, map(bytes.strip, stream)), b"")
-            if not begin.startswith(b"["):
-                return None
-            stream.seek(0)
-            text = stream.read(max_bytes + 1)
-        require(len(text) <= max_bytes, str(path), "max_bytes", max_bytes, "the size of the array")
-        array: list[Any] = json.loads(text)
-    except (OSError, EOFError, ValueError, RecursionError) as error:
-        raise BadRecordError(f"cannot be read as JSON ({error})", owner=str(path)) from None
-    return array
 
 
 def _table_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -175,12 +159,20 @@ class ConversationFiles(SplitDocuments):
         path, kind = file.path, _suffix(file.path)
         if kind not in _SUFFIXES:
             raise BadRecordError(owner=str(path), field="suffix", value=kind, choices=_SUFFIXES)
-        array = None if kind in _TABLES else _json_array(path, self.max_bytes)
-        if array is None and kind not in _TABLES:
+        if kind in _TABLES:
+            rows: Iterable[Any] = _table_rows(path)
+        else:
             lines = read_raw_documents(file, field="", max_document_bytes=self.max_bytes)
-            yield from ((line.where, line.data) for line in lines)
-            return
-        for number, row in enumerate(_table_rows(path) if array is None else array):
+            places = ((line.where, line.data or b"") for line in lines)
+            first = [*itertools.islice(places, 1)]
+            if not any(data.lstrip().startswith(b"[") for _, data in first):
+                yield from itertools.chain(first, places)
+                return
+            try:
+                rows = json.loads(b"\n".join(data for _, data in itertools.chain(first, places)))
+            except (ValueError, RecursionError) as error:
+                raise BadRecordError(f"no array of JSON: {error}", owner=str(path)) from None
+        for number, row in enumerate(rows):
             yield f"{path}, row {number}", row
 
     def _texts(self, file: TextFile) -> Iterator[tuple[str, bytes]]:
@@ -223,7 +215,9 @@ class ConversationFiles(SplitDocuments):
     def _build(self) -> Documents:
         if not self._tokens and self._counts:
             problem = f"no conversation of {first_names(self.paths or ())} is left"
-            raise self._config_error(problem, field="conversations", value=dict(self._counts))
+            expected = "conversations with answers, or a greater length of rows"
+            counts = dict(self._counts)
+            raise self._config_error(problem, field="dropped", value=counts, expected=expected)
         sizes = np.array([len(tokens.ids) for tokens in self._tokens], np.int64)
         none = ChatTokens(np.zeros(0, np.int32), np.zeros(0, bool))
         ids, has_loss = map(np.concatenate, zip(none, *self._tokens, strict=True))
@@ -283,12 +277,13 @@ class ChatInput(ConversationFiles):
         return segment_features([()] * rows, length=config.seq_length)
 
     def _encode(self, conversation: Conversation) -> ChatTokens | str:
-        tokens = self._encode_turns(conversation, len(conversation.messages))
+        tokens = self._encode_turns(conversation)
         if len(tokens.ids) > self.seq_length + 1:
-            num_messages = self._num_messages_that_fit(conversation)
-            if not num_messages:
+            cuts, most = self._cuts(conversation), self.seq_length + 1
+            num_fit = bisect.bisect_right(cuts, most, key=lambda c: len(self._encode_turns(c).ids))
+            if not num_fit:
                 return "conversations dropped as too long"
-            tokens = self._encode_turns(conversation, num_messages)
+            tokens = self._encode_turns(cuts[num_fit - 1])
             if tokens.has_loss[1:].any():
                 self._counts["conversations cut at a turn"] += 1
         if leaves_out_tools(conversation, self._template):
@@ -297,29 +292,22 @@ class ChatInput(ConversationFiles):
             self._counts["conversations without a loss on the end of a turn"] += 1
         return tokens if tokens.has_loss[1:].any() else "conversations dropped without a loss"
 
-    def _encode_turns(self, conversation: Conversation, num_messages: int) -> ChatTokens:
-        """Return the tokens of the first messages."""
+    def _encode_turns(self, conversation: Conversation) -> ChatTokens:
         return encode_conversation(
-            conversation._replace(messages=conversation.messages[:num_messages]),
+            conversation,
             self._template,
             self._tokenizer,
             loss_on=self.loss_on,
             special_tokens_in_text=self.special_tokens_in_text,
         )
 
-    def _num_messages_that_fit(self, conversation: Conversation) -> int:
-        """Return how many messages up to an answer fit a row; 0 if none."""
+    def _cuts(self, conversation: Conversation) -> list[Conversation]:
+        """Return the conversation up to each of its answers, or nothing if it may not be cut."""
+        messages, first = conversation.messages, conversation.num_prompt_messages
         if self.too_long == "drop" or self.loss_on == "last":
-            return 0
-        first = conversation.num_prompt_messages
-        roles = [message["role"] for message in conversation.messages]
-        ends = [i + 1 for i, role in enumerate(roles) if i >= first and role == "assistant"]
-        num_fit = bisect.bisect_right(
-            ends,
-            self.seq_length + 1,
-            key=lambda end: len(self._encode_turns(conversation, end).ids),
-        )
-        return ends[num_fit - 1] if num_fit else 0
+            return []
+        answers = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
+        return [conversation._replace(messages=messages[: i + 1]) for i in answers]
 
     @functools.cached_property
     def _plan(self) -> RowPlan:
@@ -365,7 +353,7 @@ class ChatPrompts(DocumentPrompts, ConversationFiles):
             special_tokens_in_text=self.special_tokens_in_text,
         )
         if len(ids) > self.prompt_length:
-            return "prompts dropped as too long"
+            return f"prompts dropped as longer than prompt_length={self.prompt_length}"
         self._answers.append(messages[answers[-1]].get("content") or "")
         return ChatTokens(ids, np.ones(len(ids), bool))
 

@@ -142,7 +142,6 @@ def load_chat_template(
     name: str | None,
     tokenizer: Tokenizer,
     *,
-    variables: Mapping[str, Any] | None = None,
     today: datetime.datetime | None = None,
 ) -> ChatTemplate:
     """Return a chat template for a tokenizer.
@@ -151,7 +150,6 @@ def load_chat_template(
       name: A name of `NAMED`, the name of a variant in the tokenizer's folder, or the path of a
         `.jinja` file or of a folder. None: the template of the tokenizer's folder.
       tokenizer: The tokenizer, whose special tokens the template writes.
-      variables: More variables of the template, such as `{"enable_thinking": False}`.
       today: As in `ChatTemplate`.
 
     Raises:
@@ -184,7 +182,7 @@ def load_chat_template(
     names = getattr(tokenizer, "special_tokens", {})
     ids = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
     tokens = {role: names.get(token_id) for role, token_id in zip(ROLES, ids, strict=True)}
-    tokens = {**getattr(tokenizer, "declared_tokens", tokens), **(variables or {})}
+    tokens = getattr(tokenizer, "declared_tokens", tokens)
     stated = {role: token for role, token in tokens.items() if token is not None}
     return ChatTemplate(sources, stated, today)
 

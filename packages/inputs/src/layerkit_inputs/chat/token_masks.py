@@ -115,11 +115,12 @@ def leaves_out_tools(conversation: Conversation, template: ChatTemplate) -> bool
 
 
 def turn_ends(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the ids of the special tokens that a template writes after an answer, maybe none."""
+    """Return the ids of the special tokens that a template writes after an answer, in order."""
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     end = template.render(turns).rpartition("answer")[2]
-    special = getattr(tokenizer, "special_tokens", {})
-    return tuple(token_id for token_id, name in special.items() if name and name in end)
+    special = getattr(tokenizer, "special_tokens", {}).items()
+    written = [(end.find(name), token_id) for token_id, name in special if name and name in end]
+    return tuple(token_id for _, token_id in sorted(written))
 
 
 def _find_turn(
