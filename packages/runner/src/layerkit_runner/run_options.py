@@ -221,7 +221,7 @@ class RunOptions:
     apply_chat_template: str | None = _option(
         "ask in messages of a chat: true, by the template of the experiment or tokenizer; or the"
         " name or file of a template",
-        "NAME",
+        "true|NAME",
         _LM_EVAL,
         read=lambda text: text.lower() == "true" or text,
     )

@@ -87,10 +87,10 @@ def history(found: list[Any]) -> list[dict[str, Any]]:
 
 @pytest.mark.usefixtures("offline")
 def test_resumed_job_continues_the_same_run(run_info: Any, tmp_path: Path):
-    for start_step in (0, 1):
+    for start_step, mode in enumerate(("train", "lm_eval")):
         config = {"task.train.random_seed": 7}
         board = WeightsAndBiases("toy", config=config, report=[].append)
-        board.start(run_info(job_log_dir=epath.Path(tmp_path), start_step=start_step))
+        board.start(run_info(job_log_dir=epath.Path(tmp_path), start_step=start_step, mode=mode))
         board.train_metrics(start_step + 1, {"loss": 2.5})
         board.eval_metrics(start_step + 1, "held_out", {"loss": 3.0})
         board.eval_metrics(start_step + 1, "decode/prompts", {"bleu": 0.5})

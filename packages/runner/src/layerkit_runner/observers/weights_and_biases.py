@@ -65,8 +65,8 @@ class WeightsAndBiases(Observer):
         self._unsent: str | None = None  # folder of an offline run, its only copy
 
     def start(self, info: RunInfo) -> None:
-        """Create the run of a training job, or resume it."""
-        if info.job_log_dir is None or info.mode != "train":
+        """Create the run of a job, or resume it."""
+        if info.job_log_dir is None or info.mode not in ("train", "lm_eval"):
             return
         import wandb  # about a second
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import sys
@@ -193,7 +194,9 @@ def test_scores_equal_those_of_the_backend_hf(
     assert (tmp_path / "summaries/eval_test_lm_eval").is_dir()
 
 
-def test_scores_in_training_equal_those_of_its_checkpoint(tasks: Path, tmp_path: Path, lines: Any):
+def test_scores_in_training_equal_those_of_its_checkpoint(
+    tasks: Path, tmp_path: Path, lines: Any, raises: Any
+):
     pytest.importorskip("lm_eval")
 
     class Scored(lines.LinesLm):
@@ -209,6 +212,9 @@ def test_scores_in_training_equal_those_of_its_checkpoint(tasks: Path, tmp_path:
     assert run_inference("lm_eval", resolved, options) == 0
     (again,) = read_metrics(tmp_path / "metrics_lm_eval.jsonl").evals["lm_eval"]
     assert rows[1] | {"time": 0} == again | {"time": 0}
+    resolved = dataclasses.replace(resolved, lm_eval_tasks=2 * resolved.lm_eval_tasks)
+    with raises(UserError, owner="lm_eval_tasks", field="name", value=["lm_eval"]):
+        run_inference("lm_eval", resolved, options)
 
 
 @pytest.mark.parametrize(

@@ -194,4 +194,10 @@ def lm_eval_programs(job: Job) -> list[BaseProgram]:
         values["apply_chat_template"] = options.apply_chat_template
     for index, config in enumerate(configs):
         check_class(config, f"lm_eval_tasks.{index}", LmEvalProgram)
-    return [config.Instantiate(job=job, **values) for config in configs]
+    programs = [config.Instantiate(job=job, **values) for config in configs]
+    if len(names := {program.name for program in programs}) < len(programs):
+        expected = "a different name for each program"
+        raise UsageError(
+            owner="lm_eval_tasks", field="name", value=sorted(names), expected=expected
+        )
+    return programs
