@@ -114,7 +114,7 @@ DOCS_TOOLS = ("sphinx", "myst-nb", "furo", "sphinx-copybutton", "sphinx-external
 # Tests of the code on pages of the documentation, those marked slow included.
 DOCS_SUITES = ("integration_tests/test_documented_code.py",)
 # The packages after the first two belong to extras that the notebooks use.
-NOTEBOOK_TOOLS = ("nbclient", "ipykernel", "grain", "tokenizers", "safetensors")
+NOTEBOOK_TOOLS = ("nbclient", "ipykernel", "grain", "jinja2", "tokenizers", "safetensors")
 
 nox.options.sessions = ["lint", "tests"]
 nox.options.default_venv_backend = "virtualenv"
