@@ -248,6 +248,14 @@ class DistillationModel(BaseModel):
             capture_intermediates=lambda at, method: method == "__call__" and at.path in paths,
         )
         outputs = flatten_dict(updates.pop(INTERMEDIATES, {}))
+        is_complete = all((*path, "__call__") in outputs for path in paths)
+        require(
+            is_complete,
+            self,
+            "features",
+            self.features,
+            "(), since a pipeline has no outputs of single layers",
+        )
         for collection, tree in updates.items():
             for variable, value in tree.items():
                 network.put_variable(collection, variable, value)
