@@ -128,6 +128,10 @@ def test_train_flags_select_turns(tmp_path, make):
     source = make(paths=[str(path)], split="all", loss_on="train", batch_size=1)
     batch = source.get_next()
     assert ByteTokenizer().decode(batch.labels[batch.weights == 1]) == "d\n"
+    assert "no effect" not in source._data_text()
+    source = make(paths=[str(path)], split="all")
+    len(source._documents)
+    assert "conversations whose flags (train, weight) have no effect: 1" in source._data_text()
 
 
 def test_every_kind_of_file_has_the_same_rows(tmp_path):
@@ -211,12 +215,12 @@ def test_conversations_whose_ends_have_no_loss_are_counted(tmp_path, make):
         "{% endfor %}"
     )
     (tmp_path / "ends.jinja").write_text(source)
-    text = make(split="all", chat_template=str(tmp_path / "ends.jinja"))
-    len(text._documents)
-    assert "conversations without a loss on the end of a turn: 40" in text._data_text()
-    text = make(split="all")
-    len(text._documents)
-    assert "end of a turn" not in text._data_text()
+    texts = []
+    for template in (str(tmp_path / "ends.jinja"), "zephyr"):
+        chat = make(split="all", chat_template=template)
+        assert len(chat._documents) == 40
+        texts.append("conversations without a loss on the end of a turn: 40" in chat._data_text())
+    assert texts == [True, False]
 
 
 def test_prompts_end_before_the_last_answer_and_exact_match_reads_it(tmp_path, make):

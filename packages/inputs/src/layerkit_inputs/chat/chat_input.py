@@ -278,19 +278,24 @@ class ChatInput(ConversationFiles):
 
     def _encode(self, conversation: Conversation) -> ChatTokens | str:
         tokens = self._encode_turns(conversation)
-        if len(tokens.ids) > self.seq_length + 1:
+        if is_cut := len(tokens.ids) > self.seq_length + 1:
             cuts, most = self._cuts(conversation), self.seq_length + 1
             num_fit = bisect.bisect_right(cuts, most, key=lambda c: len(self._encode_turns(c).ids))
             if not num_fit:
                 return "conversations dropped as too long"
             tokens = self._encode_turns(cuts[num_fit - 1])
-            if tokens.has_loss[1:].any():
-                self._counts["conversations cut at a turn"] += 1
-        if leaves_out_tools(conversation, self._template):
-            self._counts["conversations whose tools the template leaves out"] += 1
-        if tokens.has_loss.any() and not np.isin(tokens.ids[tokens.has_loss], self._ends).any():
-            self._counts["conversations without a loss on the end of a turn"] += 1
-        return tokens if tokens.has_loss[1:].any() else "conversations dropped without a loss"
+        if not tokens.has_loss[1:].any():
+            return "conversations dropped without a loss"
+        flags = set[str]().union(*conversation.messages) & {"train", "weight"}
+        has_end = np.isin(tokens.ids[tokens.has_loss], self._ends).any()
+        remarks = {
+            "cut at a turn": is_cut,
+            "whose tools the template leaves out": leaves_out_tools(conversation, self._template),
+            "whose flags (train, weight) have no effect": flags and self.loss_on != "train",
+            "without a loss on the end of a turn": not has_end,
+        }
+        self._counts.update(f"conversations {name}" for name, holds in remarks.items() if holds)
+        return tokens
 
     def _encode_turns(self, conversation: Conversation) -> ChatTokens:
         return encode_conversation(
