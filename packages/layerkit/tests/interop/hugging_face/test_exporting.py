@@ -101,6 +101,16 @@ def test_llama_with_a_window_is_exported_as_mistral(by_hand, tmp_path):
     assert (content["model_type"], content["sliding_window"]) == ("mistral", 4)
 
 
+def test_chat_templates_of_the_folder_are_copied(make_folder, by_hand, tmp_path):
+    names = ("chat_template.jinja", "additional_chat_templates/tool_use.jinja")
+    folder = make_folder("llama")
+    for name in names:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(name)
+    export_model(tmp_path / "out", *by_hand, tokenizer_folder=folder)
+    assert [(tmp_path / "out" / name).read_text() for name in names] == [*names]
+
+
 def test_token_ids_beyond_the_vocabulary_are_not_carried_over(make_folder, by_hand, tmp_path):
     ids = {"bos_token_id": 1, "eos_token_id": [2, 12], "pad_token_id": 32000}
     export_model(tmp_path, *by_hand, tokenizer_folder=make_folder("llama", edit=ids))

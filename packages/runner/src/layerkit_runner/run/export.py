@@ -137,6 +137,8 @@ def _write_chat_template(job: Job, folder: str) -> None:
         return
     template = load_chat_template(name, find_tokenizer(job.resolved, job.partitioner))
     path = epath.Path(folder)
+    for replaced in path.glob("additional_chat_templates/*.jinja"):
+        replaced.unlink()
     for variant, source in template.sources.items():
         file = "chat_template" if variant == "default" else f"additional_chat_templates/{variant}"
         (path / file).parent.mkdir(exist_ok=True)

@@ -291,8 +291,10 @@ def write_json(folder: Path, name: str, content: Mapping[str, Any]) -> None:
 
 def copy_companions(source: str | os.PathLike[str], target: Path) -> None:
     """Copy the tokenizer's files and the generation defaults."""
-    for name in COMPANIONS:
+    variants = Path(source).glob("additional_chat_templates/*.jinja")
+    for name in [*COMPANIONS, *(str(path.relative_to(source)) for path in variants)]:
         if (Path(source) / name).is_file():
+            (target / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(Path(source) / name, target / name)
 
 
