@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -159,9 +160,25 @@ def test_stored_reference_replaces_the_second_network(raises, base: Path, tmp_pa
     np.testing.assert_allclose(found, expected, rtol=1e-4)
 
 
+def test_orpo_on_microbatches_equals_that_on_the_batch(base: Path):
+    found = [losses("Orpo", base, [1, 1, 1], GRADIENT_ACCUMULATION_STEPS=n) for n in (1, 4)]
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
+def test_head_of_a_reward_model_is_trained_with_adapters(base: Path):
+    learner = resolve(make("Reward", base, LORA_RANK=2)).task.train.learner
+    assert any(re.fullmatch(pattern, "score/w") for pattern in learner.trainable)
+
+
 @pytest.mark.parametrize(
     ("name", "field", "value"),
-    [("Kto", "GAMMA", 0.5), ("Reward", "BETA", 0.2), ("Dpo", "CENTERING", 0.1)],
+    [
+        ("Kto", "GAMMA", 0.5),
+        ("Reward", "BETA", 0.2),
+        ("Dpo", "CENTERING", 0.1),
+        ("Kto", "REFERENCE_FOLDER", "."),
+        ("Simpo", "REFERENCE_FOLDER", "."),
+    ],
 )
 def test_field_that_the_loss_does_not_read_raises(raises, base: Path, name, field, value):
     with raises(ConfigError, field=field, value=value):

@@ -99,6 +99,12 @@ def test_rows_that_are_too_long_are_dropped_with_a_count(kind, make):
     np.testing.assert_array_equal(first.ids, expected.ids)
 
 
+def test_pairs_with_equal_answers_are_dropped_with_a_count(make):
+    source = make(PairInput, [*PAIRS, {"prompt": "?", "chosen": "x", "rejected": "x"}])
+    assert source._num_rows() == len(PAIRS)
+    assert "pairs dropped with equal answers: 1" in source.describe_data()[0]
+
+
 @dataclasses.dataclass
 class Score:
     token_log_probs: np.ndarray
@@ -111,8 +117,11 @@ def score_ids(rows: list[np.ndarray]) -> list[Score]:
 
 def test_stored_reference_is_read_with_its_pairs_and_refused_for_others(make, raises, tmp_path):
     fields = {"reference_file": str(tmp_path / "train.npz")}
-    with raises(MissingFileError, field="reference_file", value=fields["reference_file"]):
-        make(PairInput, **fields).get_next()
+    for content in (None, b"", b"PK\x03\x04"):
+        if content is not None:
+            Path(fields["reference_file"]).write_bytes(content)
+        with raises(MissingFileError, field="reference_file", value=fields["reference_file"]):
+            make(PairInput, **fields).get_next()
     make(PairInput, **fields).store_reference(score_ids)
     source = make(PairInput, is_training=True, **fields)
     for _ in range(7):

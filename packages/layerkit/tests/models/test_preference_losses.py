@@ -24,7 +24,7 @@ from layerkit.models.preference_model import (
     mismatch_answers,
 )
 from layerkit.ops.losses import cross_entropy
-from layerkit.ops.preference_losses import dpo_loss, kto_divergence, orpo_loss
+from layerkit.ops.preference_losses import dpo_loss, kto_divergence, odds_ratio_loss
 
 TRL = json.loads(Path(__file__).with_name("trl_reference.json").read_text())
 VOCAB, LENGTH = len(TRL["policy"]), 8
@@ -156,12 +156,19 @@ def test_rows_of_padding_do_not_change_the_loss_of_judgements():
     assert (found["divergence"].weight, metrics["divergence"].weight) == (3.0, 4.0)
 
 
+def test_one_judgement_raises_since_its_answer_would_follow_its_prompt(raises):
+    model = JUDGED(lm_tpl=Table.HParams.config(), train=True)
+    batch = jax.tree.map(lambda x: x[:1], judgements())
+    with raises(ValueError, field="rows of a batch", value=1):
+        model.apply({PARAMS: weights_of(model)}, batch)
+
+
 def test_losses_stay_finite_at_their_limits():
     extremes = jnp.array([-1e4, 0.0, 1e4])
     assert jnp.isfinite(dpo_loss(extremes, beta=1.0)).all()
     certain = jnp.zeros(2)
     value, gradient = jax.value_and_grad(
-        lambda p: orpo_loss(p, certain - 3.0, jnp.float32(0), beta=1.0).sum()
+        lambda p: odds_ratio_loss(p, certain - 3.0, beta=1.0).sum()
     )(certain)
     assert jnp.isfinite(value) and jnp.isfinite(gradient).all()
     assert kto_divergence(jnp.array([-2.0, 1.0]), jnp.ones(2)) == 0.0

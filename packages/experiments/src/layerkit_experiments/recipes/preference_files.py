@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from layerkit.config import Config, walk_configs
+from layerkit.config import Config, field_names, walk_configs
 from layerkit.config.checks import require
 from layerkit.layers.quantization.lora import is_lora
 from layerkit.models import KtoModel, PreferenceModel, RewardModel
@@ -15,14 +13,12 @@ from layerkit_experiments.recipes.chat_files import ChatFiles
 from layerkit_experiments.recipes.training import TrainedExperiment
 from layerkit_inputs import JudgementInput, PairInput
 
-# Model of each loss, and the fields of the experiment that it reads.
-_PAIR_MODEL: tuple[Any, tuple[str, ...]] = PreferenceModel, ("beta", "label_smoothing", "gamma")
-_OTHER_MODELS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "kto": (KtoModel, ("beta", "desirable_weight", "undesirable_weight")),
-    "reward": (RewardModel, ("centering",)),
-}
-_ALL_MODELS = (_PAIR_MODEL, *_OTHER_MODELS.values())
-_NUM_LAST_BYTES = 1 << 16
+# Losses with a reference that can be stored; and the models of other losses than those of pairs.
+_STORED = ("sigmoid", "hinge", "ipo")
+_MODELS: dict[str, Any] = {"kto": KtoModel, "reward": RewardModel}
+# Fields of the models that are fields of the experiment.
+_WEIGHTS = ("desirable_weight", "undesirable_weight", "centering")
+_MODEL_FIELDS = ("beta", "label_smoothing", "gamma", *_WEIGHTS)
 
 
 class PreferenceFiles(ChatFiles, TrainedExperiment, abstract=True):
@@ -60,23 +56,28 @@ class PreferenceFiles(ChatFiles, TrainedExperiment, abstract=True):
 
     def task(self) -> Config:
         """Return the config of the task, in which a reference with weights of its own is frozen."""
-        task = super().task()
-        model_class, names = _OTHER_MODELS.get(self.LOSS, _PAIR_MODEL)
-        fields: dict[str, Any] = {name: getattr(self, name.upper()) for name in names}
-        for name in {name for _, names in _ALL_MODELS for name in names} - set(names):
-            value, default = getattr(self, name.upper()), getattr(PreferenceFiles, name.upper())
+        task, model_class = super().task(), _MODELS.get(self.LOSS, PreferenceModel)
+        names = [name for name in _MODEL_FIELDS if name in field_names(model_class)]
+        unread = [name.upper() for name in _MODEL_FIELDS if name not in names]
+        for name in [*unread, *(["REFERENCE_FOLDER"] if self.LOSS not in _STORED else [])]:
+            value, default = getattr(self, name), getattr(PreferenceFiles, name)
             expected = f"{default}, since LOSS={self.LOSS!r} does not read it"
-            require(value == default, None, name.upper(), value, expected)
+            require(value == default, None, name, value, expected)
+        fields: dict[str, Any] = {name: getattr(self, name.upper()) for name in names}
+        learner = task.train.learner
         if model_class is RewardModel:
             del task.model.decoder
             if task.initial_weights is not None:
                 task.initial_weights.draw = ("score/.*",)
+            if learner.trainable is not None:
+                learner.trainable = [*learner.trainable, "score/.*"]
         else:
             fields["reference"] = self._reference(task.model)
         if model_class is PreferenceModel:
             fields["loss"] = self.LOSS
+        if self.LOSS == "orpo":
+            task.loss_weights = {"odds_ratio": 1.0, "xent": 1.0}
         task.model = task.model.with_class(model_class, **fields)
-        learner = task.train.learner
         if fields.get("reference") == "frozen" and learner.trainable is None:
             learner.frozen = [*learner.frozen, "reference_lm/.*"]
         elif fields.get("reference") == "frozen":
@@ -95,6 +96,8 @@ class PreferenceFiles(ChatFiles, TrainedExperiment, abstract=True):
 
     def datasets(self) -> list[Config]:
         """Return configs of the training and the held-out input."""
+        from layerkit_runner.init_from.sources import weights_digest
+
         rows = {
             **self._conversations(),
             "seq_length": self.MAX_SEQ_LEN,
@@ -106,7 +109,8 @@ class PreferenceFiles(ChatFiles, TrainedExperiment, abstract=True):
             kind.HParams.config(name="heldout", split="heldout", **rows),
         ]
         if self.REFERENCE_FOLDER is not None:
-            reference_id = _weights_digest(getattr(self, "HF_FOLDER", None))
+            folder = getattr(self, "HF_FOLDER", None)
+            reference_id = "" if folder is None else weights_digest(folder)
             for one in inputs:
                 file = str(Path(self.REFERENCE_FOLDER, f"{one.split}.npz"))
                 one.set(reference_file=file, reference_id=reference_id)
@@ -115,14 +119,3 @@ class PreferenceFiles(ChatFiles, TrainedExperiment, abstract=True):
     def decode_datasets(self) -> list[Config]:
         """Return the config of held-out prompts; a reward model has none."""
         return [] if self.LOSS == "reward" else super().decode_datasets()
-
-
-def _weights_digest(folder: str | None) -> str:
-    """Return a digest of the names, sizes and last bytes of the weights in a folder."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(folder).glob("*.safetensors")) if folder is not None else ():
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(size - _NUM_LAST_BYTES, 0))
-            digest.update(f"{path.name} {size}".encode() + file.read())
-    return digest.hexdigest()

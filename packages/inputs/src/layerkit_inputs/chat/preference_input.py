@@ -6,7 +6,8 @@ Files, templates and splits are those of `chat_input`; `read_pair` and `read_jud
 from __future__ import annotations
 
 import functools
-import hashlib
+import json
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -85,10 +86,11 @@ class PairInput(_Answers):
         return read_pair(row)
 
     def _encode_row(self, row: Sequence[Any]) -> Sequence[ChatTokens] | str:
-        chosen, rejected = (self._encode(Conversation(*side)) for side in row)
-        if isinstance(chosen, str) or isinstance(rejected, str):
-            return chosen if isinstance(chosen, str) else str(rejected)
-        return [chosen, rejected]
+        sides: Any = [self._encode(Conversation(*side)) for side in row]
+        reasons = [side for side in sides if isinstance(side, str)]
+        if not reasons and np.array_equal(sides[0].ids, sides[1].ids):
+            reasons = ["pairs dropped with equal answers"]
+        return reasons[0] if reasons else sides
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
         batch = super()._read_rows(rows)
@@ -102,42 +104,39 @@ class PairInput(_Answers):
         Args:
           score_ids: Method of the model, such as `layerkit_runner.load(FOLDER).score_ids`.
         """
-        documents, scores = self._documents, list[Any]()
-        ids, has_loss = (
-            np.split(array, documents.begins[1:])
-            for array in (np.asarray(documents.ids), np.asarray(documents.has_loss))
-        )
-        for first in range(0, len(ids), _ROWS_AT_A_TIME):
-            scores += score_ids(ids[first : first + _ROWS_AT_A_TIME])
+        arrays = (self._documents.ids, self._documents.has_loss)
+        begins = self._documents.begins[1:]
+        ids, has_loss = (np.split(np.asarray(array), begins) for array in arrays)
+        firsts = range(0, len(ids), _ROWS_AT_A_TIME)
+        scores = (score for i in firsts for score in score_ids(ids[i : i + _ROWS_AT_A_TIME]))
         sums = [s.token_log_probs @ one[1:] for s, one in zip(scores, has_loss, strict=True)]
         log_probs = np.array(sums, np.float32).reshape(-1, 2)
         with Path(str(self.reference_file)).open("wb") as file:
-            np.savez(file, log_probs=log_probs, digest=np.array(self._digest))
+            np.savez(file, log_probs=log_probs, data=np.array(self._reference_data()))
 
     @functools.cached_property
     def _reference(self) -> np.ndarray:
         """Log-probabilities of the chosen and the rejected answers, float32 `[pairs, 2]`."""
         file = str(self.reference_file)
-        if not Path(file).is_file():
-            hint = "Write it with PairInput.store_reference; see docs/preferences.md."
-            problem = "no log-probabilities of a reference"
+        try:
+            with Path(file).open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
+                data, log_probs = str(stored["data"]), stored["log_probs"]
+        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
             raise MissingFileError(
-                problem, owner=self._label, field="reference_file", value=file, hint=hint
-            )
-        with np.load(file, allow_pickle=False) as stored:
-            expected = "a file of the same reference and of the same tokens; write it again"
-            is_same = str(stored["digest"]) == self._digest
-            require(is_same, self._label, "reference_file", file, expected)
-            log_probs: np.ndarray = stored["log_probs"]
-        return log_probs
+                f"cannot read the log-probabilities of a reference ({error})",
+                owner=self._label,
+                field="reference_file",
+                value=file,
+                hint="Write it with PairInput.store_reference; see docs/preferences.md.",
+            ) from None
+        expected = "a file of the same reference and the same data; write it again"
+        is_same = data == self._reference_data()
+        require(is_same, self._label, "reference_file", file, expected)
+        return np.asarray(log_probs)
 
-    @functools.cached_property
-    def _digest(self) -> str:
-        """Digest of the tokens of all answers, and of the reference."""
-        documents, digest = self._documents, hashlib.sha256(self.reference_id.encode())
-        for part in (documents.ids, documents.ends, documents.has_loss):
-            digest.update(np.asarray(part).tobytes())
-        return digest.hexdigest()
+    def _reference_data(self) -> str:
+        """Return what identifies the reference and the tokens of all answers."""
+        return json.dumps([self.reference_id, self._fingerprint()], sort_keys=True)
 
 
 class JudgementInput(_Answers):
@@ -171,4 +170,6 @@ class JudgementInput(_Answers):
         return tokens
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        return NestedMap(super()._read_rows(rows), is_desirable=np.array(self._labels)[rows])
+        return NestedMap(
+            super()._read_rows(rows), is_desirable=np.array([self._labels[row] for row in rows])
+        )

@@ -34,13 +34,12 @@ from layerkit.ops.preference_losses import (
     ipo_loss,
     kto_divergence,
     kto_loss,
-    orpo_loss,
+    odds_ratio_loss,
     simpo_loss,
 )
 
-# Losses of mean log-probabilities per token, and losses without a reference.
+# Losses of mean log-probabilities per token.
 _PER_TOKEN = ("ipo", "orpo", "simpo")
-_WITHOUT_REFERENCE = ("orpo", "simpo")
 
 
 class PolicyModel(BaseModel):
@@ -105,12 +104,9 @@ class PolicyModel(BaseModel):
         if self.reference == "none":
             return jnp.zeros(len(rows.ids), jnp.float32)
         if self.reference == "frozen":
-            # The network is unbound so that its auxiliary losses and summaries are not collected.
-            network, variables = self.reference_lm.unbind()
-        else:
-            network, variables = self.lm.unbind()
-            network, variables = network.clone(train=False), zero_adapters(variables)
-        return jax.lax.stop_gradient(_log_probs(partial(network.apply, variables), rows))
+            return _log_probs(_constant(self.reference_lm), rows)
+        base = _constant(self.lm)
+        return _log_probs(partial(base.func, *map(zero_adapters, base.args)), rows)
 
 
 class PreferenceModel(PolicyModel):
@@ -125,7 +121,8 @@ class PreferenceModel(PolicyModel):
     Attributes:
       loss: `sigmoid` (DPO), `hinge` (SLiC), `ipo`, `simpo` or `orpo`. The last two have no
         reference. The last three read means over tokens instead of sums. `orpo` adds the mean
-        cross-entropy of the tokens of the chosen answers.
+        cross-entropy of the tokens of the chosen answers. For exact means over microbatches, the
+        `loss_weights` of the task are then 1 for `odds_ratio` and for `xent`.
       label_smoothing: ε, the assumed fraction of pairs whose preference is wrong, in [0, 0.5). Only
         `sigmoid` supports values above 0.
       gamma: Least difference of the rewards to aim for. Only `simpo` supports another than 0.
@@ -144,24 +141,19 @@ class PreferenceModel(PolicyModel):
     def setup(self) -> None:
         """Check the fields and create the networks."""
         super().setup()
-        smoothing, expected = self.label_smoothing, "a number in [0, 0.5), and 0 for other losses"
-        is_valid = 0.0 <= smoothing < 0.5 if self.loss == "sigmoid" else smoothing == 0
+        loss, smoothing = self.loss, self.label_smoothing
+        is_valid = 0.0 <= smoothing < 0.5 if loss == "sigmoid" else smoothing == 0
+        expected = "a number in [0, 0.5), and 0 for other losses than sigmoid"
         require(is_valid, self, "label_smoothing", smoothing, expected)
-        is_valid = self.loss == "simpo" or self.gamma == 0
-        require(is_valid, self, "gamma", self.gamma, f"0 for the loss {self.loss}")
-        is_valid = self.reference == "none" or self.loss not in _WITHOUT_REFERENCE
-        expected = f"none, since the loss {self.loss} has no reference"
-        require(is_valid, self, "reference", self.reference, expected)
+        is_valid = loss == "simpo" or self.gamma == 0
+        require(is_valid, self, "gamma", self.gamma, f"0 for the loss {loss}")
+        is_valid = self.reference == "none" or loss not in ("simpo", "orpo")
+        require(is_valid, self, "reference", self.reference, f"none for the loss {loss}")
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
-        """Compute log-probabilities of the answers under the policy and the reference.
+        """Compute log-probabilities of the answers, `policy` and `reference`, and `num_tokens`.
 
-        Args:
-          batch: `chosen` and `rejected` with rows `[batch, length]`; see the class.
-
-        Returns:
-          A NestedMap of `policy`, `reference` and `num_tokens` (sums of the weights), each float32
-          `[2, batch]` (chosen, rejected).
+        All are float32 `[2, batch]` (chosen, rejected), and `num_tokens` are sums of the weights.
 
         Raises:
           MissingKeyError: The batch lacks a key that the loss needs.
@@ -189,33 +181,25 @@ class PreferenceModel(PolicyModel):
         log_ratios = predictions.policy - predictions.reference
         if self.loss in _PER_TOKEN:
             log_ratios /= jnp.maximum(predictions.num_tokens, 1.0)
-        weights = example_weights(batch, log_ratios.shape[1])
-        rewards = self.beta * log_ratios
-        metrics = {
-            "loss": _mean(self._losses(log_ratios, predictions, weights), weights),
-            **_pair_metrics(rewards[0], rewards[1], weights),
+        (chosen, rejected), beta = log_ratios, self.beta
+        weights = example_weights(batch, len(chosen))
+        rewards = beta * chosen, beta * rejected
+        metrics, outputs = _pair_results(*rewards, weights)
+        if self.loss == "orpo":
+            num_tokens = weights * predictions.num_tokens[0]
+            # The mean is over all tokens, so long answers count more than short ones.
+            xent = WeightedScalar.of(weighted_mean(-chosen, num_tokens), jnp.sum(num_tokens))
+            odds = _mean(odds_ratio_loss(chosen, rejected, beta=beta), weights)
+            loss = WeightedScalar.of(odds.value + xent.value, odds.weight)
+            return {"loss": loss, "odds_ratio": odds, "xent": xent, **metrics}, outputs
+        losses: dict[str, Any] = {
+            "sigmoid": partial(dpo_loss, label_smoothing=self.label_smoothing),
+            "hinge": hinge_loss,
+            "ipo": ipo_loss,
+            "simpo": partial(simpo_loss, gamma=self.gamma),
         }
-        return metrics, NestedMap(chosen_rewards=rewards[0], rejected_rewards=rewards[1])
-
-    def _losses(
-        self, log_ratios: jax.Array, predictions: NestedMap, weights: jax.Array
-    ) -> jax.Array:
-        """Return the loss of each pair, float32 `[batch]`, from log ratios `[2, batch]`."""
-        chosen, rejected = log_ratios
-        margin, beta = chosen - rejected, self.beta
-        match self.loss:
-            case "sigmoid":
-                return dpo_loss(margin, beta=beta, label_smoothing=self.label_smoothing)
-            case "hinge":
-                return hinge_loss(margin, beta=beta)
-            case "ipo":
-                return ipo_loss(margin, beta=beta)
-            case "simpo":
-                return simpo_loss(margin, beta=beta, gamma=self.gamma)
-            case "orpo":
-                # The mean is over all tokens, so long answers count more than short ones.
-                xent = weighted_mean(-chosen, weights * predictions.num_tokens[0])
-                return orpo_loss(chosen, rejected, xent, beta=beta)
+        loss = _mean(losses[self.loss](chosen - rejected, beta=beta), weights)
+        return {"loss": loss, **metrics}, outputs
 
 
 class KtoModel(PolicyModel):
@@ -224,7 +208,7 @@ class KtoModel(PolicyModel):
     For training and evaluation, a batch has the rows `answer` (see `PolicyModel`) and
     `is_desirable` `[batch]`, which is 0 for undesirable answers. It may have `weights` and
     `eval_sample_weights`, as for `PreferenceModel`. The divergence from the reference is estimated
-    from each prompt of the batch with the answer of the row before it.
+    from each prompt of the batch, or microbatch, with the answer of the row before it.
 
     Attributes:
       desirable_weight: Weight of desirable answers. KTO advises to make desirable_weight ×
@@ -249,13 +233,13 @@ class KtoModel(PolicyModel):
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
         """Compute log ratios of the answers and of mismatched ones, each float32 `[batch]`."""
         rows = _entries(batch.answer)
+        size, expected = len(rows.ids), "at least 2, also in a microbatch, to mismatch answers"
+        require(size > 1 or not self.is_training, self, "rows of a batch", size, expected)
         mismatched = mismatch_answers(rows)
-        # It is unbound and has no gradient, since the divergence is a constant.
-        lm, variables = self.lm.unbind()
-        constant = partial(lm.clone(train=False).apply, jax.lax.stop_gradient(variables))
+        constant = _log_probs(_constant(self.lm), mismatched)
         return NestedMap(
             log_ratios=_log_probs(self.lm, rows) - self._reference_log_probs(rows),
-            mismatched=_log_probs(constant, mismatched) - self._reference_log_probs(mismatched),
+            mismatched=constant - self._reference_log_probs(mismatched),
         )
 
     def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
@@ -268,14 +252,8 @@ class KtoModel(PolicyModel):
         weights = example_weights(batch, len(log_ratios))
         neighbors = weights * jnp.roll(weights, 1)
         divergence = kto_divergence(predictions.mismatched, neighbors)
-        losses = kto_loss(
-            log_ratios,
-            is_desirable,
-            divergence,
-            beta=self.beta,
-            desirable_weight=self.desirable_weight,
-            undesirable_weight=self.undesirable_weight,
-        )
+        factors = jnp.where(is_desirable, self.desirable_weight, self.undesirable_weight)
+        losses = factors * kto_loss(log_ratios, is_desirable, divergence, beta=self.beta)
         rewards = self.beta * log_ratios
         desirable, other = (_mean(rewards, weights * one) for one in (is_desirable, ~is_desirable))
         margin = desirable.value - other.value
@@ -330,24 +308,18 @@ class RewardModel(BaseModel):
         chosen, rejected = predictions.rewards
         weights = example_weights(batch, len(chosen))
         losses = bradley_terry_loss(chosen, rejected, centering=self.centering)
-        metrics = {"loss": _mean(losses, weights)}
-        metrics |= _pair_metrics(chosen, rejected, weights)
-        return metrics, NestedMap(chosen_rewards=chosen, rejected_rewards=rejected)
+        metrics, outputs = _pair_results(chosen, rejected, weights)
+        return {"loss": _mean(losses, weights), **metrics}, outputs
 
 
 def mismatch_answers(rows: NestedMap) -> NestedMap:
     """Return rows with the prompt of each row and the answer of the row before it, cut at the end.
 
-    Args:
-      rows: `ids`, `labels` and `weights` `[batch, length]`; an answer starts at the first label
-        with a weight and ends at the last one.
-
-    Returns:
-      The same entries of the new rows. Answers of the last row follow the first prompt.
+    `rows` have `ids`, `labels` and `weights` `[batch, length]`, as the new rows. An answer begins
+    at the first label with a weight. The answer of the last row follows the first prompt.
     """
     positions = jnp.arange(rows.ids.shape[1])
-    has_weight = rows.weights > 0
-    starts = jnp.argmax(has_weight, axis=1, keepdims=True)
+    starts = jnp.argmax(rows.weights > 0, axis=1, keepdims=True)
     shift = jnp.roll(starts, 1, axis=0) - starts
     # Positions behind the end of the other row have no weight.
     source = jnp.clip(positions + shift, 0, len(positions) - 1)
@@ -374,6 +346,12 @@ def _entries(rows: NestedMap) -> NestedMap:
     return NestedMap({name: rows[name] for name in names if name in rows})
 
 
+def _constant(lm: Any) -> Any:
+    """Return a network without dropout, gradients, auxiliary losses and summaries."""
+    lm, variables = lm.unbind()
+    return partial(lm.clone(train=False).apply, jax.lax.stop_gradient(variables))
+
+
 def _log_probs(lm: Any, rows: NestedMap) -> jax.Array:
     """Return the log-probability of the answer of each row, float32 `[rows]`."""
     return row_scores(lm(**rows).per_token_xent, rows.weights)
@@ -383,11 +361,15 @@ def _mean(values: jax.Array, weights: jax.Array) -> WeightedScalar:
     return WeightedScalar.of(weighted_mean(values, weights), jnp.sum(weights))
 
 
-def _pair_metrics(chosen: jax.Array, rejected: jax.Array, weights: jax.Array) -> Metrics:
-    """Return the metrics of the rewards float32 `[batch]` of both answers of pairs."""
-    return {
-        "reward_accuracy": _mean((chosen > rejected).astype(jnp.float32), weights),
-        "reward_margin": _mean(chosen - rejected, weights),
-        "chosen_reward": _mean(chosen, weights),
-        "rejected_reward": _mean(rejected, weights),
+def _pair_results(
+    chosen: jax.Array, rejected: jax.Array, weights: jax.Array
+) -> tuple[Metrics, NestedMap]:
+    """Return metrics and outputs of the rewards float32 `[batch]` of both answers of pairs."""
+    metrics = {
+        "reward_accuracy": (chosen > rejected).astype(jnp.float32),
+        "reward_margin": chosen - rejected,
+        "chosen_reward": chosen,
+        "rejected_reward": rejected,
     }
+    outputs = NestedMap(chosen_rewards=chosen, rejected_rewards=rejected)
+    return {name: _mean(values, weights) for name, values in metrics.items()}, outputs

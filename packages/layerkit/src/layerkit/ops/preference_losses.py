@@ -40,20 +40,16 @@ def simpo_loss(margin: jax.Array, *, beta: float, gamma: float) -> jax.Array:
     return -jax.nn.log_sigmoid(beta * margin - gamma)
 
 
-def orpo_loss(chosen: jax.Array, rejected: jax.Array, xent: jax.Array, *, beta: float) -> jax.Array:
-    """Compute xent − β·log σ(log odds(chosen) − log odds(rejected)) `[batch]`: ORPO.
+def odds_ratio_loss(chosen: jax.Array, rejected: jax.Array, *, beta: float) -> jax.Array:
+    """Compute −β·log σ(log odds(chosen) − log odds(rejected)) `[batch]`, where odds(p) = p/(1 − p).
 
-    `chosen` and `rejected` are mean log-probabilities of tokens, and odds(p) is p / (1 − p). `xent`
-    is the cross-entropy of chosen answers in nats per token, a scalar or `[batch]`. Source: Hong et
-    al., 2024, arXiv:2403.07691, whose λ is β.
+    `chosen` and `rejected` are mean log-probabilities of tokens. ORPO adds the cross-entropy of the
+    chosen answers (Hong et al., 2024, arXiv:2403.07691, whose λ is β).
     """
-    return xent - beta * jax.nn.log_sigmoid(_log_odds(chosen) - _log_odds(rejected))
-
-
-def _log_odds(log_probs: jax.Array) -> jax.Array:
-    """Return log(p / (1 − p)), finite also for a probability of 1."""
-    log_probs = jnp.minimum(log_probs, -jnp.finfo(jnp.float32).eps)
-    return log_probs - jnp.log(-jnp.expm1(log_probs))
+    # The largest one keeps the odds of a probability of 1 finite.
+    p, q = (jnp.minimum(x, -jnp.finfo(jnp.float32).eps) for x in (chosen, rejected))
+    log_ratio = p - q - jnp.log(jnp.expm1(p) / jnp.expm1(q))
+    return -beta * jax.nn.log_sigmoid(log_ratio)
 
 
 def kto_divergence(log_ratios: jax.Array, weights: jax.Array) -> jax.Array:
@@ -65,22 +61,15 @@ def kto_divergence(log_ratios: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def kto_loss(
-    log_ratios: jax.Array,
-    is_desirable: jax.Array,
-    divergence: jax.Array,
-    *,
-    beta: float,
-    desirable_weight: float = 1.0,
-    undesirable_weight: float = 1.0,
+    log_ratios: jax.Array, is_desirable: jax.Array, divergence: jax.Array, *, beta: float
 ) -> jax.Array:
-    """Compute w·(1 − σ(±β·(r − KL))) `[batch]`: KTO, with − for undesirable answers.
+    """Compute 1 − σ(±β·(r − KL)) `[batch]`: KTO, with − for undesirable answers.
 
-    w is the weight of desirable or of other answers, and KL is the scalar of `kto_divergence`.
-    Source: Ethayarajh et al., 2024, arXiv:2402.01306, Eq. 7.
+    KL is the scalar of `kto_divergence`. KTO multiplies the losses by weights of desirable and of
+    other answers. Source: Ethayarajh et al., 2024, arXiv:2402.01306, Eq. 7.
     """
-    is_desirable = is_desirable.astype(bool)
-    value = jax.nn.sigmoid(jnp.where(is_desirable, beta, -beta) * (log_ratios - divergence))
-    return jnp.where(is_desirable, desirable_weight, undesirable_weight) * (1.0 - value)
+    signs = jnp.where(is_desirable.astype(bool), beta, -beta)
+    return 1.0 - jax.nn.sigmoid(signs * (log_ratios - divergence))
 
 
 def bradley_terry_loss(
