@@ -130,8 +130,7 @@ class PairInput(_Answers):
                 hint="Write it with PairInput.store_reference; see docs/preferences.md.",
             ) from None
         expected = "a file of the same reference and the same data; write it again"
-        is_same = data == self._reference_data()
-        require(is_same, self._label, "reference_file", file, expected)
+        require(data == self._reference_data(), self._label, "reference_file", file, expected)
         return np.asarray(log_probs)
 
     def _reference_data(self) -> str:
@@ -153,8 +152,10 @@ class JudgementInput(_Answers):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        size, expected = self.global_batch_size, "at least 2, to compare prompts with other answers"
-        require(size > 1, self._label, "rows of a batch", size, expected)
+        size = self.global_batch_size
+        require(
+            size > 1, self._label, "rows of a batch", size, "at least 2, for mismatched answers"
+        )
 
     def _read(self, row: Mapping[str, Any]) -> Any:
         return read_judgement(row)

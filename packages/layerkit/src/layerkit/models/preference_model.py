@@ -38,6 +38,8 @@ from layerkit.ops.preference_losses import (
     simpo_loss,
 )
 
+# Entries of rows that a network reads.
+_ENTRIES = ("ids", "labels", "weights", "segment_ids", "segment_pos")
 # Losses of mean log-probabilities per token.
 _PER_TOKEN = ("ipo", "orpo", "simpo")
 
@@ -45,17 +47,15 @@ _PER_TOKEN = ("ipo", "orpo", "simpo")
 class PolicyModel(BaseModel):
     """Base class of models that train a language model, the policy, near a fixed reference.
 
-    Rows of a batch have `ids` int32, `labels` int32 and `weights` float32, all `[batch, length]`,
-    with prompt and answer in one row. These `weights` are 0 on the prompt and on padding. Rows may
-    also have `segment_ids` and `segment_pos`, which mask padding. For decoding, a batch has `ids`
-    and `prompt_lengths`, as for `LanguageModel`.
+    Rows have the arrays of `LanguageModel` `[batch, length]`, with prompt and answer in one row and
+    `weights` of 0 on the prompt and on padding. For decoding, a batch is that of `LanguageModel`.
 
     Attributes:
       lm_tpl: Trained network, the policy.
       reference: Source of the log-probabilities of the reference model. `frozen` keeps a second
-        network, `reference_lm`, which starts with the initial weights of `lm`, random or loaded.
-        The learner must freeze it. `base` is the policy without its LoRA adapters, for learners
-        that train these alone. `batch` reads precomputed values from the batch. `none` uses 0.
+        network, `reference_lm`, a copy of the initial `lm`, which the learner must freeze. `base`
+        is the policy without its LoRA adapters, for learners that train these alone. `batch` reads
+        precomputed values from the batch. `none` uses 0.
       beta: Strength β of the penalty on deviations from the reference; a positive number.
       decoder: Decoder of the policy, a `SampleDecoder` or `BeamSearch`.
 
@@ -112,11 +112,9 @@ class PolicyModel(BaseModel):
 class PreferenceModel(PolicyModel):
     """A language model trained on pairs of answers, of which one is preferred.
 
-    For training and evaluation, a batch has the rows `chosen` and `rejected`; see `PolicyModel`.
-    The batch itself may have `weights` float32 `[batch]`, the weights of the pairs, and
-    `eval_sample_weights` float32 `[batch]`, which is 0 for rows of padding. `reference="batch"`
-    requires `chosen_reference_log_probs` and `rejected_reference_log_probs` float32 `[batch]`, sums
-    over the tokens with weights, as `scores` returns.
+    A batch has the rows `chosen` and `rejected`; see `PolicyModel`. It may have the weights of
+    `example_weights`. `reference="batch"` requires `chosen_reference_log_probs` and
+    `rejected_reference_log_probs` float32 `[batch]`, sums over the tokens with weights.
 
     Attributes:
       loss: `sigmoid` (DPO), `hinge` (SLiC), `ipo`, `simpo` or `orpo`. The last two have no
@@ -205,10 +203,10 @@ class PreferenceModel(PolicyModel):
 class KtoModel(PolicyModel):
     """A language model trained on single judgements of answers, desirable or not, by KTO.
 
-    For training and evaluation, a batch has the rows `answer` (see `PolicyModel`) and
-    `is_desirable` `[batch]`, which is 0 for undesirable answers. It may have `weights` and
-    `eval_sample_weights`, as for `PreferenceModel`. The divergence from the reference is estimated
-    from each prompt of the batch, or microbatch, with the answer of the row before it.
+    A batch has the rows `answer` (see `PolicyModel`) and `is_desirable` `[batch]`, which is 0 for
+    undesirable answers. It may have the weights of `example_weights`. The divergence from the
+    reference is estimated from each prompt of the batch, or microbatch, with the answer of the row
+    before it.
 
     Attributes:
       desirable_weight: Weight of desirable answers. KTO advises to make desirable_weight ×
@@ -232,8 +230,8 @@ class KtoModel(PolicyModel):
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
         """Compute log ratios of the answers and of mismatched ones, each float32 `[batch]`."""
-        rows = _entries(batch.answer)
-        size, expected = len(rows.ids), "at least 2, also in a microbatch, to mismatch answers"
+        rows, size = batch.answer, len(batch.answer.ids)
+        expected = "at least 2, also in a microbatch, to mismatch answers"
         require(size > 1 or not self.is_training, self, "rows of a batch", size, expected)
         mismatched = mismatch_answers(rows)
         constant = _log_probs(_constant(self.lm), mismatched)
@@ -336,14 +334,7 @@ def mismatch_answers(rows: NestedMap) -> NestedMap:
 
 def _join_sides(batch: NestedMap) -> NestedMap:
     """Return the rows `[2·batch, length]` of the chosen answers, then those of the rejected."""
-    sides = (_entries(batch[side]) for side in ("chosen", "rejected"))
-    return jax.tree.map(lambda *both: jnp.concatenate(both), *sides)
-
-
-def _entries(rows: NestedMap) -> NestedMap:
-    """Return the entries of rows that a network reads."""
-    names = ("ids", "labels", "weights", "segment_ids", "segment_pos")
-    return NestedMap({name: rows[name] for name in names if name in rows})
+    return jax.tree.map(lambda *both: jnp.concatenate(both), batch.chosen, batch.rejected)
 
 
 def _constant(lm: Any) -> Any:
@@ -354,7 +345,8 @@ def _constant(lm: Any) -> Any:
 
 def _log_probs(lm: Any, rows: NestedMap) -> jax.Array:
     """Return the log-probability of the answer of each row, float32 `[rows]`."""
-    return row_scores(lm(**rows).per_token_xent, rows.weights)
+    entries = {name: rows[name] for name in _ENTRIES if name in rows}
+    return row_scores(lm(**entries).per_token_xent, rows.weights)
 
 
 def _mean(values: jax.Array, weights: jax.Array) -> WeightedScalar:
