@@ -212,21 +212,14 @@ class KtoModel(PolicyModel):
       desirable_weight: Weight of desirable answers. KTO advises to make desirable_weight ×
         (number of desirable answers) 1 to 4/3 of the same product for undesirable ones.
       undesirable_weight: Weight of undesirable answers.
-
-    Raises:
-      ConfigError: `reference` is `batch`, since which answers meet depends on the batch.
     """
 
     reported_metric: ClassVar[str | None] = "reward_margin"
 
+    # Mismatched answers depend on the batch, so the reference cannot be stored.
+    reference: Literal["frozen", "base", "none"] = "frozen"
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
-
-    def setup(self) -> None:
-        """Check the fields and create the networks."""
-        super().setup()
-        expected = "frozen, base or none, since mismatched answers depend on the batch"
-        require(self.reference != "batch", self, "reference", self.reference, expected)
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
         """Compute log ratios of the answers and of mismatched ones, each float32 `[batch]`."""
