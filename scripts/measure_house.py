@@ -232,7 +232,7 @@ def main() -> int:
 
 def _print_files(files: dict[Path, FileMeasure]) -> None:
     for path, file in sorted(files.items(), key=lambda item: -item[1].guards)[:25]:
-        share = file.guards / file.code
+        share = file.guards / max(file.code, 1)
         print(f"  {path.relative_to(ROOT)}: {file.guards} guards ({share:.0%}), {file.idiom} idiom")
     for path, file in files.items():
         if file.idiom:

@@ -93,15 +93,14 @@ def _fingerprints(built: Mapping[str, BaseInput]) -> dict[str, str]:
     return fingerprints
 
 
+def _row_fields(batch: NestedMap) -> list[str]:
+    fields = sorted(spec_of(batch).flatten_items())
+    return [f"{path}: {spec.dtype.name}{list(spec.shape[1:])}" for path, spec in fields]
+
+
 def check_same_rows(owner: BaseInput, batches: Mapping[str, NestedMap], field: str) -> None:
     """Raise `ConfigError` if rows of components differ in fields, dtypes or shapes."""
-    specs = {
-        name: [
-            f"{path}: {spec.dtype.name}{list(spec.shape[1:])}"
-            for path, spec in sorted(spec_of(batch).flatten_items())
-        ]
-        for name, batch in batches.items()
-    }
+    specs = {name: _row_fields(batch) for name, batch in batches.items()}
     first = next(iter(specs))
     for name, rows in specs.items():
         expected = f"{specs[first]}, as in {field}[{first!r}]"

@@ -90,7 +90,9 @@ class Mixture(IndexedInput, CompositeInput):
 
     def _read_at(self, positions: np.ndarray, num_rows: int | None) -> tuple[NestedMap, np.ndarray]:
         if not self._are_alike:
-            self._check_components()
+            # Now, not at the first batch that holds both.
+            check_same_rows(self, self._first_rows(), "components")
+            self._are_alike = True
         turns, within = self._schedule.turns(positions)
         rows, parts = np.empty(len(positions), np.int64), []
         is_unreadable = np.zeros(len(positions), bool)
@@ -107,15 +109,10 @@ class Mixture(IndexedInput, CompositeInput):
         self._is_unreadable = is_unreadable
         return merge_rows(parts, turns), rows
 
-    def _check_components(self) -> None:
-        """Compare a row of each component now, not at the first batch that holds both."""
+    def _first_rows(self) -> dict[str, NestedMap]:
+        readers = zip(self._schedule.names, self._readers, strict=True)
         first = np.zeros(1, np.int64)
-        rows = {
-            name: reader._read_at(first, _num_rows_of(reader))[0]
-            for name, reader in zip(self._schedule.names, self._readers, strict=True)
-        }
-        check_same_rows(self, rows, "components")
-        self._are_alike = True
+        return {name: reader._read_at(first, _num_rows_of(reader))[0] for name, reader in readers}
 
     def _fingerprint(self) -> dict[str, Any]:
         identity: dict[str, Any] = {"turns": self._schedule.identity()}

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar
 
+from layerkit.config.checks import require
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.errors import CONVERSATIONS, BadRecordError, require_extra
 from layerkit_inputs.base.find_files import TextFile
@@ -78,10 +79,8 @@ def read_raw_documents(
     suffixes = [suffix.lower() for suffix in file.path.suffixes[-2:]] or [""]
     is_gzip = suffixes[-1] == ".gz"
     kind = (suffixes[:-1] or [""])[-1] if is_gzip else suffixes[-1]
-    if kind in PACKED_SUFFIXES:
-        raise BadRecordError(
-            owner=str(file.path), field="compression", value=kind, expected="none or .gz"
-        )
+    is_readable = kind not in PACKED_SUFFIXES
+    require(is_readable, str(file.path), "compression", kind, "none or .gz", BadRecordError)
     if kind == ".parquet" and not is_gzip:
         yield from _parquet_rows(file.path, field, max_document_bytes)
         return

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from layerkit.config.checks import check_choice
+from layerkit.config.checks import check_choice, require
 from layerkit_inputs.base.errors import BadRecordError, BadRecords, MissingFileError
 from layerkit_inputs.grain.array_records import ArrayRecordFiles
 from layerkit_inputs.packing.documents import ranges
@@ -262,9 +262,5 @@ class TokenStore:
 
 def _check_size(path: Path, num_bytes: int) -> None:
     size = path.stat().st_size if path.is_file() else None
-    if size != num_bytes:
-        problem = "the file is missing, truncated or from another build"
-        expected = f"{num_bytes}. Copy the folder again"
-        raise BadRecordError(
-            problem, owner=str(path), field="size in bytes", value=size, expected=expected
-        )
+    expected = f"{num_bytes}, of a whole file of this build. Copy the folder again"
+    require(size == num_bytes, str(path), "size in bytes", size, expected, BadRecordError)
