@@ -2,7 +2,8 @@
 
 The model reads windows of `--max_length` tokens. Each begins `--stride` tokens after the one before
 and scores the tokens that those before it have not, so every token has a context of at least
-`max_length - stride` tokens, except at the beginning of the file.
+`max_length - stride` tokens, except at the beginning of the file. If no token precedes texts in
+training, the first token of the file is only read.
 """
 
 from __future__ import annotations
@@ -11,16 +12,13 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from layerkit.config.checks import require
 from layerkit_runner.config.flags import read_flags
 from layerkit_runner.config.help import flag_rows, table
-from layerkit_runner.errors import UsageError, as_usage_error
+from layerkit_runner.errors import as_usage_error
 from layerkit_runner.files.text import check_utf8
 from layerkit_runner.run_options import Flag, non_negative, positive
-
-if TYPE_CHECKING:
-    from layerkit_runner.run.model.loaded_model import LoadedModel
 
 _FLAGS = (
     Flag("model", str, "folder of a job, of a checkpoint, or of Hugging Face", "DIR"),
@@ -39,63 +37,39 @@ def run_score(words: Sequence[str]) -> int:
     if values.get("help"):
         print("\n".join(["runner score FILE --model=DIR [flags]", "", *table(flag_rows(_FLAGS))]))
         return 0
-    if len(files) != 1 or "model" not in values:
-        expected = "one text file, and --model=DIR"
-        raise UsageError(owner="`runner score`", field="files", value=files, expected=expected)
+    is_complete, expected = len(files) == 1 and "model" in values, "one text file, and --model=DIR"
+    require(is_complete, "`runner score`", "files", files, expected)
     with as_usage_error(OSError, owner="`runner score`"):
         text = Path(files[0]).read_bytes().decode("utf-8", "surrogateescape")
     check_utf8(text, field=files[0])
     from layerkit_runner.interface.loading import load_folder
+    from layerkit_runner.run.model.generation import prompt_ids
     from layerkit_runner.run.programs.lm_eval_program import context_length
 
     model = load_folder(values["model"], step=values.get("step"), experiment=None, overrides=[])
-    length = values.get("max_length") or context_length(model.job)
+    length = context_length(model.job, values.get("max_length"))
     stride = values.get("stride") or max(length // 2, 1)
-    size = values.get("batch_size", 8)
-    scores = score_text(model, text, max_length=length, stride=stride, batch_size=size)
+    require(stride < length, None, "--stride", stride, f"less than max_length={length}")
+    ids = prompt_ids(text, model.tokenizer, is_source=False)
+    require(len(ids) > 1, None, "tokens of the file", len(ids), "at least 2")
+    windows = [
+        (ids[begin:done], ids[done : begin + length])
+        for begin in range(0, max(len(ids) - length, 0) + stride, stride)
+        for done in [begin + length - stride if begin else 1]  # end of the window before
+    ]
+    log_likelihood, size = 0.0, values.get("batch_size", 8)
+    for start in range(0, len(windows), size):
+        prompts, texts = zip(*windows[start : start + size], strict=True)
+        log_likelihood += sum(s.log_likelihood for s in model.score_ids(texts, prompts=prompts))
+    nats = -log_likelihood / (len(ids) - 1)
+    num_bytes = len(text.encode())
+    scores = {
+        "tokens": len(ids) - 1,
+        "bytes": num_bytes,
+        "nats_per_token": nats,
+        "perplexity": math.exp(nats),
+        "bits_per_byte": -log_likelihood / math.log(2) / num_bytes,
+    }
     lines = [f"{name.replace('_', ' '):<16}{value:,.6g}" for name, value in scores.items()]
     print(json.dumps(scores) if values.get("json") else "\n".join(lines), flush=True)
     return 0
-
-
-def score_text(
-    model: LoadedModel, text: str, *, max_length: int, stride: int, batch_size: int = 8
-) -> dict[str, float]:
-    """Return the scores of a text, of which every token is scored once.
-
-    Args:
-      model: Language model with a tokenizer.
-      text: The text. Its first token is only read if nothing precedes the texts of training.
-      max_length: Number of tokens of a window.
-      stride: Number of tokens from one window to the next, less than `max_length`.
-      batch_size: Number of windows that are scored together.
-
-    Returns:
-      `tokens`, `bytes`, `nats_per_token`, `perplexity` (of a token) and `bits_per_byte`.
-    """
-    from layerkit_runner.run.model.generation import prompt_ids
-
-    ids, windows, done = prompt_ids(text, model.tokenizer, is_source=False), [], 1
-    if stride >= max_length:
-        raise UsageError(field="--stride", value=stride, expected=f"less than {max_length=}")
-    if len(ids) < 2:
-        raise UsageError(field="tokens of the file", value=len(ids), expected="at least 2")
-    for begin in range(0, len(ids), stride):
-        end = min(begin + max_length, len(ids))
-        windows.append((ids[begin:done], ids[done:end]))
-        done = end
-        if end == len(ids):
-            break
-    log_likelihood = 0.0
-    for start in range(0, len(windows), batch_size):
-        prompts, texts = zip(*windows[start : start + batch_size], strict=True)
-        log_likelihood += sum(s.log_likelihood for s in model.score_ids(texts, prompts=prompts))
-    size = len(text.encode())
-    nats = -log_likelihood / (len(ids) - 1)
-    return {
-        "tokens": len(ids) - 1,
-        "bytes": size,
-        "nats_per_token": nats,
-        "perplexity": math.exp(nats),
-        "bits_per_byte": -log_likelihood / math.log(2) / size,
-    }

@@ -170,7 +170,7 @@ def test_scores_equal_those_of_the_backend_hf(
     seeds = ("random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed")
     expected = simple_evaluate(
         HFLM(pretrained=str(llama), dtype="float32", device="cpu", batch_size=4),
-        tasks=load_tasks(names, str(tasks)),
+        tasks=load_tasks(names, str(tasks), 64),
         num_fewshot=1,
         limit=8 if chat else None,
         apply_chat_template=chat,
@@ -224,6 +224,7 @@ def test_scores_in_training_equal_those_of_its_checkpoint(
         (["--tasks=a", "--include_path=nowhere"], {"field": "include_path", "value": "nowhere"}),
         ([], {"field": "--tasks"}),
         (["--tasks=tiny_answer", "--max_length=12"], {"field": "max_length", "value": 12}),
+        (["--tasks=tiny_text", "--apply_chat_template=x"], {"field": "chat_template"}),
         (["--tasks=tiny_text", "--exp=lm.X"], {"field": "--init_from"}),
     ],
 )
@@ -235,10 +236,11 @@ def test_flags_are_checked(
     command += [] if "--include_path=nowhere" in flags else [f"--include_path={tasks}"]
     with raises(UserError, **error):
         cli._run([*command, *flags])
+    assert not [*tmp_path.glob("metrics*")]
 
 
 def test_missing_harness_is_reported(monkeypatch: pytest.MonkeyPatch, raises: Any):
     for module in ("lm_eval", "lm_eval.tasks"):
         monkeypatch.setitem(sys.modules, module, None)
     with raises(UserError, hint=f"Install it: {pip_install('layerkit-runner', 'eval')}"):
-        load_tasks(["a"], None)
+        load_tasks(["a"], None, 64)

@@ -236,28 +236,22 @@ class LoadedModel:
         self,
         prompts: Sequence[Ids],
         *,
-        max_new_tokens: int | None = None,
-        temperature: float | None = None,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
         stream: Callable[[int, int], object] | None = None,
         stop: Callable[[np.ndarray], bool] | None = None,
+        ends: tuple[int, ...] = (),
+        **options: Any,
     ) -> list[np.ndarray]:
         """Continue token ids; see `generate`.
 
         Args:
           prompts: Token ids of each prompt, of any lengths of at least 1, to which nothing is
             added; those of the sources for an encoder-decoder.
-          max_new_tokens: As for `generate`.
-          temperature: As for `generate`.
-          top_k: As for `generate`.
-          top_p: As for `generate`.
-          seed: As for `generate`.
           stream: Function that is called with the index of a prompt and each new token id; None for
             none.
           stop: Function of the new ids of one prompt, such as a search for a text that ends it.
             The call returns early once it is True for all prompts; None for no such end.
+          ends: End tokens besides those of the model and of the tokenizer.
+          **options: Other options of `generate`, such as `max_new_tokens=100`.
 
         Returns:
           New ids of each prompt, int32 `[tokens]`, with an end token that was chosen. Some may
@@ -266,8 +260,7 @@ class LoadedModel:
         Raises:
           UserError: As for `generate`.
         """
-        options = GenerateOptions(max_new_tokens, temperature, top_k, top_p, seed)
-        return self._generate_ids(prompts, options, stream, stop=stop)
+        return self._generate_ids(prompts, GenerateOptions(**options), stream, stop=stop, ends=ends)
 
     @_raising_job_errors
     def _generate_ids(
