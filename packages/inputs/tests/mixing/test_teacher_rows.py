@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layerkit.errors import ConfigError
 from layerkit_inputs import TeacherRows
-from layerkit_inputs.mixing.teacher_rows import write_teacher_rows
+from layerkit_inputs.base.errors import MissingFileError
 from layerkit_inputs.testing import laws
 from layerkit_inputs.text.local_text import LocalText
 
@@ -24,21 +23,19 @@ def source(tmp_path: Path) -> Any:
     return LocalText.HParams.config(name="train", paths=paths, seq_length=16)
 
 
-def arrays_of(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def arrays_of(rows: np.ndarray) -> dict[str, np.ndarray]:
     """Arrays that tell the number of their row."""
-    ids = np.broadcast_to(rows[:, None, None], (len(rows), 16, K))
-    return ids.astype(np.int32), -ids[..., :1].repeat(K + 1, -1).astype(np.float32)
+    ids = np.broadcast_to(rows[:, None, None], (len(rows), 16, K)).astype(np.int32)
+    log_probs = -ids[..., :1].repeat(K + 1, -1).astype(np.float32)
+    return {"teacher_ids": ids, "teacher_log_probs": log_probs}
 
 
-def write(folder: Path, source: Any, **about: Any) -> None:
-    reader = source.clone(batch_size=4).Instantiate()
-    numbers = (batch.provenance for batch in reader.eval_batches())
-    about = {"teacher": "digest", "temperature": 1.0, **about}
-    write_teacher_rows(str(folder), reader, ((n, *arrays_of(n)) for n in numbers), **about)
+def write(folder: Path, source: Any, **fields: Any) -> None:
+    teacher_rows(folder, source, **fields).write(lambda batch: arrays_of(batch.provenance))
 
 
 def teacher_rows(folder: Path, source: Any, **fields: Any) -> TeacherRows:
-    fields = {"name": "train", "batch_size": 4, "teacher": "digest", **fields}
+    fields = {"name": "train", "batch_size": 4, "about": {"teacher": "digest"}, **fields}
     return TeacherRows.HParams.config(source=source, folder=str(folder), **fields).Instantiate()
 
 
@@ -50,9 +47,8 @@ def test_rows_have_their_own_arrays_in_any_order_and_after_a_restore(tmp_path: P
     for _ in range(2 * len(first) // 4):
         batch = training.get_next()
         numbers = batch.teacher_ids[:, 0, 0]
-        ids, log_probs = arrays_of(numbers)
-        np.testing.assert_array_equal(batch.teacher_ids, ids)
-        np.testing.assert_array_equal(batch.teacher_log_probs, log_probs)
+        for name, array in arrays_of(numbers).items():
+            np.testing.assert_array_equal(batch[name], array)
         for number, row in zip(numbers.tolist(), batch.ids, strict=True):
             np.testing.assert_array_equal(row, first[number])
         state = state or training.get_state()
@@ -69,27 +65,31 @@ def _rows(reader: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("field", "fields", "changes"),
-    [
-        ("teacher", {"teacher": "other"}, {}),
-        ("temperature", {"temperature": 2.0}, {}),
-        ("rows", {}, {"seq_length": 8}),
-    ],
+    ("fields", "changes"),
+    [({"about": {"teacher": "other"}}, {}), ({}, {"seq_length": 8}), ({"name": "heldout"}, {})],
+    ids=["teacher", "rows", "data set"],
 )
-def test_stale_files_raise(
-    tmp_path: Path, source: Any, raises: Any, field: str, fields: Any, changes: Any
+def test_missing_or_stale_files_raise(
+    tmp_path: Path, source: Any, raises: Any, fields: Any, changes: Any
 ):
     write(tmp_path, source)
-    reader = teacher_rows(tmp_path, source.clone(**changes), **fields)
-    with raises(ConfigError, field=field):
-        reader.get_next()
+    changed = source.clone(**{"name": fields.get("name", "train"), **changes})
+    with raises(MissingFileError, field="file"):
+        teacher_rows(tmp_path, changed, **fields).get_next()
 
 
 def test_unfinished_files_raise(tmp_path: Path, source: Any, raises: Any):
-    write(tmp_path, source)
-    (tmp_path / "train" / "about.json").unlink()
-    with raises(ConfigError, field="teacher", value=None):
-        teacher_rows(tmp_path, source).get_next()
+    reader = teacher_rows(tmp_path, source)
+
+    def stop(batch: Any) -> Any:
+        if batch.provenance[0] > 0:
+            raise KeyboardInterrupt
+        return arrays_of(batch.provenance)
+
+    with pytest.raises(KeyboardInterrupt):
+        reader.write(stop)
+    with raises(MissingFileError, field="file"):
+        reader.get_next()
 
 
 @pytest.mark.parametrize("is_training", [True, False], ids=["training", "epoch"])
@@ -99,4 +99,5 @@ def test_teacher_rows_obey_the_laws_of_inputs(
 ):
     write(tmp_path, source)
     fields = {"name": "train", "batch_size": 4, "is_training": is_training, "source": source}
+    fields["about"] = {"teacher": "digest"}
     check_law(law, lambda **more: TeacherRows(folder=str(tmp_path), **{**fields, **more}))

@@ -86,11 +86,13 @@ def test_loss_mixes_divergence_and_cross_entropy_of_the_logits(chunk_size):
     assert set(metrics) == {"loss", "xent", "accuracy", "divergence"}
 
 
-def test_stored_tokens_of_teacher_equal_the_live_teacher():
+@pytest.mark.parametrize(("beta", "num_ids"), [(0.5, None), (1.0, VOCAB - 3)])
+def test_stored_tokens_of_teacher_equal_the_live_teacher(beta, num_ids):
     params, batch = weights()[PARAMS], make_batch()
-    live = gradients(build(config(beta=0.5)), params, batch)
-    ids, log_probs = top_log_probs(logits_of("teacher", params, batch), VOCAB)
-    stored = build(config(beta=0.5, teacher_tpl=None))
+    live = gradients(build(config(beta=beta, num_ids=num_ids)), params, batch)
+    logits = logits_of("teacher", params, batch)[..., :num_ids]
+    ids, log_probs = top_log_probs(logits, num_ids or VOCAB)
+    stored = build(config(beta=beta, num_ids=num_ids, teacher_tpl=None))
     assert stored.frozen_weights == ()
     batch |= {"teacher_ids": ids, "teacher_log_probs": log_probs}
     read = gradients(stored, {"lm": params["lm"]}, NestedMap(batch))

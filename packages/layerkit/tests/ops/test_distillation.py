@@ -7,12 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.ops.distillation import (
-    divergence,
-    feature_distances,
-    top_divergence,
-    top_log_probs,
-)
+from layerkit.ops.distillation import divergence, top_divergence, top_log_probs
 from layerkit.ops.losses import map_chunks, weighted_mean
 
 RANDOM = np.random.default_rng(7)
@@ -94,7 +89,7 @@ def test_few_tokens_and_the_rest_are_outcomes_of_a_coarser_distribution(beta):
         coarse.append(np.concatenate([top, 1 - top.sum(-1, keepdims=True)], -1))
     np.testing.assert_allclose(np.exp(log_probs), coarse[0], atol=1e-6)
     expected = divergence(*(np.log(x) for x in reversed(coarse)), beta=beta)
-    losses = top_divergence(STUDENT, ids, log_probs, beta=beta)
+    losses = top_divergence(STUDENT, ids, log_probs, beta, 1.0)
     np.testing.assert_allclose(losses, expected, atol=1e-4)
     assert np.all(losses <= divergence(STUDENT, TEACHER, beta=beta) + 1e-5)
 
@@ -107,13 +102,6 @@ def test_classes_of_probability_zero_have_finite_gradients(beta):
     expected = mean_divergence(student[..., :9], beta, 1.0, TEACHER[..., :9])
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     assert np.isfinite(gradient[..., :9]).all()
-
-
-def test_feature_distances_equal_their_formulas():
-    x, y = STUDENT.astype(np.float64), TEACHER.astype(np.float64)
-    np.testing.assert_allclose(feature_distances(x, y, "mse"), ((x - y) ** 2).mean(-1), rtol=1e-5)
-    cosines = (x * y).sum(-1) / np.linalg.norm(x, axis=-1) / np.linalg.norm(y, axis=-1)
-    np.testing.assert_allclose(feature_distances(x, y, "cosine"), 1 - cosines, rtol=1e-5)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 5, 8])

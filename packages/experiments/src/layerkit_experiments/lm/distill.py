@@ -32,8 +32,6 @@ class Distilled(BaseExperiment, abstract=True):
     TEACHER_LOGITS: str | None = None
     """Folder that `--mode=top_logits` wrote with these fields. The student learns from its tokens,
     and the network of the teacher is not loaded."""
-    TEACHER_DTYPE: str | None = None
-    """Dtype of the teacher's weights and computation; None for its own."""
     TEACHER_RULES: dict[str, str | None] = {}
     """Mesh axes of logical axes of the teacher's weights, where they differ from the student's."""
     KL_BETA: float = 0.0
@@ -45,7 +43,6 @@ class Distilled(BaseExperiment, abstract=True):
     """Weight of the divergence; 1 − ALPHA is that of the data's cross-entropy."""
     FEATURES: dict[int, int] = {}
     """Layers of the teacher by the layers of the student that learn their outputs."""
-    FEATURE_WEIGHT: float = 1.0
     ON_POLICY_FRACTION: float = 0.0
     """Share of the steps that learn from samples of the student in place of the data. They continue
     what precedes the first token with a loss, or PROMPT_LENGTH tokens where all have one."""
@@ -53,6 +50,8 @@ class Distilled(BaseExperiment, abstract=True):
     @functools.cached_property
     def teacher(self) -> Any:
         """The resolved experiment of the teacher's folder.
+
+        Its weights and computation keep their dtype.
 
         Raises:
           ConfigError: The folder has no decoder-only language model.
@@ -66,8 +65,8 @@ class Distilled(BaseExperiment, abstract=True):
             expected = "the folder of a decoder-only language model"
             raise ConfigError(field="TEACHER", value=self.TEACHER, expected=expected)
         for name in ("dtype", "fprop_dtype"):
-            own = getattr(model.lm_tpl, name) or getattr(model, name) or "float32"
-            setattr(model.lm_tpl, name, self.TEACHER_DTYPE or own)
+            kept = getattr(model.lm_tpl, name) or getattr(model, name) or "float32"
+            setattr(model.lm_tpl, name, kept)
         return resolved
 
     def model(self) -> Config:
@@ -77,24 +76,28 @@ class Distilled(BaseExperiment, abstract=True):
             lm_tpl=student.lm_tpl,
             decoder=student.decoder,
             fprop_dtype=student.fprop_dtype,
-            teacher_tpl=teacher if self.TEACHER_LOGITS is None else None,
             beta=self.KL_BETA,
             temperature=self.KL_TEMPERATURE,
             alpha=self.ALPHA,
+            features=tuple(self.FEATURES.items()),
+            on_policy_fraction=self.ON_POLICY_FRACTION,
         )
-        if self.FEATURES:
-            pairs = tuple(self.FEATURES.items())
-            config.set(features=pairs, feature_weight=self.FEATURE_WEIGHT)
+        if self.TEACHER_LOGITS is None:
+            config.teacher_tpl = teacher
+        else:
+            config.num_ids = min(student.lm_tpl.vocab_size, teacher.vocab_size)
         if self.ON_POLICY_FRACTION:
-            config.on_policy_fraction = self.ON_POLICY_FRACTION
             config.prompt_length = getattr(self, "PROMPT_LENGTH", config.prompt_length)
         return config
 
     def learner(self) -> Config:
-        """Return the config of the learner, which does not train the teacher."""
+        """Return the config of the learner, which trains maps of features and not the teacher."""
         learner: Config = super().learner()  # type: ignore[misc]
-        is_left_out = self.TEACHER_LOGITS is not None or learner.trainable
-        return learner if is_left_out else learner.set(frozen=(TEACHER_WEIGHTS,))
+        if learner.trainable is not None:
+            trainable = [f"(?!teacher/){pattern}" for pattern in learner.trainable]
+            return learner.set(trainable=[*trainable, "feature_.*"] if self.FEATURES else trainable)
+        has_teacher = self.TEACHER_LOGITS is None
+        return learner.set(frozen=[*learner.frozen, *([TEACHER_WEIGHTS] if has_teacher else [])])
 
     def task(self) -> Config:
         """Return the config of the task, whose teacher has the weights of its folder."""
@@ -116,8 +119,12 @@ class Distilled(BaseExperiment, abstract=True):
         configs = super().datasets()
         if self.TEACHER_LOGITS is None:
             return configs
-        fields: dict[str, Any] = {"folder": self.TEACHER_LOGITS, "temperature": self.KL_TEMPERATURE}
-        fields["teacher"] = weights_digest(self.TEACHER)
+        about = {
+            "teacher": weights_digest(self.TEACHER),
+            "temperature": self.KL_TEMPERATURE,
+            "num_ids": self.model().num_ids,
+        }
+        fields: dict[str, Any] = {"folder": self.TEACHER_LOGITS, "about": about}
         names = ("name", "is_training", "percore_batch_size", "batch_size")
         return [
             TeacherRows.HParams.config(source=c, **{n: getattr(c, n) for n in names}, **fields)

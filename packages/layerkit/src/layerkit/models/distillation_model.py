@@ -1,15 +1,14 @@
 """DistillationModel: a language model that learns from the distributions of a teacher.
 
-The teacher is a second, frozen network, or its most likely tokens are read from the batch. The
-student learns on the data or, on-policy, on its own continuations of them, as in GKD (Agarwal et
-al., 2024, arXiv:2306.13649). `layerkit.ops.distillation` defines the divergences.
+On-policy, the student learns on its own continuations of the data, as in GKD (Agarwal et al., 2024,
+arXiv:2306.13649). `layerkit.ops.distillation` defines the divergences.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,39 +28,37 @@ from layerkit.layers.basic.linears import Linear
 from layerkit.models.language_model import prompts_of_batch
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.models.weighted_metrics import token_metrics
-from layerkit.ops.distillation import divergence, feature_distances, top_divergence
+from layerkit.ops.distillation import divergence, top_divergence
 from layerkit.ops.losses import weighted_mean
 
 TEACHER_WEIGHTS = "teacher/(.*)"
 """Pattern of the paths of the teacher's weights."""
-_PACKING = ("segment_ids", "segment_pos")
 
 
 class DistillationModel(BaseModel):
     """A language model, the student, that is trained towards a teacher.
 
     A batch is that of `LanguageModel`. The loss of a token is α·divergence + (1 − α)·cross-entropy,
-    and that of a sampled token is its divergence. Of vocabularies of different sizes, the ids that
-    both have are compared. A sharding rule `teacher_embed` replaces `embed` for the weights of the
-    teacher, and so for other axes.
+    and that of a sampled token is its divergence. A sharding rule `teacher_embed` replaces `embed`
+    for the weights of the teacher, and so for other axes.
 
     Attributes:
       lm_tpl: Network of the student.
       teacher_tpl: Network of the teacher. The learner must freeze its weights, `teacher/`. None
         reads the results of `top_log_probs` in the batch: `teacher_ids` `[batch, length, k]` and
         `teacher_log_probs` `[batch, length, k + 1]`.
+      num_ids: Number of ids that both vocabularies have, which are compared. None for the smaller
+        of the two.
       beta: β of `layerkit.ops.distillation`, from 0 to 1.
       temperature: Divisor of the logits of both networks in the divergence.
       alpha: α, from 0 to 1.
       on_policy_fraction: Probability that a training step, or microbatch, learns from samples of
-        the student, which continue the first tokens of its rows with `decoder`: those up to the
-        first label with a weight.
+        the student. With `decoder`, they continue each row up to its first label with a weight.
       prompt_length: Number of first tokens of rows whose first label has a weight. Rows without a
         weight in so many labels have no sample.
       features: Pairs of a layer of the student, whose outputs learn through a linear map, and the
         layer of the teacher whose outputs they learn; both count from 0.
-      feature_loss: Distance of features; see `feature_distances`.
-      feature_weight: Factor of the mean distance in the loss.
+      feature_weight: Factor of the mean squared distance of features in the loss.
       decoder: Decoder of the student, a `SampleDecoder` for samples.
 
     Raises:
@@ -70,7 +67,6 @@ class DistillationModel(BaseModel):
 
     used_only_if: ClassVar[Conditions] = {
         "prompt_length": "on_policy_fraction",
-        "feature_loss": "features",
         "feature_weight": "features",
     }
     reported_metric: ClassVar[str | None] = "xent"
@@ -78,13 +74,13 @@ class DistillationModel(BaseModel):
 
     lm_tpl: Config[BaseLayer] = sub_config_field(TransformerLm.HParams)
     teacher_tpl: Config[BaseLayer] | None = sub_config_field(None)
+    num_ids: int | None = None
     beta: float = 0.0
     temperature: float = 1.0
     alpha: float = 1.0
     on_policy_fraction: float = 0.0
     prompt_length: int = 32
     features: tuple[tuple[int, int], ...] = ()
-    feature_loss: Literal["mse", "cosine"] = "mse"
     feature_weight: float = 1.0
     decoder: Annotated[Any, Decoder] = instance_field(SampleDecoder.HParams)
 
@@ -104,8 +100,8 @@ class DistillationModel(BaseModel):
             sizes = {"input_dims": self.lm.model_dims, "output_dims": self.teacher.model_dims}
             self.create_child(f"feature_{layer}", Linear.HParams.config(), **sizes)
         self._places = {
-            "lm": [self.lm.locate_layer(layer) for layer, _ in self.features],
-            "teacher": [self.teacher.locate_layer(layer) for _, layer in self.features],
+            name: [getattr(self, name).locate_layer(pair[side]) for pair in self.features]
+            for side, name in enumerate(("lm", "teacher"))
         }
 
     @property
@@ -119,9 +115,8 @@ class DistillationModel(BaseModel):
         rules = {} if self.sharding is None else dict(self.sharding.rules.table)
 
         def rename(box: Any) -> Any:
-            names = [f"teacher_{axis}" for axis in box.axes]
-            axes = zip(names, box.axes, strict=True)
-            return box.replace(axes=tuple(name if name in rules else axis for name, axis in axes))
+            names = {axis: f"teacher_{axis}" for axis in box.axes if f"teacher_{axis}" in rules}
+            return box.replace(axes=tuple(names.get(axis, axis) for axis in box.axes))
 
         weights = dict(variables[PARAMS])
         if self.teacher_tpl is not None:
@@ -145,21 +140,22 @@ class DistillationModel(BaseModel):
         else:
             *teacher, targets = self._run("teacher", rows)
             project = self.teacher.softmax.projection()
+        options = {"beta": self.beta, "temperature": self.temperature}
 
         def compare(logits: jax.Array, *teacher: Any) -> jax.Array:
             if self.teacher_tpl is None:
-                ids, log_probs = teacher
-                return top_divergence(logits, ids, log_probs, self.beta, self.temperature)
+                return top_divergence(logits[..., : self.num_ids], *teacher, **options)
             others = project(*teacher)
-            size = min(logits.shape[-1], others.shape[-1])
-            return divergence(logits[..., :size], others[..., :size], self.beta, self.temperature)
+            size = self.num_ids or min(logits.shape[-1], others.shape[-1])
+            return divergence(logits[..., :size], others[..., :size], **options)
 
         losses, per_token = self.lm.softmax.token_losses(hidden, rows.labels, compare, *teacher)
         result = NestedMap(losses._asdict(), divergence=per_token, weights=rows.weights)
         if self.features:
+            maps = [getattr(self, f"feature_{layer}") for layer, _ in self.features]
             distances = [
-                feature_distances(getattr(self, f"feature_{layer}")(x), y, self.feature_loss)
-                for (layer, _), x, y in zip(self.features, features, targets, strict=True)
+                jnp.mean(jnp.square((learn(x) - jax.lax.stop_gradient(y)).astype(jnp.float32)), -1)
+                for learn, x, y in zip(maps, features, targets, strict=True)
             ]
             result.feature_distance = sum(distances) / len(distances)
         return NestedMap(result, is_sampled=is_sampled)
@@ -198,7 +194,7 @@ class DistillationModel(BaseModel):
 
     def _rows(self, batch: NestedMap) -> tuple[NestedMap, jax.Array]:
         """Return the rows to learn from, and whether the student has sampled them."""
-        names = ("ids", "labels", "weights", *_PACKING)
+        names = ("ids", "labels", "weights", "segment_ids", "segment_pos")
         rows = NestedMap({name: batch[name] for name in names if name in batch})
         if not self._samples:
             return rows, jnp.zeros((), bool)
@@ -241,7 +237,7 @@ class DistillationModel(BaseModel):
         hidden, updates = bare.apply(
             variables,
             rows.ids,
-            **{name: rows[name] for name in _PACKING if name in rows},
+            **{key: rows[key] for key in ("segment_ids", "segment_pos") if key in rows},
             rngs={RANDOM: self.next_prng_key()} if self.has_rng(RANDOM) else {},
             method="predictors",
             mutable=[INTERMEDIATES, *(kept if name == "lm" else ())],
@@ -249,13 +245,8 @@ class DistillationModel(BaseModel):
         )
         outputs = flatten_dict(updates.pop(INTERMEDIATES, {}))
         is_complete = all((*path, "__call__") in outputs for path in paths)
-        require(
-            is_complete,
-            self,
-            "features",
-            self.features,
-            "(), since a pipeline has no outputs of single layers",
-        )
+        expected = "(), since a pipeline has no outputs of single layers"
+        require(is_complete, self, "features", self.features, expected)
         for collection, tree in updates.items():
             for variable, value in tree.items():
                 network.put_variable(collection, variable, value)

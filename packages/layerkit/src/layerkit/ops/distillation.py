@@ -4,11 +4,11 @@ With p the teacher's and q the student's distribution over the next token, both 
 
     β = 0        KL(p‖q), the forward KL: q covers all that p may say
     β = 1        KL(q‖p), the reverse KL: q says nothing that p would not
-    0 < β < 1    β·KL(p‖m) + (1 − β)·KL(q‖m) with m = β·p + (1 − β)·q
+    0 < β < 1    β·KL(p‖m) + (1 − β)·KL(q‖m) with m = β·p + (1 − β)·q, as in GKD (Agarwal et
+                 al., 2024, arXiv:2306.13649)
 
-The last is the generalized Jensen–Shannon divergence of GKD (Agarwal et al., 2024,
-arXiv:2306.13649). As in TRL, losses lack the factor temperature² of Hinton et al. (2015,
-arXiv:1503.02531). They are in nats and float32. The teacher gets no gradients.
+As in TRL, losses lack the factor temperature² of Hinton et al. (2015, arXiv:1503.02531). They are
+in nats and float32. The teacher gets no gradients.
 """
 
 from __future__ import annotations
@@ -32,22 +32,12 @@ def divergence(
 
 
 def top_divergence(
-    student: jax.Array,
-    ids: jax.Array,
-    log_probs: jax.Array,
-    beta: float = 0.0,
-    temperature: float = 1.0,
+    student: jax.Array, ids: jax.Array, log_probs: jax.Array, beta: float, temperature: float
 ) -> jax.Array:
     """Compute the divergence, `[...]`, over k tokens and all others as one outcome.
 
-    It is at most `divergence`, and equal to it if k is the number of classes.
-
-    Args:
-      student: Logits `[..., num_classes]`.
-      ids: First result of `top_log_probs`, `[..., k]`.
-      log_probs: Second result, at the same temperature, `[..., k + 1]`.
-      beta: β in [0, 1].
-      temperature: Divisor of the logits.
+    It is at most `divergence`, and equal to it if k is the number of classes. `ids` and `log_probs`
+    are the results of `top_log_probs` at the same temperature.
     """
     log_q = _outcomes(_log_probs(student, temperature), ids)
     # If the k tokens are all there are, nothing is left for the others.
@@ -57,26 +47,16 @@ def top_divergence(
 def top_log_probs(
     logits: jax.Array, k: int, temperature: float = 1.0
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the k most likely tokens of logits `[..., num_classes]`.
+    """Return the k most likely tokens of logits `[..., num_classes]`, and their log-probabilities.
 
-    Returns:
-      (ids int32 `[..., k]`, most likely first; their log-probabilities `[..., k + 1]`, the last of
-      which is that of all other tokens together, −1e9 if there are none).
+    The first are int32 `[..., k]`. The last of the second, `[..., k + 1]`, is that of all other
+    tokens together, −1e9 if there are none.
     """
     every = _log_probs(logits, temperature)
     ids = jax.lax.top_k(every, k)[1].astype(jnp.int32)
     top = _outcomes(every, ids)
     rest = jnp.full((*top.shape[:-1], k + 1 - top.shape[-1]), _LOG_ZERO)
     return ids, jnp.concatenate([top, rest], axis=-1)
-
-
-def feature_distances(student: jax.Array, teacher: jax.Array, kind: str) -> jax.Array:
-    """Compute the distance of hidden states `[..., dims]`: their mean square (mse), or 1 − cos."""
-    x, y = student.astype(jnp.float32), jax.lax.stop_gradient(teacher.astype(jnp.float32))
-    if kind == "mse":
-        return jnp.mean(jnp.square(x - y), axis=-1)
-    squares = jnp.sum(x * x, axis=-1) * jnp.sum(y * y, axis=-1)
-    return 1.0 - jnp.sum(x * y, axis=-1) * jax.lax.rsqrt(squares + 1e-12)
 
 
 def _log_probs(logits: jax.Array, temperature: float) -> jax.Array:

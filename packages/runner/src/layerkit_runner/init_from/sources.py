@@ -175,16 +175,15 @@ def recognize(folder_path: str) -> CheckpointFolder | HuggingFaceFolder | PaxFol
     raise UsageError(problem, field="folder", value=folder_path, expected=expected, hint=hint)
 
 
-def weights_digest(folder_path: str, step: int | None = None) -> str:
+def weights_digest(folder_path: str) -> str:
     """Return a digest of the weights in a folder, of the newest step by default.
 
     Of a Hugging Face folder, the sizes and both ends of the files count.
     """
     kind = recognize(folder_path)
     if isinstance(kind, CheckpointFolder):
-        steps = [one for one in (step, kind.step) if one is not None]
-        newest = (steps or folders.committed_steps(kind.directory))[-1]
-        return str(step_digest(folders.step_folder(kind.directory, newest)))
+        steps = [kind.step] if kind.step is not None else folders.committed_steps(kind.directory)
+        return str(step_digest(folders.step_folder(kind.directory, steps[-1])))
     hasher = hashlib.sha256()
     for path in sorted(kind.directory.glob("*.safetensors")):
         with path.open("rb") as file:

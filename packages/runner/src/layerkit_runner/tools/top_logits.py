@@ -6,15 +6,14 @@ Students learn from them without the teacher in memory; see docs/distillation.md
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 
 from layerkit.config.checks import require
 from layerkit.ops.distillation import top_log_probs
-from layerkit_inputs.mixing.teacher_rows import write_teacher_rows
-from layerkit_runner.data.host_inputs import eval_batches, make_input
+from layerkit_inputs.mixing.teacher_rows import TeacherRows
+from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.init_from import InitFrom, Source, plan_first_state
 from layerkit_runner.interface.loading import start_reading
 from layerkit_runner.run.run_mode import job_errors
@@ -25,19 +24,17 @@ if TYPE_CHECKING:
 
 
 def write_top_logits(resolved: ResolvedExperiment, options: RunOptions) -> int:
-    """Write the tokens into the folder TEACHER_LOGITS; return the exit code.
+    """Write the files of the data sets, which are `TeacherRows`; return the exit code.
 
-    The experiment has fields as `layerkit_experiments.lm.distill.Distilled`, and `teacher`, the
-    resolved experiment of the folder TEACHER.
+    The experiment has the fields of `layerkit_experiments.lm.distill.Distilled`.
     """
     experiment: Any = resolved.experiment
     folder: str = getattr(experiment, "TEACHER_LOGITS", None) or ""
     expected = "the folder to write, in an experiment with a teacher"
     require(folder, None, "TEACHER_LOGITS", None, expected)
     teacher = dataclasses.replace(experiment.teacher, partitioner=resolved.partitioner)
-    k, temperature = options.extra["k"], experiment.KL_TEMPERATURE
-    # The ids that both networks have, as for a teacher in memory.
-    size = min(part.task.model.lm_tpl.vocab_size for part in (resolved, teacher))
+    model = resolved.task.model
+    k, temperature, size = options.extra["k"], model.temperature, model.num_ids
     require(k <= size, None, "--k", k, f"at most {size}, the size of the vocabulary")
     with job_errors("top_logits", teacher):
         job = start_reading(teacher, folder)
@@ -56,15 +53,15 @@ def write_top_logits(resolved: ResolvedExperiment, options: RunOptions) -> int:
             return model.apply(job.task.decoded_variables(state), method=top)
 
         compiled = job.partitioner.jit_reading(job.task, call, job.partitioner.batch_sharding())
+        state = first.state.for_inference()
 
-        def batches(source: Any) -> Iterator[Any]:
-            for batch in eval_batches(source):
-                rows = compiled(first.state.for_inference(), job.partitioner.put_batch(batch))
-                yield batch.provenance, *jax.device_get(rows)
+        def compute(batch: Any) -> Any:
+            ids, log_probs = compiled(state, job.partitioner.put_batch(batch))
+            return jax.device_get({"teacher_ids": ids, "teacher_log_probs": log_probs})
 
         for config in resolved.datasets:
-            data = config.source.clone().set(is_training=False, eval_loop_num_batches=None)
-            source, about = make_input(data, job.partitioner), {"teacher": config.teacher}
-            write_teacher_rows(folder, source, batches(source), temperature=temperature, **about)
-            print(f"wrote {folder}/{source.name}", flush=True)
+            data = config.clone().set(is_training=False)
+            data.source.set(is_training=False, eval_loop_num_batches=None)
+            cast(TeacherRows, make_input(data, job.partitioner)).write(compute)
+            print(f"wrote {folder}/{data.name}", flush=True)
     return 0
