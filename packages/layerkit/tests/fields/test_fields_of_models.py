@@ -152,7 +152,7 @@ EXAMPLES = [
         lambda layer: (layer(ROWS), layer.decode(NestedMap(ids=IDS)).ids),
         decoder=Config(SampleDecoder, temperature=0.0, max_decode_steps=16),
         features=((0, 0),),
-        feature_loss=Change("cosine", others={"features": ((0, 0),)}),
+        num_ids=5,
         feature_weight=Change(0.5, others={"features": ((0, 0),)}),
         prompt_length=Change(4, others={"on_policy_fraction": 0.5}),
     ),

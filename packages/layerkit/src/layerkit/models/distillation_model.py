@@ -124,15 +124,7 @@ class DistillationModel(BaseModel):
         return {**variables, PARAMS: weights}
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
-        """Compute the losses of each token, `[batch, length]`.
-
-        Returns:
-          A NestedMap of `divergence`, of the `TokenLosses` of the labels, of the `weights`, of
-          `feature_distance` with features, and of the scalar `is_sampled`.
-
-        Raises:
-          MissingKeyError: The batch lacks a key that the loss needs.
-        """
+        """Compute the losses and weights of each token `[batch, length]`, and `is_sampled`."""
         rows, is_sampled = self._rows(batch)
         hidden, features = self._run("lm", rows)
         if self.teacher_tpl is None:
@@ -153,11 +145,11 @@ class DistillationModel(BaseModel):
         result = NestedMap(losses._asdict(), divergence=per_token, weights=rows.weights)
         if self.features:
             maps = [getattr(self, f"feature_{layer}") for layer, _ in self.features]
-            distances = [
-                jnp.mean(jnp.square((learn(x) - jax.lax.stop_gradient(y)).astype(jnp.float32)), -1)
+            differences = [
+                learn(x).astype(jnp.float32) - jax.lax.stop_gradient(y)
                 for learn, x, y in zip(maps, features, targets, strict=True)
             ]
-            result.feature_distance = sum(distances) / len(distances)
+            result.feature_distance = sum(jnp.mean(x * x, -1) for x in differences) / len(maps)
         return NestedMap(result, is_sampled=is_sampled)
 
     def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
@@ -201,9 +193,13 @@ class DistillationModel(BaseModel):
         key, choice = jax.random.split(self.next_prng_key())
         length = batch.ids.shape[1]
         width = min(self.prompt_length, length)
-        # The first labels without weight belong to the prompt, as the token before them.
-        masked = jnp.cumprod(batch.weights[:, :width] == 0, axis=1, dtype=jnp.int32).sum(axis=1)
-        lengths = jnp.where(masked == 0, width, jnp.where(masked < width, masked + 1, 0))
+        # The first labels without weight belong to the prompt, as the token before them. If there
+        # are none, a prompt is at most as long as the tokens of a row with a weight.
+        has_loss = batch.weights[:, :width] != 0
+        masked = jnp.cumprod(~has_loss, axis=1, dtype=jnp.int32).sum(axis=1)
+        lengths = jnp.where(
+            masked == 0, has_loss.sum(axis=1), jnp.where(masked < width, masked + 1, 0)
+        )
         prompts = NestedMap(ids=batch.ids[:, :width], prompt_lengths=lengths)
         steps = length + 1 - width
         decoder = dataclasses.replace(self.decoder, max_decode_steps=steps, max_length=None)
