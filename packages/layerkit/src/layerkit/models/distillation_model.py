@@ -132,14 +132,15 @@ class DistillationModel(BaseModel):
         else:
             *teacher, targets = self._run("teacher", rows)
             project = self.teacher.softmax.projection()
-        options = {"beta": self.beta, "temperature": self.temperature}
+        options = self.beta, self.temperature
 
         def compare(logits: jax.Array, *teacher: Any) -> jax.Array:
             if self.teacher_tpl is None:
-                return top_divergence(logits[..., : self.num_ids], *teacher, **options)
+                ids, log_probs = teacher
+                return top_divergence(logits[..., : self.num_ids], ids, log_probs, *options)
             others = project(*teacher)
             size = self.num_ids or min(logits.shape[-1], others.shape[-1])
-            return divergence(logits[..., :size], others[..., :size], **options)
+            return divergence(logits[..., :size], others[..., :size], *options)
 
         losses, per_token = self.lm.softmax.token_losses(hidden, rows.labels, compare, *teacher)
         result = NestedMap(losses._asdict(), divergence=per_token, weights=rows.weights)
