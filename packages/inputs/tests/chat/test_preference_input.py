@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.errors import MissingFileError
 from layerkit_inputs.chat.chat_input import ChatPrompts
 from layerkit_inputs.chat.conversations import read_judgement, read_pair
 from layerkit_inputs.chat.preference_input import JudgementInput, PairInput
@@ -120,7 +119,7 @@ def test_stored_reference_is_read_with_its_pairs_and_refused_for_others(make, ra
     for content in (None, b"", b"PK\x03\x04"):
         if content is not None:
             Path(fields["reference_file"]).write_bytes(content)
-        with raises(MissingFileError, field="reference_file", value=fields["reference_file"]):
+        with raises(ConfigError, field="reference_file", value=fields["reference_file"]):
             make(PairInput, **fields).get_next()
     make(PairInput, **fields).store_reference(score_ids)
     source = make(PairInput, is_training=True, **fields)

@@ -17,7 +17,6 @@ import numpy as np
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import counted
-from layerkit_inputs.base.errors import MissingFileError
 from layerkit_inputs.chat.chat_input import ConversationFiles
 from layerkit_inputs.chat.conversations import Conversation, read_judgement, read_pair
 from layerkit_inputs.chat.token_masks import ChatTokens, encode_conversation
@@ -117,21 +116,15 @@ class PairInput(_Answers):
     @functools.cached_property
     def _reference(self) -> np.ndarray:
         """Log-probabilities of the chosen and the rejected answers, float32 `[pairs, 2]`."""
-        file = str(self.reference_file)
+        file, problem = str(self.reference_file), "log-probabilities of other data or references"
         try:
             with Path(file).open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
-                data, log_probs = str(stored["data"]), stored["log_probs"]
+                if str(stored["data"]) == self._reference_data():
+                    return np.asarray(stored["log_probs"])
         except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise MissingFileError(
-                f"cannot read the log-probabilities of a reference ({error})",
-                owner=self._label,
-                field="reference_file",
-                value=file,
-                hint="Write it with PairInput.store_reference; see docs/preferences.md.",
-            ) from None
-        expected = "a file of the same reference and the same data; write it again"
-        require(data == self._reference_data(), self._label, "reference_file", file, expected)
-        return np.asarray(log_probs)
+            problem = f"cannot read the log-probabilities of a reference ({error})"
+        hint = "Write it anew with PairInput.store_reference; see docs/preferences.md."
+        raise self._config_error(problem, field="reference_file", value=file, hint=hint)
 
     def _reference_data(self) -> str:
         """Return what identifies the reference and the tokens of all answers."""
