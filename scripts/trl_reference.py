@@ -87,9 +87,9 @@ class Scores(Table):
         return types.SimpleNamespace(logits=self.table[last] @ self.head)
 
 
-def padded(rows, fill=0):
+def padded(rows):
     """Return rows of ids, int64 `[rows, LENGTH]`."""
-    return torch.tensor([row + [fill] * (LENGTH - len(row)) for row in rows])
+    return torch.tensor([row + [0] * (LENGTH - len(row)) for row in rows])
 
 
 def masks(rows, prompts):
@@ -99,24 +99,20 @@ def masks(rows, prompts):
 
 def trainer(kind, model, **fields):
     """Return a trainer with the attributes that its losses read."""
-
-    def same(x):
-        return x
-
-    accelerator = types.SimpleNamespace(device="cpu", gather=same, gather_for_metrics=same)
+    gather = dict.fromkeys(("gather", "gather_for_metrics"), lambda x: x)
     made = object.__new__(kind)
-    fields = {
-        "accelerator": accelerator,
-        "model": model,
-        "ref_model": Table(REFERENCE),
-        "args": types.SimpleNamespace(gradient_checkpointing_kwargs=None, **fields.pop("args", {})),
-        "aux_loss_enabled": False,
-        "_metrics": collections.defaultdict(lambda: collections.defaultdict(list)),
-        "_total_train_tokens": 0,
-        "_tp_size": 1,
-        "label_smoothing": 0.0,
-        **fields,
-    }
+    vars(made).update(
+        accelerator=types.SimpleNamespace(device="cpu", **gather),
+        model=model,
+        ref_model=Table(REFERENCE),
+        args=types.SimpleNamespace(gradient_checkpointing_kwargs=None, **fields.pop("args", {})),
+        aux_loss_enabled=False,
+        precompute_ref_logps=False,
+        _metrics=collections.defaultdict(lambda: collections.defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+        label_smoothing=0.0,
+    )
     vars(made).update(fields)
     return made
 
@@ -137,7 +133,6 @@ def dpo(loss):
         "loss_weights": [1.0],
         "f_divergence_type": "reverse_kl",
         "ld_alpha": None,
-        "precompute_ref_logps": False,
         "use_weighting": False,
     }
     mask = masks(rows, 2 * PROMPTS)
@@ -173,8 +168,7 @@ def kto(**weights):
         mask = masks(rows, ANSWER_PROMPTS)
         batch |= {f"{prefix}input_ids": padded(rows), f"{prefix}completion_mask": mask}
         batch[f"{prefix}attention_mask"] = mask
-    fields = {"loss_type": "kto", "beta": 0.3, "calculate_KL": True, "precompute_ref_logps": False}
-    made = trainer(KTOTrainer, model, **fields, **weights)
+    made = trainer(KTOTrainer, model, loss_type="kto", beta=0.3, calculate_KL=True, **weights)
     return record(model, made._compute_loss(model, batch, return_outputs=False))
 
 
@@ -202,17 +196,8 @@ def main():
         "reward": reward(None),
         "reward_centered": reward(0.05),
     }
-    inputs = {
-        "chosen": CHOSEN,
-        "rejected": REJECTED,
-        "prompts": PROMPTS,
-        "answers": ANSWERS,
-        "answer_prompts": ANSWER_PROMPTS,
-        "is_desirable": IS_DESIRABLE,
-        "policy": POLICY,
-        "reference": REFERENCE,
-        "head": HEAD,
-    }
+    names = ("CHOSEN", "REJECTED", "PROMPTS", "ANSWERS", "ANSWER_PROMPTS", "IS_DESIRABLE")
+    inputs = {name.lower(): globals()[name] for name in (*names, "POLICY", "REFERENCE", "HEAD")}
     content = {"trl": trl.__version__, **inputs, "cases": cases}
     Path(sys.argv[1]).write_text(json.dumps(content) + "\n")
 
