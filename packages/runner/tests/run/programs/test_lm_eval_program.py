@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 
+import layerkit_runner
 from layerkit.config import Config
 from layerkit.errors import UserError, pip_install
+from layerkit_inputs.chat.template import load_chat_template
 from layerkit_runner import cli
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.run.inference import run_inference
+from layerkit_runner.run.model.harness import HarnessModel
 from layerkit_runner.run.programs.lm_eval_program import LmEvalProgram, load_tasks
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
@@ -237,6 +240,22 @@ def test_flags_are_checked(
     with raises(UserError, **error):
         cli._run([*command, *flags])
     assert not [*tmp_path.glob("metrics*")]
+
+
+def test_ends_of_messages_and_tokens_are_those_of_transformers(llama: Path):
+    transformers = pytest.importorskip("transformers")
+    model = layerkit_runner.load(str(llama))
+    template = load_chat_template(None, model.tokenizer)
+    harness = HarnessModel(model, 64, 4, template, 0)
+    tokens = transformers.AutoTokenizer.from_pretrained(llama)
+    for content in ("e", "a", "it is:\n", "the  "):
+        chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+        expected = tokens.apply_chat_template(chat, tokenize=False, continue_final_message=True)
+        assert harness.apply_chat_template(chat, add_generation_prompt=False) == expected
+    (ids,) = model.generate_ids([tokens("the cat")["input_ids"]], max_new_tokens=8, temperature=0)
+    options = {"max_new_tokens": 8, "temperature": 0, "ends": (int(ids[2]),)}
+    (ended,) = model.generate_ids([tokens("the cat")["input_ids"]], **options)
+    assert ended.tolist() == ids[: ids.tolist().index(ids[2]) + 1].tolist()
 
 
 def test_missing_harness_is_reported(monkeypatch: pytest.MonkeyPatch, raises: Any):
