@@ -1,4 +1,4 @@
-"""Tests of docs/convergence.md: its reference levels, its records, and its runs at tiny size."""
+"""Tests of docs/convergence.md and docs/after_pretraining.md: data, records, and tiny runs."""
 
 from __future__ import annotations
 
@@ -14,9 +14,13 @@ from typing import Any
 
 import pytest
 
+from layerkit.config import build
+from layerkit_runner.run.resolve import resolve
+
 SCRIPTS = Path(__file__).parents[1] / "scripts" / "convergence"
 PAGE = Path(__file__).parents[1] / "docs" / "convergence.md"
-SUBJECTS = ("pile", "c4", "lambada")
+AFTER = PAGE.with_name("after_pretraining.md")
+SUBJECTS = {PAGE: {"pile", "c4", "lambada"}, AFTER: {"chain"}}
 TINY = {
     "NUM_LAYERS": 1,
     "MODEL_DIMS": 16,
@@ -74,25 +78,67 @@ def test_last_word_is_one_of_the_things_that_the_passage_names(part: Any):
         assert last in named and len(named) == passage.candidates
 
 
-def test_page_equals_its_records(part: Any):
-    page = PAGE.read_text()
-    folder = PAGE.with_suffix("")
-    assert {path.stem for path in folder.glob("*.json")} == set(SUBJECTS)
-    assert part("page").with_records(page, folder) == page
-    for name in SUBJECTS:
+def test_stories_have_the_facts_that_no_training_conversation_asks_for(part: Any, tmp_path: Path):
+    facts, chain = part("facts"), part("chain")
+    chain.write_data(tmp_path)
+    texts = {path.stem: path.read_text() for path in tmp_path.glob("*.jsonl")}
+    heldout = [fact for fact in facts.draw_world() if fact.is_heldout]
+    assert sorted(fact.person for fact in heldout) == sorted(facts.PEOPLE)
+    for fact in heldout:
+        assert all(statement in texts["stories"] for statement in fact.statements)
+        assert not any(fact.sentence.removesuffix(".") in texts[name] for name in ("chat", "pairs"))
+        assert not any(q in texts[name] for name in ("chat", "pairs") for q in fact.questions)
+        assert all(question in texts["heldout"] for question in fact.questions)
+
+
+def test_experiments_of_the_page_read_all_rows(
+    part: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("jinja2")
+    part("chain").write_data(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assistant = importlib.import_module("assistant")
+    for experiment in (assistant.Chat(), assistant.Dpo()):
+        resolve(experiment)
+        for config in [*experiment.datasets(), *experiment.decode_datasets()]:
+            data = build(config.set(batch_size=4, percore_batch_size=None))
+            data.get_next_padded()
+            described = " ".join(data.describe_data())
+            assert not any(word in described for word in ("cut", "dropped"))
+
+
+@pytest.mark.parametrize("page", SUBJECTS, ids=lambda page: page.stem)
+def test_page_equals_its_records(part: Any, page: Path):
+    text, folder = page.read_text(), page.with_suffix("")
+    assert {path.stem for path in folder.glob("*.json")} == SUBJECTS[page]
+    assert part("page").with_records(text, folder) == text
+    for name in SUBJECTS[page]:
+        record = json.loads((folder / f"{name}.json").read_text())
         assert (folder / f"{name}.png").stat().st_size < 100_000
-    assert json.loads((folder / "pile.json").read_text())["resumed"]["largest_difference"] == 0.0
+        for run in [record, *record.get("stages", {}).values()]:
+            assert run.get("resumed", {}).get("largest_difference", 0.0) == 0.0
 
 
-def run(tmp_path: Path, *subjects: str) -> dict[str, Any]:
-    """Run the script on tiny models and return its records."""
+def test_recorded_chain_reaches_its_goals():
+    stages = json.loads((AFTER.with_suffix("") / "chain.json").read_text())["stages"]
+    answers = {job: stage["answers"] for job, stage in stages.items()}
+    (_, before, _), (_, chat, plain) = answers["chat"][0], answers["chat"][-1]
+    (_, tuned, courteous), (_, distilled, kept) = answers["dpo"][-1], answers["distilled"][-1]
+    assert before < 0.05 and chat > 0.9
+    assert plain < 0.05 and courteous > 0.95 and tuned > 0.9
+    assert distilled >= 0.9 * tuned and kept >= 0.9 * courteous
+
+
+def run(tmp_path: Path, *subjects: str, **fields: Any) -> dict[str, Any]:
+    """Run the script on tiny models, with other fields, and return its records."""
     page = tmp_path / "page.md"
     page.write_text("".join(f"<!-- {name} -->\n<!-- end of {name} -->\n" for name in subjects))
     done = subprocess.run(
         [
             *(sys.executable, str(SCRIPTS), *subjects, "--passages=600"),
             *(f"--folder={tmp_path / 'runs'}", f"--page={page}"),
-            *(f"--fdl.{name}={value}" for name, value in TINY.items()),
+            *(f"--fdl.{name}={value}" for name, value in {**TINY, **fields}.items()),
         ],
         env={name: value for name, value in os.environ.items() if name != "XLA_FLAGS"},
         cwd=tmp_path,
@@ -104,9 +150,9 @@ def run(tmp_path: Path, *subjects: str) -> dict[str, Any]:
     assert done.returncode == 0, done.stdout + done.stderr
     records = {path.stem: json.loads(path.read_text()) for path in tmp_path.glob("page/*.json")}
     for name, record in records.items():
-        assert f"](convergence/{name}.png)" in page.read_text()
+        assert f"/{name}.png)" in page.read_text()
         assert (tmp_path / "page" / f"{name}.png").stat().st_size > 10_000
-        losses = [loss for _, loss in record["train"]]
+        losses = [loss for _, loss in record.get("stages", {}).get("base", record)["train"]]
         assert losses[-1] < losses[0] - 0.5
     return records
 
@@ -136,3 +182,16 @@ def test_c4_and_lambada_runs_reach_their_levels(tmp_path: Path):
     last = lambada["last_word_accuracy"][-1]
     # The job that watched the checkpoints and the later job agree.
     assert last == lambada["eval_once"] and lambada["followed"][-1] == TINY["MAX_STEPS"]
+
+
+@pytest.mark.experiments
+def test_each_killed_stage_of_the_chain_equals_the_uninterrupted_one(tmp_path: Path):
+    pytest.importorskip("jinja2")
+    found = run(tmp_path, "facts", "chain", NUM_PROMPTS=4, MAX_DECODE_STEPS=4, MAX_SEQ_LEN=192)
+    stages = found["chain"]["stages"]
+    assert list(stages) == ["base", "chat", "dpo", "small", "distilled"]
+    for stage in stages.values():
+        assert stage["resumed"]["largest_difference"] == 0.0
+        assert 0 < stage["resumed"]["from_step"] <= stage["resumed"]["killed_after"] < 40
+        assert all(len(shares) == 3 for shares in stage["answers"])
+    assert [step for step, *_ in stages["chat"]["answers"]] == [0, 40]

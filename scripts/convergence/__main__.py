@@ -1,6 +1,7 @@
-"""Train the three runs of docs/convergence.md and compute the reference values of their losses.
+"""Train the runs of docs/convergence.md and docs/after_pretraining.md, and record their figures.
 
     python scripts/convergence data pile c4 lambada --folder=runs/convergence
+    python scripts/convergence facts chain
 
 - `data`: write synthetic passages (`passages`) as TFDS folders of C4, The Pile and LAMBADA, and
   their SentencePiece vocabulary.
@@ -9,10 +10,13 @@
 - `c4`: train `lm.c4.C4Spmd1BAdam4Replicas`, narrower, on the passages, through SeqIO.
 - `lambada`: train `lm.pile.Pile126M`, narrower, on the passages, and evaluate each of its
   checkpoints on last words with `lm.pile.Lambada126M`.
-- `draw`: draw the records and write them into the page.
+- `facts`: write stories, conversations and preferences about an invented world (`facts`).
+- `chain`: pre-train a model on the stories, tune it on the conversations and the preferences, and
+  distill it; do each step again with a kill half way and a resume.
+- `draw`: draw the records and write them into the pages.
 
 The script prints each command before it runs and skips completed work. Each run writes a record to
-docs/convergence/NAME.json, a picture to NAME.png (`pictures`) and a section of the page (`page`).
+docs/PAGE/NAME.json, a picture to NAME.png (`pictures`) and a section of the page (`page`).
 Arguments such as `--fdl.MAX_STEPS=20` override a field of every run.
 """
 
@@ -29,6 +33,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import chain
 import levels
 import page
 import pictures
@@ -36,13 +41,14 @@ from fields import RUNS
 from runner import Runner
 from runs import JOBS, SUBJECTS, sizes
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "convergence.md"
+PAGES = {"chain": chain.PAGE}
+PAGE = chain.PAGE.with_name("convergence.md")
 
 
 def record(subject: str, runner: Runner, *, docs: Path) -> Path:
     """Train a subject, write its record to `docs` and return the path."""
     found = {
-        "experiment": RUNS[subject][0],
+        "experiment": RUNS[subject][0] if subject in RUNS else "assistant",
         **SUBJECTS[subject](runner),
         **sizes(runner.folder / JOBS[subject]),
         "commands": runner.commands,
@@ -85,15 +91,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n\n")[0], epilog="--fdl.NAME=VALUE: override in every run"
     )
-    parser.add_argument("subjects", nargs="+", choices=["data", *SUBJECTS, "draw"])
+    parser.add_argument("subjects", nargs="+", choices=["data", "facts", *JOBS, "draw"])
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/convergence"), help="folder of the runs"
     )
     parser.add_argument(
         "--page",
         type=Path,
-        default=PAGE,
-        help="page to update; records are in the folder PAGE names",
+        help="page to update instead of those in docs; its records are in the folder PAGE names",
     )
     parser.add_argument(
         "--passages",
@@ -108,17 +113,20 @@ def main() -> None:
         if not (word.startswith("--fdl.") and equals):
             parser.error(f"unknown argument {word!r}; expected --fdl.NAME=VALUE")
         overrides[name] = value
-    docs = args.page.with_suffix("")
-    docs.mkdir(parents=True, exist_ok=True)
     for subject in dict.fromkeys(args.subjects):
         if subject == "data":
             if not (args.folder / "data").exists():
                 levels.write_data(args.folder / "data", num_train=args.passages)
+        elif subject == "facts":
+            chain.write_data(args.folder / "facts")
         elif subject != "draw":
+            docs = (args.page or PAGES.get(subject, PAGE)).with_suffix("")
+            docs.mkdir(parents=True, exist_ok=True)
             print(f"\n{record(subject, Runner(args.folder, overrides), docs=docs)}")
-    for path in sorted(docs.glob("*.json")):
-        pictures.draw(path)
-    args.page.write_text(page.with_records(args.page.read_text(), docs))
+    for path in [args.page] if args.page else [PAGE, *PAGES.values()]:
+        for recorded in sorted(path.with_suffix("").glob("*.json")):
+            pictures.draw(recorded)
+        path.write_text(page.with_records(path.read_text(), path.with_suffix("")))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +29,13 @@ def with_records(page: str, folder: Path) -> str:
 
 def section(name: str, record: Mapping[str, Any]) -> str:
     """Return the part of a run in Markdown."""
+    folder = "after_pretraining" if "stages" in record else "convergence"
     blocks = [
-        f"![Loss over steps](convergence/{name}.png)",
-        table(losses(record)),
+        f"![Loss over steps]({folder}/{name}.png)",
+        *([table(answers(record))] if "stages" in record else [table(losses(record))]),
         *([table(last_words(record))] if "guesses" in record else []),
         *([resumed(record["resumed"])] if "resumed" in record else []),
+        *([resumed_stages(record)] if "stages" in record else []),
         "```sh\n" + "\n".join(map(folded, record["commands"])) + "\n```",
         circumstances(record),
     ]
@@ -62,6 +64,32 @@ def last_words(record: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     yield f"the model by `--mode=eval_once`, step {step}", f"{accuracy:.1%}"
 
 
+def answers(record: Mapping[str, Any]) -> Iterable[tuple[str, ...]]:
+    """Yield the shares of right and of courteous answers at the start and the end of stages."""
+    stages, num_params = record["stages"], record["num_params"]
+    rows = {
+        f"pre-trained, {num_params:,} weights": stages["chat"]["answers"][0],
+        "tuned on conversations": stages["chat"]["answers"][-1],
+        "tuned on preferences": stages["dpo"]["answers"][-1],
+        f"distilled, {record['num_params_of_student']:,} weights": stages["distilled"]["answers"][
+            -1
+        ],
+    }
+    yield "answers to held-out questions", "right", "courteous"
+    for what, (_, right, courteous) in rows.items():
+        yield what, f"{right:.1%}", f"{courteous:.1%}"
+
+
+def resumed_stages(record: Mapping[str, Any]) -> str:
+    """Return the comparison of each killed and resumed stage with the uninterrupted one."""
+    rows = [("job", "killed after step", "resumed from step", "largest difference of a loss")]
+    for job, stage in record["stages"].items():
+        found = stage["resumed"]
+        values = (found["killed_after"], found["from_step"], f"{found['largest_difference']:g}")
+        rows.append((job, *map(str, values)))
+    return table(rows)
+
+
 def resumed(found: Mapping[str, Any]) -> str:
     """Return the comparison of the killed and resumed run with the uninterrupted one."""
     return (
@@ -71,10 +99,10 @@ def resumed(found: Mapping[str, Any]) -> str:
     )
 
 
-def table(rows: Iterable[tuple[str, str]]) -> str:
+def table(rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table; the first row is the header."""
-    (head, *_), *body = rows
-    return "\n".join([f"| {head} | |", "|---|---|", *(f"| {what} | {n} |" for what, n in body)])
+    head, *body = ("| " + " | ".join(row) + " |" for row in rows)
+    return "\n".join([head.replace("|  |", "| |"), "|---" * (head.count("|") - 1) + "|", *body])
 
 
 def folded(command: str) -> str:

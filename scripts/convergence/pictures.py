@@ -14,20 +14,22 @@ from layerkit_runner.observers.metrics_log import smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 TRAINED, HELD_OUT, RESUMED, LEVEL = "tab:blue", "tab:orange", "black", "0.35"
 
 
 def draw(record_path: Path) -> Path:
     """Draw a record as a PNG of 800 pixels width beside it; return its path."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from PIL import Image
 
     record = json.loads(record_path.read_text())
+    if "stages" in record:
+        figure = Figure(figsize=(10, 5), dpi=100, layout="constrained")
+        draw_stages(figure, record["stages"])
+        return save(figure, record_path.with_suffix(".png"))
     asks = "last_word_accuracy" in record
     figure = Figure(figsize=(8, 6.4 if asks else 4.8), dpi=100, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
     if asks:
         losses, accuracies = figure.subplots(2, sharex=True)
         draw_accuracy(accuracies, record)
@@ -39,11 +41,45 @@ def draw(record_path: Path) -> Path:
     for axes in {losses, accuracies}:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    picture = record_path.with_suffix(".png")
+    return save(figure, record_path.with_suffix(".png"))
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure as a PNG with a palette; return the path."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from PIL import Image
+
+    canvas = FigureCanvasAgg(figure)
     canvas.draw()
     colors = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(64)
-    colors.save(picture, optimize=True)  # the palette reduces the size to a third
-    return picture
+    colors.save(path, optimize=True)  # the palette reduces the size to a third
+    return path
+
+
+def draw_stages(figure: Figure, stages: Mapping[str, Mapping[str, Any]]) -> None:
+    """Draw the losses of stages over their steps, and below the shares of their answers."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    axes = figure.subplots(2, len(stages), squeeze=False)
+    for (name, stage), losses, shares in zip(stages.items(), *axes, strict=True):
+        losses.plot(*columns(stage["train"], 1.0), color=TRAINED)
+        losses.set(title=name, yscale="log", xlabel="" if stage["answers"] else "steps")
+        losses.yaxis.set_major_formatter("{x:g}")
+        losses.yaxis.set_major_locator(FixedLocator([0.01, 0.03, 0.1, 0.3, 1, 3]))
+        losses.yaxis.set_minor_locator(NullLocator())
+        for index, (label, color) in enumerate(
+            {"right": HELD_OUT, "courteous": "tab:green"}.items()
+        ):
+            points = [(step, share[index]) for step, *share in stage["answers"]]
+            steps, heights = columns(points, 0.01)
+            shares.plot(steps, heights, color=color, marker="o", markersize=3, label=label)
+        shares.set(ylim=(-4, 104), xlabel="steps", visible=bool(stage["answers"]))
+        for one in (losses, shares):
+            one.grid(alpha=0.3)
+            one.spines[["top", "right"]].set_visible(False)
+    axes[0][0].set_ylabel("training loss")
+    axes[1][1].set_ylabel("% of held-out answers")
+    axes[1][1].legend(frameon=False, loc="center right")
 
 
 def draw_losses(axes: Axes, record: Mapping[str, Any]) -> None:

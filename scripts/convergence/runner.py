@@ -83,3 +83,8 @@ def last_step(job: Path) -> int:
     with contextlib.suppress(FileNotFoundError):
         return max((record["step"] for record in read_metrics(job).train), default=0)
     return 0
+
+
+def curve(records: Sequence[Mapping[str, Any]], key: str = "loss") -> list[list[float]]:
+    """Return pairs of step and value."""
+    return [[record["step"], record[key]] for record in records]

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import levels
+from chain import train_chain
 from fields import LAST_WORDS, RUNS
-from runner import Runner, check
+from runner import Runner, check, curve
 
 from layerkit_runner.observers import read_metrics
-
-
-def curve(records: Sequence[Mapping[str, Any]], key: str = "loss") -> list[list[float]]:
-    """Return pairs of step and value."""
-    return [[record["step"], record[key]] for record in records]
 
 
 def sizes(job: Path) -> dict[str, int]:
@@ -116,6 +111,11 @@ def train_lambada(runner: Runner) -> dict[str, Any]:
     }
 
 
-SUBJECTS = {"pile": train_pile, "c4": train_c4, "lambada": train_lambada}
+SUBJECTS = {
+    "pile": train_pile,
+    "c4": train_c4,
+    "lambada": train_lambada,
+    "chain": train_chain,
+}
 # Training job of each subject.
-JOBS = {"pile": "pile", "c4": "c4", "lambada": "lambada_trained"}
+JOBS = {"pile": "pile", "c4": "c4", "lambada": "lambada_trained", "chain": "facts/base"}
