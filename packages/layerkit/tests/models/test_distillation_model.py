@@ -194,10 +194,12 @@ def test_weights_of_teacher_have_their_own_axes_and_dtype():
         ("temperature", 0.0, {}),
         ("teacher_tpl", None, {"on_policy_fraction": 0.5}),
         ("teacher_tpl", None, {"features": ((0, 0),)}),
+        ("features", (0, 3), {}),
     ],
 )
 def test_wrong_fields_raise(raises, field, value, others):
     from layerkit.errors import ConfigError
 
     with raises(ConfigError, field=field, value=value):
-        build(config(**{field: value}, **others)).init(KEY)
+        fields = {field: (value,) if field == "features" else value, **others}
+        build(config(**fields)).init(KEY)
