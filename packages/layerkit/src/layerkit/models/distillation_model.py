@@ -98,8 +98,8 @@ class DistillationModel(BaseModel):
             self.create_child("teacher", self.teacher_tpl, train=False)
         for layer, other in self.features:
             is_layer = 0 <= layer < self.lm.num_layers and 0 <= other < self.teacher.num_layers
-            sizes = f"{self.lm.num_layers} and {self.teacher.num_layers}"
-            expected = f"numbers from 0 of layers of student and teacher, which have {sizes}"
+            counts = f"{self.lm.num_layers} and {self.teacher.num_layers}"
+            expected = f"numbers from 0 of layers of student and teacher, which have {counts}"
             require(is_layer, self, "features", (layer, other), expected)
             sizes = {"input_dims": self.lm.model_dims, "output_dims": self.teacher.model_dims}
             self.create_child(f"feature_{layer}", Linear.HParams.config(), **sizes)
