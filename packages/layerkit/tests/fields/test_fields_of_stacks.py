@@ -135,28 +135,35 @@ EXAMPLES = [
         lambda layer: layer(jnp.ones((BATCH, LENGTH, layer.num_heads, layer.head_dim))),
         dot_tpl=Config(Fp8Dot),
     ),
-    of(
-        L.MoeFeedForward,
-        MOE,
-        on_tokens,
-        activation_tpl=Config(L.Tanh),
-        router_tpl=Config(L.TopKRouter, logit_cap=0.1),
-        gate_limit=0.1,
-        dropout_rate=Change(0.5, others=WITH_CAPACITY),
-        balance_per_group=Change(value=True, others=WITH_CAPACITY),
-        capacity_factor=1.0,
-        capacity_in_evaluation=Change(value=True, others=WITH_CAPACITY),
-        num_groups=Change(2, others=WITH_CAPACITY),
-        grouped_matmul="ragged_dot",
-        # The exchange has an effect on a mesh that splits experts.
-        expert_exchange=Change("ring", refusal="expert_exchange"),
-        weigh_inputs=True,
-        exchange_buffer_factor=Change(-1.0, refusal="exchange_buffer_factor"),
-        use_shared_gate=Change(value=True, others=SHARED),
-        shared_tpl=Change(Config(L.TransformerFeedForward, dtype="bfloat16"), others=SHARED),
-        weight_init=GAUSSIAN,
-        down_init=WeightInit.Constant(0.5),
-        dot_tpl=Change(Config(Fp8Dot), others=WITH_CAPACITY),
+    *(
+        of(
+            experts,
+            MOE,
+            on_tokens,
+            activation_tpl=Config(L.Tanh),
+            router_tpl=Config(L.TopKRouter, logit_cap=0.1),
+            gate_limit=0.1,
+            dropout_rate=Change(0.5, others=WITH_CAPACITY),
+            balance_per_group=Change(value=True, others=WITH_CAPACITY),
+            capacity_factor=1.0,
+            capacity_in_evaluation=Change(value=True, others=WITH_CAPACITY),
+            num_groups=Change(2, others=WITH_CAPACITY),
+            grouped_matmul="ragged_dot",
+            # The exchange has an effect on a mesh that splits experts.
+            expert_exchange=Change("ring", refusal="expert_exchange"),
+            weigh_inputs=True,
+            exchange_buffer_factor=Change(-1.0, refusal="exchange_buffer_factor"),
+            use_shared_gate=Change(value=True, others=SHARED),
+            shared_tpl=Change(Config(L.TransformerFeedForward, dtype="bfloat16"), others=SHARED),
+            weight_init=GAUSSIAN,
+            down_init=WeightInit.Constant(0.5),
+            dot_tpl=Change(Config(Fp8Dot), others=WITH_CAPACITY),
+            **norms,
+        )
+        for experts, norms in (
+            (L.MoeFeedForward, {}),
+            (L.NormalizedMoeFeedForward, {"norm_tpl": Config(L.LayerNorm)}),
+        )
     ),
     of(
         L.ExpertChoiceFeedForward,
@@ -188,17 +195,24 @@ EXAMPLES = [
         logit_cap=0.1,
         weight_init=GAUSSIAN,
     ),
-    of(
-        L.TopKRouter,
-        {"input_dims": DIMS, "num_experts": 8},
-        route,
-        score="sigmoid",
-        score_bias_rate=Change(0.1, others={"use_score_bias": True}),
-        num_expert_groups=Change(4, others=IN_GROUPS),
-        num_chosen_groups=Change(2, others=IN_GROUPS),
-        num_group_scores=Change(1, others=IN_GROUPS),
-        logit_cap=0.1,
-        weight_init=GAUSSIAN,
+    *(
+        of(
+            router,
+            {"input_dims": DIMS, "num_experts": 8},
+            route,
+            score="sigmoid",
+            score_bias_rate=Change(0.1, others={"use_score_bias": True}),
+            num_expert_groups=Change(4, others=IN_GROUPS),
+            num_chosen_groups=Change(2, others=IN_GROUPS),
+            num_group_scores=Change(1, others=IN_GROUPS),
+            logit_cap=0.1,
+            weight_init=GAUSSIAN,
+            **norms,
+        )
+        for router, norms in (
+            (L.TopKRouter, {}),
+            (L.NormalizedRouter, {"norm_tpl": Config(L.LayerNorm)}),
+        )
     ),
     of(
         L.Transformer,

@@ -68,6 +68,8 @@ if TYPE_CHECKING:
         SigmoidCrossEntropy as SigmoidCrossEntropy,
     )
     from layerkit.layers.moe.expert_choice import ExpertChoiceFeedForward as ExpertChoiceFeedForward
+    from layerkit.layers.moe.normalized import NormalizedMoeFeedForward as NormalizedMoeFeedForward
+    from layerkit.layers.moe.normalized import NormalizedRouter as NormalizedRouter
     from layerkit.layers.moe.routing import BaseRouter as BaseRouter
     from layerkit.layers.moe.routing import ExpertChoiceRouter as ExpertChoiceRouter
     from layerkit.layers.moe.routing import TopKRouter as TopKRouter

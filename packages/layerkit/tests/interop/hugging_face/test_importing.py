@@ -413,9 +413,17 @@ def test_replicas_of_a_slice_are_read_once():
     assert len(source.reads) == 2 * (3 + 2 * 9)
 
 
-@pytest.mark.parametrize("family", ["gemma4_text", "cohere", "stablelm"])
-def test_logits_of_a_mesh_are_those_of_one_device(make_folder, family):
-    config, variables = import_model(make_folder(family, num_key_value_heads=4))
+EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
+EXPERTS |= {"moe_intermediate_size": 6, "num_global_key_value_heads": 2}
+# More layers of so large weights would magnify rounding.
+EXPERTS |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+MESH_CASES: list[Any] = [("gemma4_text", "context", {}), ("gemma4_text", "expert", EXPERTS)]
+MESH_CASES += [("cohere", "context", {}), ("stablelm", "context", {})]
+
+
+@pytest.mark.parametrize(("family", "axis", "keys"), MESH_CASES)
+def test_logits_of_a_mesh_are_those_of_one_device(make_folder, family, axis, keys):
+    config, variables = import_model(make_folder(family, num_key_value_heads=4, **keys))
     ids = np.random.default_rng(0).integers(1, 12, (4, 8))
 
     def logits(**fields):
@@ -423,7 +431,7 @@ def test_logits_of_a_mesh_are_those_of_one_device(make_folder, family):
         run = jax.jit(lambda v: model.apply(v, ids, method=lambda m, x: m.lm.logits(x)))
         return run(variables)
 
-    mesh = Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("fsdp", "tensor", "context"))
+    mesh = Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("fsdp", "tensor", axis))
     sharded, whole = logits(sharding=BoundSharding(mesh, DEFAULT_RULES)), logits()
     np.testing.assert_allclose(sharded, whole, atol=1e-5 * np.abs(whole).max())
 

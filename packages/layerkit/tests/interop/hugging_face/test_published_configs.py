@@ -400,6 +400,21 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         (5376, 21504, 60, 32, 16, 262144),
         30697345340,
     ),
+    # Its page states 25.2 billion; the file of the whole model has 25805933872 weights.
+    "gemma-4-26b-a4b": (
+        {
+            **GEMMA4,
+            "enable_moe_block": True,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5,
+            "moe_intermediate_size": 704,
+            "num_experts": 128,
+            "num_global_key_value_heads": 2,
+            "rope_parameters": GEMMA4_ROPE,
+            "top_k_experts": 8,
+        },
+        (2816, 2112, 30, 16, 8, 262144),
+        25233141790,
+    ),
     "Phi-3-mini-4k": (
         {**PHI3, "rope_scaling": None, "sliding_window": 2047},
         (3072, 8192, 32, 32, 32, 32064),
@@ -685,7 +700,8 @@ OPTIONS = [
     ("olmo3", "rope_parameters", {}, {"rope_type": "default", "rope_theta": 1e4}),
     ("gemma3_text", "rope_parameters", {}, {"rope_type": "default", "rope_theta": 1e4}),
     ("gemma3_text", "rope_parameters", {}, {"full_attention": HALF4}),
-    ("gemma4_text", "enable_moe_block", False, True),
+    ("gemma4_text", "enable_moe_block", False, True),  # without sizes of experts
+    ("gemma4_text", "use_double_wide_mlp", False, True),
     ("gemma4_text", "hidden_size_per_layer_input", None, 256),
     ("gemma4_text", "num_kv_shared_layers", 0, 2),
     ("gemma4_text", "use_bidirectional_attention", "vision", "all"),

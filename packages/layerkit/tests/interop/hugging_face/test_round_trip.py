@@ -14,12 +14,17 @@ from layerkit.interop.hugging_face import FAMILIES, export_model, import_model, 
 NAMES = [family.model_type for family in FAMILIES]
 
 
-CASES = [(name, True) for name in NAMES] + [("gpt2", False), ("gemma3_text", False)]
+EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2}
+EXPERTS |= {"moe_intermediate_size": 6}
+CASES = [(name, True, {}) for name in NAMES]
+CASES += [("gpt2", False, {}), ("gemma3_text", False, {}), ("gemma4_text", True, EXPERTS)]
 
 
-@pytest.mark.parametrize(("family", "repeated"), CASES)
-def test_every_tensor_comes_back(family, repeated, make_folder, read_tensors, bfloat16, tmp_path):
-    folder, again = make_folder(family, dtype=bfloat16), tmp_path / "again"
+@pytest.mark.parametrize(("family", "repeated", "keys"), CASES)
+def test_every_tensor_comes_back(
+    family, repeated, keys, make_folder, read_tensors, bfloat16, tmp_path
+):
+    folder, again = make_folder(family, dtype=bfloat16, **keys), tmp_path / "again"
     model, variables = import_model(folder, repeated=repeated)
     drawn = jax.eval_shape(build(model).init, jax.random.key(0))
     assert described(variables) == described(drawn)

@@ -16,6 +16,7 @@ from layerkit.base.base_layer import AUX_LOSS, SUMMARIES
 from layerkit.base.sharding import DEFAULT_RULES, BoundSharding
 from layerkit.base.weights import is_box
 from layerkit.layers.moe.expert_choice import ExpertChoiceFeedForward
+from layerkit.layers.moe.normalized import NormalizedMoeFeedForward, NormalizedRouter
 from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.transformer.pipeline import Pipeline
 from layerkit.ops.moe import grouped_matmul
@@ -26,6 +27,7 @@ CAPACITY, DROPLESS = {"capacity_factor": 1.0}, {}
 EXPERT_CHOICE = {"kind": ExpertChoiceFeedForward}
 RAGGED = {"grouped_matmul": "ragged_dot"}
 EXCHANGED = {"expert_exchange": "ragged_all_to_all"}
+NORMALIZED = {"kind": NormalizedMoeFeedForward, "router_tpl": NormalizedRouter.HParams.config()}
 BIASED = {"use_bias": True, "gate_limit": 0.5, "up_offset": 1.0}
 # Experts that are split over two mesh axes.
 TWO_AXES = DEFAULT_RULES.replace(expert=("fsdp", "expert"), embed=None, expert_batch="data")
@@ -199,7 +201,8 @@ def test_buffer_of_all_rows_and_evaluation_drop_nothing(expected):
 
 
 @pytest.mark.parametrize("fields", [DROPLESS, EXCHANGED], ids=["gathered", "exchanged"])
-def test_biases_and_weighed_inputs_on_a_mesh_equal_one_device(expected, fields):
+def test_biases_norms_and_weighed_inputs_on_a_mesh_equal_one_device(expected, fields):
+    check(expected, CUBE_OF_FSDP, {**NORMALIZED, **fields})
     check(expected, CUBE_OF_FSDP, {"weigh_inputs": True, **fields})
     gradients, _ = check(expected, CUBE_OF_FSDP, {**BIASED, **fields})
     assert gradients["down_bias"].addressable_shards[0].data.shape == (4, DIMS // 2)

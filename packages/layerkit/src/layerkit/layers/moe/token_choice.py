@@ -104,6 +104,7 @@ class MoeFeedForward(BaseMoeFeedForward):
     def mix_experts(self, x: jax.Array, is_token: jax.Array | None) -> jax.Array:
         """Compute the weighted sum `[batch, length, input_dims]` of the outputs of experts."""
         routing = self.router(x, is_token=is_token)
+        x = self.prepare_inputs(x)
         in_evaluation = self.capacity_in_evaluation and not self.is_mutable_collection(CACHE)
         has_capacity = self.capacity_factor is not None and (in_evaluation or self.is_training)
         num_groups = self._count_groups(x) if has_capacity else 1
@@ -116,6 +117,10 @@ class MoeFeedForward(BaseMoeFeedForward):
         if self.weigh_inputs:
             outputs = jnp.sum(outputs.reshape(*x.shape[:2], -1, x.shape[2]), axis=2)
         return outputs
+
+    def prepare_inputs(self, x: jax.Array) -> jax.Array:
+        """Return the experts' inputs `[batch, length, input_dims]`, by default the router's."""
+        return x
 
     def _weigh(self, x: jax.Array, routing: Routing) -> tuple[jax.Array, Routing]:
         """Return a token `[batch, length·choices, dims]` for each choice, with a single choice."""

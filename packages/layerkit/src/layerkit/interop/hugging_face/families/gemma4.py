@@ -1,8 +1,8 @@
-"""Dense Gemma 4 text (Gemma team, 2026): larger heads in far layers, whose values are their keys.
+"""Gemma 4 text (Gemma team, 2026): larger heads in far layers, whose values are their keys.
 
-Values have a norm without weights, and each layer a stored factor of its output. The text of
-`gemma4`, which also reads images, is exported as `gemma4_text`. Models with experts (26B-A4B), and
-those that share keys and values or embed tokens for each layer (E2B, E4B), are not supported.
+Values have a norm without weights, and each layer a stored factor of its output. 26B-A4B has also
+experts. The text of `gemma4`, which also reads images, is exported as `gemma4_text`. Models that
+share keys and values or embed tokens for each layer (E2B, E4B) are not supported.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from layerkit.config import Config
+from layerkit.interop.hugging_face.families.gemma4_experts import MIXTURE, MIXTURE_ROWS
 from layerkit.interop.hugging_face.families.llama import (
     ATTENTION_BIAS,
     LAYER,
@@ -121,6 +122,7 @@ GEMMA4_TEXT = llama_family(
         ),
         key("final_logit_softcapping", "softmax_tpl.logit_soft_cap", None),
         ATTENTION_BIAS,
+        MIXTURE,
         # Of far layers; `_read_layers` sets those of the others, and `_write_layers` writes all.
         key("attention_k_eq_v", "layer.attention_tpl.values_are_keys", default=False),
         key("global_head_dim", "layer.dim_per_head", 512),
@@ -128,7 +130,7 @@ GEMMA4_TEXT = llama_family(
         layer_types(_one_of_six, default_window=512),
         Entry(_read_layers, _write_layers),
     ),
-    rows=(*LLAMA_ROWS, Row(THEIR_LAYER + "layer_scalar", LAYER + "output_scale")),
+    rows=(*LLAMA_ROWS, *MIXTURE_ROWS, Row(THEIR_LAYER + "layer_scalar", LAYER + "output_scale")),
     # Without embeddings for each layer.
     neutral=frozenset({"vocab_size_per_layer_input"}),
     token_ids={"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2},
