@@ -22,8 +22,7 @@ def test_sizes_and_schedule_are_those_of_the_paper(name: str, num_params: Any):
     experiment = resolve(getattr(bert, name)())
     lm = experiment.task.model.lm_tpl
     assert (lm.num_layers, lm.model_dims, lm.hidden_dims) == (layers, model, hidden)
-    head_dim = lm.dim_per_head or lm.model_dims // lm.num_heads
-    assert (lm.num_heads, head_dim, lm.vocab_size) == (heads, 64, 30_522)
+    assert (lm.num_heads, lm.dim_per_head, lm.vocab_size) == (heads, 64, 30_522)
     data = experiment.datasets[0]
     assert data.percore_batch_size * devices == rows * devices == 256
     assert data.task_feature_lengths == {"targets": 512}

@@ -31,8 +31,7 @@ def test_sizes_and_schedule_are_those_of_the_paper(name: str, num_params: Any):
     experiment = resolved(name)
     lm = experiment.task.model.lm_tpl
     assert (lm.num_layers, lm.model_dims, lm.hidden_dims) == (layers, model, hidden)
-    head_dim = lm.dim_per_head or lm.model_dims // lm.num_heads
-    assert (lm.num_heads, lm.num_kv_heads, head_dim) == (heads, kv_heads, 128)
+    assert (lm.num_heads, lm.num_kv_heads, lm.dim_per_head) == (heads, kv_heads, 128)
     assert num_params(f"lm.llama.{name}") == weights
     # 4M tokens a step, 2T in all.
     data = experiment.datasets[0]

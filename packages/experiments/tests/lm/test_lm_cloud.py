@@ -43,8 +43,7 @@ def test_sizes_data_and_schedule_are_those_of_pax(name: str):
     experiment = resolved(name)
     lm = experiment.task.model.lm_tpl
     assert (lm.num_layers, lm.model_dims, lm.hidden_dims) == (layers, model, hidden)
-    head_dim = lm.dim_per_head or lm.model_dims // lm.num_heads
-    assert (lm.num_heads, lm.num_kv_heads, head_dim) == (heads, None, per_head)
+    assert (lm.num_heads, lm.num_kv_heads, lm.dim_per_head) == (heads, None, per_head)
     data, heldout = experiment.datasets
     for each in (data, heldout):
         assert (each.percore_batch_size, each.seq_length, each.vocab_size) == (rows, 1024, 32000)

@@ -26,8 +26,7 @@ def test_sizes_and_weights_are_those_of_the_paper(name: str, num_params: Any):
     experiment = resolve(getattr(moe, name)())
     lm = experiment.task.model.lm_tpl
     assert (lm.num_layers, lm.model_dims, lm.hidden_dims) == (layers, model, hidden)
-    head_dim = lm.dim_per_head or lm.model_dims // lm.num_heads
-    assert (lm.num_heads, lm.num_kv_heads, head_dim) == (heads, None, per_head)
+    assert (lm.num_heads, lm.num_kv_heads, lm.dim_per_head) == (heads, None, per_head)
     # A million tokens a step.
     data = experiment.datasets[0]
     assert data.percore_batch_size * devices == rows * devices == 1024

@@ -95,7 +95,11 @@ class Bert(LmExperiment, abstract=True):
 class BertBase(Bert):
     """BERT base, 110M weights, on 16 chips (v5p:2x2x4)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 12, 768, 12
+    NUM_LAYERS = 12
+    MODEL_DIMS = 768
+    HIDDEN_DIMS = 3072
+    NUM_HEADS = 12
+    DIMS_PER_HEAD = 64
     PERCORE_BATCH_SIZE = 16.0
     ICI_MESH_SHAPE = [16, 1, 1]
 
@@ -103,7 +107,11 @@ class BertBase(Bert):
 class BertLarge(Bert):
     """BERT large, 340M weights, on 64 chips (v5p:4x4x4)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 24, 1024, 16
+    NUM_LAYERS = 24
+    MODEL_DIMS = 1024
+    HIDDEN_DIMS = 4096
+    NUM_HEADS = 16
+    DIMS_PER_HEAD = 64
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [64, 1, 1]
 
@@ -127,6 +135,7 @@ class PaxBert(PaxLm, abstract=True):
     MODEL_DIMS = 12_288
     HIDDEN_DIMS: int | None = 98_304
     NUM_HEADS = 128
+    DIMS_PER_HEAD = 96
     ACTIVATION = "relu"
     USE_REPEATED_LAYER = False
     MAX_SEQ_LEN = 512

@@ -144,7 +144,11 @@ class LlamaBoolQ(LmExperiment, abstract=True):
 class LLaMA7B(LlamaBoolQ):
     """LLaMA 7B on one node of 8 GPUs (a100x8), fully sharded."""
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 32, 4096, 11008, 32
+    NUM_LAYERS = 32
+    MODEL_DIMS = 4096
+    HIDDEN_DIMS = 11008
+    NUM_HEADS = 32
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 16.0
     ICI_MESH_SHAPE = [1, 8, 1]
     DCN_MESH_SHAPE = [1, 1, 1]
@@ -153,7 +157,11 @@ class LLaMA7B(LlamaBoolQ):
 class LLaMA13B(LlamaBoolQ):
     """LLaMA 13B on one node of 8 GPUs (a100x8), fully sharded."""
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 40, 5120, 13824, 40
+    NUM_LAYERS = 40
+    MODEL_DIMS = 5120
+    HIDDEN_DIMS = 13824
+    NUM_HEADS = 40
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 8, 1]
     DCN_MESH_SHAPE = [1, 1, 1]
@@ -164,7 +172,12 @@ class LLaMA70B(LlamaBoolQ):
 
     tags = ("multislice",)
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 80, 8192, 28672, 64, 8
+    NUM_LAYERS = 80
+    MODEL_DIMS = 8192
+    HIDDEN_DIMS = 28672
+    NUM_HEADS = 64
+    NUM_KV_HEADS = 8
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 4.0
     ROWS_PER_PART = 1.0
     ICI_MESH_SHAPE = [1, 8, 1]

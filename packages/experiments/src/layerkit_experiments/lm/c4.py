@@ -34,7 +34,11 @@ class C4Spmd(PaxLm, abstract=True):
 class C4Spmd1BAdam4Replicas(C4Spmd):
     """A billion weights, fully sharded over 4 chips (v4:2x2x1)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 13, 2560, 20
+    NUM_LAYERS = 13
+    MODEL_DIMS = 2560
+    HIDDEN_DIMS = 10240
+    NUM_HEADS = 20
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 32.0
     ICI_MESH_SHAPE = [1, 4, 1]
 
@@ -44,7 +48,11 @@ class C4Spmd1BAdam4ReplicasLimitSteps(C4Spmd):
 
     tags = ("speed_test",)
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 13, 2560, 20
+    NUM_LAYERS = 13
+    MODEL_DIMS = 2560
+    HIDDEN_DIMS = 10240
+    NUM_HEADS = 20
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 32.0
     ICI_MESH_SHAPE = [1, 4, 1]
     MAX_STEPS = 15_000
@@ -53,7 +61,11 @@ class C4Spmd1BAdam4ReplicasLimitSteps(C4Spmd):
 class C4Spmd2BAdam4Replicas(C4Spmd):
     """2 billion weights, fully sharded over 4 chips (v4:2x2x1)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 18, 3072, 24
+    NUM_LAYERS = 18
+    MODEL_DIMS = 3072
+    HIDDEN_DIMS = 12288
+    NUM_HEADS = 24
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 32.0
     ICI_MESH_SHAPE = [1, 4, 1]
 
@@ -61,7 +73,11 @@ class C4Spmd2BAdam4Replicas(C4Spmd):
 class C4Spmd16BAdam32Replicas(C4Spmd):
     """16 billion weights, sharded by fsdp and tensor over 32 chips (v4:2x4x4)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 36, 6144, 48
+    NUM_LAYERS = 36
+    MODEL_DIMS = 6144
+    HIDDEN_DIMS = 24576
+    NUM_HEADS = 48
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 16.0
     ICI_MESH_SHAPE = [1, 16, 2]
 
@@ -69,7 +85,11 @@ class C4Spmd16BAdam32Replicas(C4Spmd):
 class C4Spmd32BAdam64Replicas(C4Spmd):
     """32 billion weights, sharded by fsdp and tensor over 64 chips (v4:4x4x4)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 40, 8192, 64
+    NUM_LAYERS = 40
+    MODEL_DIMS = 8192
+    HIDDEN_DIMS = 32768
+    NUM_HEADS = 64
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 16, 4]
 
@@ -79,7 +99,10 @@ class C4Spmd32BAdam64Replicas(C4Spmd):
 class LmCloudSpmdAdam(PaxLm):
     """Two layers of 2048 dimensions, unrolled, on synthetic data and 8 chips (v4:2x2x2)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 2, 2048, 16
+    NUM_LAYERS = 2
+    MODEL_DIMS = 2048
+    NUM_HEADS = 16
+    DIMS_PER_HEAD = 128
     FPROP_DTYPE = "float32"
     USE_REPEATED_LAYER = False
     CHECKPOINT_POLICY = "none"
@@ -100,7 +123,10 @@ class LmCloudSpmdAdamLimitSteps(LmCloudSpmdAdam):
 class C4SpmdAdam(C4Spmd):
     """1.3 billion weights in unrolled layers on 8 chips (v4:2x2x2)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 24, 2048, 32
+    NUM_LAYERS = 24
+    MODEL_DIMS = 2048
+    NUM_HEADS = 32
+    DIMS_PER_HEAD = 64
     VOCAB_SIZE = 32128
     FPROP_DTYPE = "float32"
     USE_REPEATED_LAYER = False
@@ -116,7 +142,10 @@ class C4SpmdPipelineAdam(Pipelined, PaxLm):
     DATA_FORMAT = "seqio"
     EVAL_NUM_BATCHES = 8
     EOS_ID = 1
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 24, 2048, 32
+    NUM_LAYERS = 24
+    MODEL_DIMS = 2048
+    NUM_HEADS = 32
+    DIMS_PER_HEAD = 64
     VOCAB_SIZE = 32128
     FPROP_DTYPE = "float32"
     USE_REPEATED_LAYER = False
@@ -135,7 +164,11 @@ class C4SpmdPipelineAdam(Pipelined, PaxLm):
 class C4SpmdPipelineGpt3Small(Pipelined, LmExperiment, abstract=True):
     """Base of the pipelined GPT-3 XL (Brown et al., 2020, arXiv:2005.14165)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 24, 3072, 24
+    NUM_LAYERS = 24
+    MODEL_DIMS = 3072
+    HIDDEN_DIMS = 12288
+    NUM_HEADS = 24
+    DIMS_PER_HEAD = 128
     MAX_SEQ_LEN = 2048
     ACTIVATION = "gelu"
     POSITIONS = "trainable"
@@ -197,7 +230,11 @@ class MlperfGpt3(LmExperiment, abstract=True):
     DECAY_END: int | float | None = None
     """Step at which the decay ends. None: the step that completes 108,600 * 1536 rows."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 96, 12288, 96
+    NUM_LAYERS = 96
+    MODEL_DIMS = 12288
+    HIDDEN_DIMS = 49152
+    NUM_HEADS = 96
+    DIMS_PER_HEAD = 128
     VOCAB_SIZE = 51200
     MAX_SEQ_LEN = 2048
     EVAL_NUM_BATCHES = None

@@ -23,7 +23,11 @@ class C4Spmd22BAdamMaxText(PaxLm):
     DATA_FORMAT = "seqio"
     EVAL_NUM_BATCHES = 8
     EOS_ID = 1
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 48, 6144, 24
+    NUM_LAYERS = 48
+    MODEL_DIMS = 6144
+    HIDDEN_DIMS = 24576
+    NUM_HEADS = 24
+    DIMS_PER_HEAD = 256
     VOCAB_SIZE = 32768
     PERCORE_BATCH_SIZE = 16.0
     ICI_MESH_SHAPE = [1, 4, 2]
@@ -90,7 +94,10 @@ class C4Spmd22BAdam4xv4_128LimitSteps(C4Spmd22BAdamMaxText):  # noqa: N801
 class C4Spmd22BAdam1xv4_384(C4Spmd22BAdamMaxText):  # noqa: N801
     """25 billion weights, half as deep and wider, on one slice of 192 chips (v4:4x4x12)."""
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, DIMS_PER_HEAD = 24, 9216, 36864, 384
+    NUM_LAYERS = 24
+    MODEL_DIMS = 9216
+    HIDDEN_DIMS = 36864
+    DIMS_PER_HEAD = 384
     PERCORE_BATCH_SIZE = 10.0
     ICI_MESH_SHAPE = [1, 192, 1]
 
@@ -100,7 +107,10 @@ class C4Spmd22BAdam2xv4_384(C4Spmd22BAdamMaxText):  # noqa: N801
 
     tags = ("multislice",)
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, DIMS_PER_HEAD = 24, 9216, 36864, 384
+    NUM_LAYERS = 24
+    MODEL_DIMS = 9216
+    HIDDEN_DIMS = 36864
+    DIMS_PER_HEAD = 384
     PERCORE_BATCH_SIZE = 10.0
     ICI_MESH_SHAPE = [1, 192, 1]
     DCN_MESH_SHAPE = [2, 1, 1]
@@ -109,7 +119,10 @@ class C4Spmd22BAdam2xv4_384(C4Spmd22BAdamMaxText):  # noqa: N801
 class C4Spmd22BAdam1xv4_8(C4Spmd22BAdamMaxText):  # noqa: N801
     """0.9 billion weights (not 22) on one slice of 4 chips (v4:2x2x1)."""
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 16, 2048, 8192, 8
+    NUM_LAYERS = 16
+    MODEL_DIMS = 2048
+    HIDDEN_DIMS = 8192
+    NUM_HEADS = 8
     ICI_MESH_SHAPE = [1, 4, 1]
 
 
@@ -118,7 +131,10 @@ class C4Spmd22BAdam2xv4_8(C4Spmd22BAdamMaxText):  # noqa: N801
 
     tags = ("multislice",)
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 16, 2048, 8192, 8
+    NUM_LAYERS = 16
+    MODEL_DIMS = 2048
+    HIDDEN_DIMS = 8192
+    NUM_HEADS = 8
     ICI_MESH_SHAPE = [1, 4, 1]
     DCN_MESH_SHAPE = [2, 1, 1]
 
@@ -128,7 +144,10 @@ class C4Spmd22BAdam4xv4_8(C4Spmd22BAdamMaxText):  # noqa: N801
 
     tags = ("multislice",)
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 16, 2048, 8192, 8
+    NUM_LAYERS = 16
+    MODEL_DIMS = 2048
+    HIDDEN_DIMS = 8192
+    NUM_HEADS = 8
     ICI_MESH_SHAPE = [1, 4, 1]
     DCN_MESH_SHAPE = [4, 1, 1]
 
@@ -138,7 +157,10 @@ class C4Spmd22BAdam1xv4_8LimitSteps(C4Spmd22BAdamMaxText):  # noqa: N801
 
     tags = ("speed_test",)
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 16, 2048, 8192, 8
+    NUM_LAYERS = 16
+    MODEL_DIMS = 2048
+    HIDDEN_DIMS = 8192
+    NUM_HEADS = 8
     ICI_MESH_SHAPE = [1, 4, 1]
     MAX_STEPS = 300
 
@@ -148,7 +170,10 @@ class C4Spmd22BAdam2xv4_8LimitSteps(C4Spmd22BAdamMaxText):  # noqa: N801
 
     tags = ("multislice", "speed_test")
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 16, 2048, 8192, 8
+    NUM_LAYERS = 16
+    MODEL_DIMS = 2048
+    HIDDEN_DIMS = 8192
+    NUM_HEADS = 8
     ICI_MESH_SHAPE = [1, 4, 1]
     DCN_MESH_SHAPE = [2, 1, 1]
     MAX_STEPS = 300
@@ -159,7 +184,10 @@ class C4Spmd22BAdam4xv4_8LimitSteps(C4Spmd22BAdamMaxText):  # noqa: N801
 
     tags = ("multislice", "speed_test")
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 16, 2048, 8192, 8
+    NUM_LAYERS = 16
+    MODEL_DIMS = 2048
+    HIDDEN_DIMS = 8192
+    NUM_HEADS = 8
     ICI_MESH_SHAPE = [1, 4, 1]
     DCN_MESH_SHAPE = [4, 1, 1]
     MAX_STEPS = 300
@@ -168,7 +196,10 @@ class C4Spmd22BAdam4xv4_8LimitSteps(C4Spmd22BAdamMaxText):  # noqa: N801
 class C4Spmd32BAdam1xv5_256(C4Spmd22BAdamMaxText):  # noqa: N801
     """32 billion weights on one slice of 128 chips (v5p:4x4x8)."""
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 40, 8192, 32768, 32
+    NUM_LAYERS = 40
+    MODEL_DIMS = 8192
+    HIDDEN_DIMS = 32768
+    NUM_HEADS = 32
     MAX_SEQ_LEN = 2048
     PERCORE_BATCH_SIZE = 2.0
     ICI_MESH_SHAPE = [1, 128, 1]
@@ -179,7 +210,10 @@ class C4Spmd32BAdam2xv5_256(C4Spmd22BAdamMaxText):  # noqa: N801
 
     tags = ("multislice",)
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 40, 8192, 32768, 32
+    NUM_LAYERS = 40
+    MODEL_DIMS = 8192
+    HIDDEN_DIMS = 32768
+    NUM_HEADS = 32
     MAX_SEQ_LEN = 2048
     PERCORE_BATCH_SIZE = 2.0
     ICI_MESH_SHAPE = [1, 128, 1]

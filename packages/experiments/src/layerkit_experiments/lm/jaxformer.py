@@ -30,7 +30,10 @@ class Jaxformer1B(MixtureOfExperts, Pipelined, LmExperiment):
     ROTARY_DIMS_PER_HEAD: int = 64
     """Rotated coordinates of queries and keys."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 16, 768, 12
+    NUM_LAYERS = 16
+    MODEL_DIMS = 768
+    HIDDEN_DIMS = 3072
+    NUM_HEADS = 12
     POSITIONS = "none"
     NORM = "rms_norm"
     VOCAB_SIZE = 100_277

@@ -55,7 +55,11 @@ class Llama7B(Llama2):
 
     tags = ("multislice",)
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 32, 4096, 11008, 32
+    NUM_LAYERS = 32
+    MODEL_DIMS = 4096
+    HIDDEN_DIMS = 11008
+    NUM_HEADS = 32
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 8, 1]
     DCN_MESH_SHAPE = [1, 16, 1]
@@ -64,7 +68,11 @@ class Llama7B(Llama2):
 class Llama13B(Llama2):
     """LLaMA 2 13B on 128 chips (v5p:4x4x8)."""
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 40, 5120, 13824, 40
+    NUM_LAYERS = 40
+    MODEL_DIMS = 5120
+    HIDDEN_DIMS = 13824
+    NUM_HEADS = 40
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 128, 1]
 
@@ -72,7 +80,12 @@ class Llama13B(Llama2):
 class Llama70B(Llama2):
     """LLaMA 2 70B on 256 chips (v5p:8x8x4)."""
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 80, 8192, 28672, 64, 8
+    NUM_LAYERS = 80
+    MODEL_DIMS = 8192
+    HIDDEN_DIMS = 28672
+    NUM_HEADS = 64
+    NUM_KV_HEADS = 8
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 4.0
     LEARNING_RATE = 1.5e-4
     ICI_MESH_SHAPE = [1, 256, 1]
@@ -104,7 +117,10 @@ class Llama31(Llama2, abstract=True):
 class Llama31_8B(Llama31):  # noqa: N801 - the name of the size
     """LLaMA 3.1 8B on 32 nodes of 8 GPUs (h100x256), fully sharded."""
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 32, 4096, 14336, 32
+    NUM_LAYERS = 32
+    MODEL_DIMS = 4096
+    HIDDEN_DIMS = 14336
+    NUM_HEADS = 32
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 8, 1]
     DCN_MESH_SHAPE = [1, 32, 1]
@@ -113,7 +129,10 @@ class Llama31_8B(Llama31):  # noqa: N801 - the name of the size
 class Llama31_70B(Llama31):  # noqa: N801
     """LLaMA 3.1 70B on 128 nodes of 8 GPUs (h100x1024), fully sharded."""
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 80, 8192, 28672, 64
+    NUM_LAYERS = 80
+    MODEL_DIMS = 8192
+    HIDDEN_DIMS = 28672
+    NUM_HEADS = 64
     LEARNING_RATE = 1.5e-4
     PERCORE_BATCH_SIZE = 2.0
     ICI_MESH_SHAPE = [1, 8, 1]
@@ -123,7 +142,10 @@ class Llama31_70B(Llama31):  # noqa: N801
 class Llama31_405B(Llama31):  # noqa: N801
     """LLaMA 3.1 405B on 256 nodes, whose 8 GPUs share each layer (h100x2048)."""
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 126, 16384, 53248, 128
+    NUM_LAYERS = 126
+    MODEL_DIMS = 16384
+    HIDDEN_DIMS = 53248
+    NUM_HEADS = 128
     LEARNING_RATE = 8e-5
     PERCORE_BATCH_SIZE = 1.0
     SEQUENCE_PARALLEL = True
@@ -202,7 +224,11 @@ class LlamaLora(LocalFiles, LmExperiment, abstract=True):
 class Llama7BLora(LlamaLora):
     """LoRA of LLaMA 2 7B on one GPU of 80 GB (h100x1)."""
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 32, 4096, 11008, 32
+    NUM_LAYERS = 32
+    MODEL_DIMS = 4096
+    HIDDEN_DIMS = 11008
+    NUM_HEADS = 32
+    DIMS_PER_HEAD = 128
     INIT_FROM = "Llama-2-7b-hf"
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 1, 1]
@@ -211,7 +237,12 @@ class Llama7BLora(LlamaLora):
 class Llama70BLora(LlamaLora):
     """LoRA of LLaMA 2 70B on one node of 8 GPUs (h100x8)."""
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 80, 8192, 28672, 64, 8
+    NUM_LAYERS = 80
+    MODEL_DIMS = 8192
+    HIDDEN_DIMS = 28672
+    NUM_HEADS = 64
+    NUM_KV_HEADS = 8
+    DIMS_PER_HEAD = 128
     INIT_FROM = "Llama-2-70b-hf"
     PERCORE_BATCH_SIZE = 2.0
     ICI_MESH_SHAPE = [1, 8, 1]

@@ -23,7 +23,11 @@ class LmCloudSpmd(PaxLm, abstract=True):
 class LmCloudSpmdTest(LmCloudSpmd):
     """A tiny model on one device, as a smoke test of 10 steps, each of which is reported."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS, DIMS_PER_HEAD = 2, 64, 8, 8
+    NUM_LAYERS = 2
+    MODEL_DIMS = 64
+    HIDDEN_DIMS = 256
+    NUM_HEADS = 8
+    DIMS_PER_HEAD = 8
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [1, 1, 1]
     MAX_STEPS = 10
@@ -33,7 +37,10 @@ class LmCloudSpmdTest(LmCloudSpmd):
 class LmCloudSpmd2B(LmCloudSpmd):
     """2 billion parameters, fully sharded over 4 devices."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 18, 3072, 24
+    NUM_LAYERS = 18
+    MODEL_DIMS = 3072
+    HIDDEN_DIMS = 12288
+    NUM_HEADS = 24
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 4, 1]
 
@@ -43,7 +50,10 @@ class LmCloudSpmd2BLimitSteps(LmCloudSpmd):
 
     tags = ("speed_test",)
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 18, 3072, 24
+    NUM_LAYERS = 18
+    MODEL_DIMS = 3072
+    HIDDEN_DIMS = 12288
+    NUM_HEADS = 24
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 4, 1]
     MAX_STEPS = 300
@@ -53,7 +63,9 @@ class LmCloudSpmd2BLimitSteps(LmCloudSpmd):
 class LmCloudSpmd32B(LmCloudSpmd):
     """32 billion weights on 64 chips (v4:4x4x4)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 40, 8192, 64
+    NUM_LAYERS = 40
+    MODEL_DIMS = 8192
+    NUM_HEADS = 64
     PERCORE_BATCH_SIZE = 8.0
     CHECKPOINT_POLICY = "attention_out"
     ICI_MESH_SHAPE = [1, 16, 4]
@@ -63,7 +75,9 @@ class LmCloudSpmd32B(LmCloudSpmd):
 class LmCloudSpmd64B(LmCloudSpmd):
     """64 billion weights on 128 chips (v4:4x4x8)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 51, 10_240, 80
+    NUM_LAYERS = 51
+    MODEL_DIMS = 10_240
+    NUM_HEADS = 80
     PERCORE_BATCH_SIZE = 4.0
     CHECKPOINT_POLICY = "attention_out"
     ICI_MESH_SHAPE = [1, 16, 8]
@@ -73,7 +87,9 @@ class LmCloudSpmd64B(LmCloudSpmd):
 class LmCloudSpmd128B(LmCloudSpmd):
     """129 billion weights on 256 chips (v4:4x8x8)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 71, 12_288, 96
+    NUM_LAYERS = 71
+    MODEL_DIMS = 12_288
+    NUM_HEADS = 96
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [1, 64, 4]
     shards_features = True
@@ -82,7 +98,9 @@ class LmCloudSpmd128B(LmCloudSpmd):
 class LmCloudSpmd256B(LmCloudSpmd):
     """258 billion weights on 512 chips (v4:8x8x8)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 80, 16_384, 128
+    NUM_LAYERS = 80
+    MODEL_DIMS = 16_384
+    NUM_HEADS = 128
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [1, 64, 8]
     shards_features = True
@@ -91,7 +109,9 @@ class LmCloudSpmd256B(LmCloudSpmd):
 class LmCloudSpmd512B(LmCloudSpmd):
     """514 billion weights on 1024 chips (v4:8x8x16)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 102, 20_480, 160
+    NUM_LAYERS = 102
+    MODEL_DIMS = 20_480
+    NUM_HEADS = 160
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [1, 64, 16]
     shards_features = True
@@ -100,7 +120,9 @@ class LmCloudSpmd512B(LmCloudSpmd):
 class LmCloudSpmd1024B(LmCloudSpmd):
     """1.03 trillion weights on 2048 chips (v4:8x16x16)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 142, 24_576, 192
+    NUM_LAYERS = 142
+    MODEL_DIMS = 24_576
+    NUM_HEADS = 192
     PERCORE_BATCH_SIZE = 2.0
     ICI_MESH_SHAPE = [1, 256, 8]
     shards_features = True
@@ -111,7 +133,10 @@ class LmCloudSpmdMultislice2B(LmCloudSpmd):
 
     tags = ("multislice",)
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 18, 3072, 24
+    NUM_LAYERS = 18
+    MODEL_DIMS = 3072
+    HIDDEN_DIMS = 12288
+    NUM_HEADS = 24
     PERCORE_BATCH_SIZE = 16.0
     ICI_MESH_SHAPE = [1, 4, 1]
     DCN_MESH_SHAPE = [2, 1, 1]
@@ -120,7 +145,10 @@ class LmCloudSpmdMultislice2B(LmCloudSpmd):
 class LmCloudSpmdPipeline9B(Pipelined, PaxLm):
     """9.8 billion weights in 16 pipeline stages of 4 chips (v4:4x4x4)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 48, 4096, 32
+    NUM_LAYERS = 48
+    MODEL_DIMS = 4096
+    NUM_HEADS = 32
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 8.0
     NUM_STAGES = 16
     MICROBATCH_SIZE = 4
@@ -134,7 +162,10 @@ class LmCloudSpmdPipeline175B(Pipelined, PaxLm):
 
     tags = ("multislice",)
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 96, 12_288, 96
+    NUM_LAYERS = 96
+    MODEL_DIMS = 12_288
+    NUM_HEADS = 96
+    DIMS_PER_HEAD = 128
     MAX_SEQ_LEN = 2048
     PERCORE_BATCH_SIZE = 0.75
     NUM_STAGES = 8
@@ -149,7 +180,10 @@ class LmCloudSpmdPipelineMultislice2B(Pipelined, PaxLm):
 
     tags = ("multislice",)
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 18, 3072, 24
+    NUM_LAYERS = 18
+    MODEL_DIMS = 3072
+    NUM_HEADS = 24
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 16.0
     NUM_STAGES = 2
     MICROBATCH_SIZE = 4
@@ -163,7 +197,10 @@ class LmCloudSpmdPipelineMultislice2BCircular(Pipelined, PaxLm):
 
     tags = ("multislice",)
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 18, 3072, 24
+    NUM_LAYERS = 18
+    MODEL_DIMS = 3072
+    NUM_HEADS = 24
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 16.0
     NUM_STAGES = 2
     MICROBATCH_SIZE = 8
@@ -180,7 +217,11 @@ class LmCloudTransformerAdam(PaxLm):
 
     tags = ("pmap",)
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 32, 1024, 16
+    NUM_LAYERS = 32
+    MODEL_DIMS = 1024
+    HIDDEN_DIMS = 4096
+    NUM_HEADS = 16
+    DIMS_PER_HEAD = 64
     PERCORE_BATCH_SIZE = 16.0
     ACTIVATION = "relu"
     SOFTMAX_LOGIT_CAP = None

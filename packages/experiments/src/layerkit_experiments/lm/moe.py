@@ -75,7 +75,11 @@ class Glam(MixtureOfExperts, LmExperiment, abstract=True):
 class Glam126M64E(Glam):
     """GLaM 0.1B/64E: 1.9B weights without the embedding, on 64 chips (v5p:4x4x4)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 12, 768, 12
+    NUM_LAYERS = 12
+    MODEL_DIMS = 768
+    HIDDEN_DIMS = 3072
+    NUM_HEADS = 12
+    DIMS_PER_HEAD = 64
     PERCORE_BATCH_SIZE = 16.0
     ICI_MESH_SHAPE = [1, 1, 64, 1]
 
@@ -83,7 +87,11 @@ class Glam126M64E(Glam):
 class Glam8B64E(Glam):
     """GLaM 8B/64E: 143B weights, 9.8B of them for each token, on 256 chips (v5p:8x8x4)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 32, 4096, 32
+    NUM_LAYERS = 32
+    MODEL_DIMS = 4096
+    HIDDEN_DIMS = 16384
+    NUM_HEADS = 32
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [1, 4, 64, 1]
 
@@ -91,7 +99,11 @@ class Glam8B64E(Glam):
 class Glam64B64E(Glam):
     """GLaM 64B/64E: 1.2T weights, 96.6B of them for each token, on 1024 chips (v4:8x8x16)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS, DIMS_PER_HEAD = 64, 8192, 128, 128
+    NUM_LAYERS = 64
+    MODEL_DIMS = 8192
+    HIDDEN_DIMS = 32768
+    NUM_HEADS = 128
+    DIMS_PER_HEAD = 128
     PERCORE_BATCH_SIZE = 1.0
     ICI_MESH_SHAPE = [1, 16, 8, 8]
 
@@ -125,6 +137,7 @@ class PraxisExperts(LmExperiment, abstract=True):
 
     NUM_HEADS = 48
     NUM_KV_HEADS: int | None = 8
+    DIMS_PER_HEAD = 128
     MODEL_DIMS = 6144
     HIDDEN_DIMS = 32_768
     VOCAB_SIZE = 131_072

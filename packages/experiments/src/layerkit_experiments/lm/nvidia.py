@@ -88,7 +88,11 @@ class NvidiaLm(LmExperiment, abstract=True):
 class NVIDIA1_3B(NvidiaLm):  # noqa: N801 - the names in Pax
     """1.3 billion weights on 16 GPUs (a100x16), data parallel."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS, DIMS_PER_HEAD = 24, 2048, 32, 64
+    NUM_LAYERS = 24
+    MODEL_DIMS = 2048
+    HIDDEN_DIMS = 8192
+    NUM_HEADS = 32
+    DIMS_PER_HEAD = 64
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [16, 1, 1]
 
@@ -96,7 +100,11 @@ class NVIDIA1_3B(NvidiaLm):  # noqa: N801 - the names in Pax
 class NVIDIA8_3B(NvidiaLm):  # noqa: N801
     """8.3 billion weights on 16 GPUs (a100x16), data 4 × tensor 4."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS, DIMS_PER_HEAD = 40, 4096, 64, 64
+    NUM_LAYERS = 40
+    MODEL_DIMS = 4096
+    HIDDEN_DIMS = 16_384
+    NUM_HEADS = 64
+    DIMS_PER_HEAD = 64
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [4, 1, 4]
 
@@ -104,7 +112,10 @@ class NVIDIA8_3B(NvidiaLm):  # noqa: N801
 class NVIDIA10B(NvidiaLm):
     """10 billion weights on 16 GPUs (a100x16), data 2 × tensor 8."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 32, 5120, 40
+    NUM_LAYERS = 32
+    MODEL_DIMS = 5120
+    HIDDEN_DIMS = 20_480
+    NUM_HEADS = 40
     PERCORE_BATCH_SIZE = 0.25
     ICI_MESH_SHAPE = [2, 1, 8]
 
@@ -116,7 +127,10 @@ class NVIDIA175B_FSDP(NvidiaLm):  # noqa: N801
 
     tags = ("multislice",)
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 96, 12_288, 96
+    NUM_LAYERS = 96
+    MODEL_DIMS = 12_288
+    HIDDEN_DIMS = 49_152
+    NUM_HEADS = 96
     PERCORE_BATCH_SIZE = 1.0
     ICI_MESH_SHAPE = [1, 16, 1]
     DCN_MESH_SHAPE = [1, 8, 1]
@@ -128,7 +142,10 @@ class Llama33BProxy(NvidiaLm):
 
     tags = ("speed_test",)
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 60, 6656, 17_920, 52
+    NUM_LAYERS = 60
+    MODEL_DIMS = 6656
+    HIDDEN_DIMS = 17_920
+    NUM_HEADS = 52
     VOCAB_SIZE = 32_000
     PERCORE_BATCH_SIZE = 1.0
     ICI_MESH_SHAPE = [1, 16, 1]
@@ -143,7 +160,10 @@ class MoELarge(MixtureOfExperts, NvidiaLm):
     # Pax has 16 groups, which cannot be shared evenly by the 32 shards of the batch.
     NUM_GROUPS: int | None = 32
     """Groups of a batch, each with slots of its own; None for one per row."""
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 12, 4096, 32
+    NUM_LAYERS = 12
+    MODEL_DIMS = 4096
+    HIDDEN_DIMS = 16_384
+    NUM_HEADS = 32
     NUM_EXPERTS = 16
     CAPACITY_FACTOR = 2.0
     LOAD_BALANCE_WEIGHT = 1.0
@@ -164,7 +184,9 @@ class GLaM64B64EProxy(PraxisExperts):
 
     tags = ("speed_test",)
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 8, 8192, 64
+    NUM_LAYERS = 8
+    MODEL_DIMS = 8192
+    NUM_HEADS = 64
     NUM_KV_HEADS = None
     VOCAB_SIZE = 51_200
     MAX_SEQ_LEN = 2048
@@ -267,7 +289,10 @@ class Grok_Proxy_PP(Pipelined, PraxisExperts):  # noqa: N801
 class NVIDIA5B(Pipelined, NvidiaLm):
     """5 billion weights in four stages on 16 GPUs (a100x16)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 24, 4096, 32
+    NUM_LAYERS = 24
+    MODEL_DIMS = 4096
+    HIDDEN_DIMS = 16_384
+    NUM_HEADS = 32
     PERCORE_BATCH_SIZE = 1.0
     NUM_STAGES = 4
     MICROBATCH_SIZE = 2
@@ -281,7 +306,10 @@ class NVIDIA40BProxy(Pipelined, NvidiaLm):
 
     tags = ("speed_test",)
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 12, 8192, 64
+    NUM_LAYERS = 12
+    MODEL_DIMS = 8192
+    HIDDEN_DIMS = 32_768
+    NUM_HEADS = 64
     PERCORE_BATCH_SIZE = 16.0
     NUM_STAGES = 2
     MICROBATCH_SIZE = 4
@@ -295,7 +323,10 @@ class NVIDIA70BProxy(Pipelined, NvidiaLm):
 
     tags = ("speed_test",)
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 20, 8192, 64
+    NUM_LAYERS = 20
+    MODEL_DIMS = 8192
+    HIDDEN_DIMS = 32_768
+    NUM_HEADS = 64
     PERCORE_BATCH_SIZE = 8.0
     NUM_STAGES = 2
     MICROBATCH_SIZE = 4
@@ -309,7 +340,10 @@ class NVIDIA116BProxy(Pipelined, NvidiaLm):
 
     tags = ("speed_test",)
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 16, 12_288, 96
+    NUM_LAYERS = 16
+    MODEL_DIMS = 12_288
+    HIDDEN_DIMS = 49_152
+    NUM_HEADS = 96
     PERCORE_BATCH_SIZE = 6.0
     NUM_STAGES = 4
     MICROBATCH_SIZE = 2
@@ -323,7 +357,10 @@ class NVIDIA175BProxy(Pipelined, NvidiaLm):
 
     tags = ("speed_test",)
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 24, 12_288, 96
+    NUM_LAYERS = 24
+    MODEL_DIMS = 12_288
+    HIDDEN_DIMS = 49_152
+    NUM_HEADS = 96
     PERCORE_BATCH_SIZE = 6.0
     NUM_STAGES = 4
     MICROBATCH_SIZE = 1
@@ -337,7 +374,10 @@ class NVIDIA175B(Pipelined, NvidiaLm):
 
     tags = ("multislice",)
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 96, 12_288, 96
+    NUM_LAYERS = 96
+    MODEL_DIMS = 12_288
+    HIDDEN_DIMS = 49_152
+    NUM_HEADS = 96
     PERCORE_BATCH_SIZE = 0.0625
     NUM_STAGES = 6
     MICROBATCH_SIZE = 1
@@ -351,7 +391,10 @@ class NVIDIA175B(Pipelined, NvidiaLm):
 class TestSmallConfig(Pipelined, NvidiaLm):
     """16 layers in two stages on 16 GPUs (a100x16), to test an installation."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 16, 4096, 32
+    NUM_LAYERS = 16
+    MODEL_DIMS = 4096
+    HIDDEN_DIMS = 16_384
+    NUM_HEADS = 32
     PERCORE_BATCH_SIZE = 2.0
     NUM_STAGES = 2
     MICROBATCH_SIZE = 2
@@ -363,7 +406,11 @@ class TestSmallConfig(Pipelined, NvidiaLm):
 class NVIDIA_CIRCULAR_REPEAT(Pipelined, PaxLm):  # noqa: N801
     """32 layers in eight stages that each microbatch passes four times, on 8 GPUs (a100x8)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 32, 4096, 32
+    NUM_LAYERS = 32
+    MODEL_DIMS = 4096
+    HIDDEN_DIMS = 16_384
+    NUM_HEADS = 32
+    DIMS_PER_HEAD = 128
     ACTIVATION = "relu"
     FPROP_DTYPE = "float32"
     CHECKPOINT_POLICY = "dots"
@@ -401,7 +448,10 @@ class Llama2_7B(NvidiaLm):  # noqa: N801
     COMBINE_QKV = False
     MAX_SEQ_LEN = 4096
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 32, 4096, 11_008, 32
+    NUM_LAYERS = 32
+    MODEL_DIMS = 4096
+    HIDDEN_DIMS = 11_008
+    NUM_HEADS = 32
     PERCORE_BATCH_SIZE = 1.0
     ICI_MESH_SHAPE = [1, 16, 1]
 
@@ -409,7 +459,10 @@ class Llama2_7B(NvidiaLm):  # noqa: N801
 class Llama2_13B(Llama2_7B):  # noqa: N801
     """The sizes of LLaMA 2 13B on 16 GPUs (a100x16), fully sharded."""
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 40, 5120, 13_824, 40
+    NUM_LAYERS = 40
+    MODEL_DIMS = 5120
+    HIDDEN_DIMS = 13_824
+    NUM_HEADS = 40
 
 
 class Llama2_70B(Llama2_7B):  # noqa: N801
@@ -417,7 +470,11 @@ class Llama2_70B(Llama2_7B):  # noqa: N801
 
     tags = ("multislice",)
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 80, 8192, 28_672, 64, 8
+    NUM_LAYERS = 80
+    MODEL_DIMS = 8192
+    HIDDEN_DIMS = 28_672
+    NUM_HEADS = 64
+    NUM_KV_HEADS = 8
     DCN_MESH_SHAPE = [1, 4, 1]
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {"NUM_KV_HEADS": 2}

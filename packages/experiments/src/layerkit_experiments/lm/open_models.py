@@ -56,7 +56,12 @@ class Qwen3_8B(OpenLm):  # noqa: N801 - the name of the size
     arXiv:2505.09388), which names no batch, rate or initial weights.
     """
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 36, 4096, 12288, 32, 8
+    NUM_LAYERS = 36
+    MODEL_DIMS = 4096
+    HIDDEN_DIMS = 12288
+    NUM_HEADS = 32
+    NUM_KV_HEADS = 8
+    DIMS_PER_HEAD = 128
     QK_NORM = True
     VOCAB_SIZE = 151_936
     MAX_STEPS = 7_150_000
@@ -73,8 +78,12 @@ class Qwen3_30B_A3B(MixtureOfExperts, OpenLm):  # noqa: N801
     The source is that of `Qwen3_8B`; the weight of the balance is that of the configuration.
     """
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS = 48, 2048, 768
-    NUM_HEADS, NUM_KV_HEADS, DIMS_PER_HEAD = 32, 4, 128
+    NUM_LAYERS = 48
+    MODEL_DIMS = 2048
+    HIDDEN_DIMS = 768
+    NUM_HEADS = 32
+    NUM_KV_HEADS = 4
+    DIMS_PER_HEAD = 128
     QK_NORM = True
     VOCAB_SIZE = 151_936
     NUM_EXPERTS = 128
@@ -115,7 +124,10 @@ class DeepSeekV3(MixtureOfExperts, OpenLm):
     ROTARY_DIMS_PER_HEAD: int = 64
     """Rotated coordinates of queries and keys."""
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 61, 7168, 2048, 128
+    NUM_LAYERS = 61
+    MODEL_DIMS = 7168
+    HIDDEN_DIMS = 2048
+    NUM_HEADS = 128
     POSITIONS = "none"  # type: ignore[assignment]
     VOCAB_SIZE = 129_280
     INIT_STD = 0.006
@@ -177,7 +189,11 @@ class GptOss(MixtureOfExperts, LmExperiment, abstract=True):
     WINDOW_PERIOD: int = 2
     """Period of the layers, the last of which has no window."""
 
-    MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS, DIMS_PER_HEAD = 2880, 2880, 64, 8, 64
+    MODEL_DIMS = 2880
+    HIDDEN_DIMS = 2880
+    NUM_HEADS = 64
+    NUM_KV_HEADS = 8
+    DIMS_PER_HEAD = 64
     NORM = "rms_norm"
     NORM_EPSILON = 1e-5
     POSITIONS = "rotary"
@@ -254,7 +270,11 @@ class Olmo3_7B(OpenLm):  # noqa: N801
     Z_LOSS_WEIGHT: float = 1e-5
     """Weight of the z-loss of the softmax."""
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 32, 4096, 11_008, 32
+    NUM_LAYERS = 32
+    MODEL_DIMS = 4096
+    HIDDEN_DIMS = 11_008
+    NUM_HEADS = 32
+    DIMS_PER_HEAD = 128
     QK_NORM = True
     WINDOW = 4096
     ROTARY_BASE = 500_000.0
@@ -290,7 +310,12 @@ class Gemma3_4B(OpenLm):  # noqa: N801
     WINDOW_ROTARY_BASE: float = 10_000.0
     """Base of the frequencies of rotary positions in layers with a window."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS, NUM_KV_HEADS, DIMS_PER_HEAD = 34, 2560, 8, 4, 256
+    NUM_LAYERS = 34
+    MODEL_DIMS = 2560
+    HIDDEN_DIMS = 10_240
+    NUM_HEADS = 8
+    NUM_KV_HEADS = 4
+    DIMS_PER_HEAD = 256
     QK_NORM = True
     WINDOW = 1024
     ROTARY_BASE = 1_000_000.0
@@ -326,7 +351,9 @@ class Gpt2_124M(LmExperiment):  # noqa: N801
     OpenWebText with a warmup of 2000 and a cosine to a tenth.
     """
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 12, 768, 12
+    NUM_LAYERS = 12
+    MODEL_DIMS = 768
+    NUM_HEADS = 12
     NORM_EPSILON = 1e-5
     ACTIVATION = "gelu"
     POSITIONS = "trainable"

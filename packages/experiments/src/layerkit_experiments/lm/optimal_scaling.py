@@ -38,7 +38,9 @@ class OptimalScaling(PaxLm, abstract=True):
 class OptimalScaling2x2x1(OptimalScaling):
     """4 billion weights on 4 chips (v5p:2x2x1)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 28, 3584, 28
+    NUM_LAYERS = 28
+    MODEL_DIMS = 3584
+    NUM_HEADS = 28
     PERCORE_BATCH_SIZE = 16.0
     ICI_MESH_SHAPE = [1, 4, 1]
 
@@ -46,7 +48,9 @@ class OptimalScaling2x2x1(OptimalScaling):
 class OptimalScaling2x2x2(OptimalScaling):
     """7 billion weights on 8 chips (v5p:2x2x2)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 32, 4096, 32
+    NUM_LAYERS = 32
+    MODEL_DIMS = 4096
+    NUM_HEADS = 32
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 8, 1]
 
@@ -54,7 +58,9 @@ class OptimalScaling2x2x2(OptimalScaling):
 class OptimalScaling2x2x4(OptimalScaling):
     """9 billion weights on 16 chips (v5p:2x2x4)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 36, 4608, 36
+    NUM_LAYERS = 36
+    MODEL_DIMS = 4608
+    NUM_HEADS = 36
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 16, 1]
 
@@ -62,7 +68,9 @@ class OptimalScaling2x2x4(OptimalScaling):
 class OptimalScaling2x4x4(OptimalScaling):
     """13 billion weights on 32 chips (v5p:2x4x4)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 40, 5120, 40
+    NUM_LAYERS = 40
+    MODEL_DIMS = 5120
+    NUM_HEADS = 40
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 32, 1]
 
@@ -70,7 +78,9 @@ class OptimalScaling2x4x4(OptimalScaling):
 class OptimalScaling4x4x4(OptimalScaling):
     """18 billion weights on 64 chips (v5p:4x4x4)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 45, 5760, 45
+    NUM_LAYERS = 45
+    MODEL_DIMS = 5760
+    NUM_HEADS = 45
     PERCORE_BATCH_SIZE = 8.0
     ICI_MESH_SHAPE = [1, 64, 1]
 
@@ -78,7 +88,9 @@ class OptimalScaling4x4x4(OptimalScaling):
 class OptimalScaling4x4x8(OptimalScaling):
     """25 billion weights on 128 chips (v5p:4x4x8)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 50, 6400, 50
+    NUM_LAYERS = 50
+    MODEL_DIMS = 6400
+    NUM_HEADS = 50
     PERCORE_BATCH_SIZE = 4.0
     ICI_MESH_SHAPE = [1, 128, 1]
 
@@ -86,7 +98,9 @@ class OptimalScaling4x4x8(OptimalScaling):
 class OptimalScaling4x8x8(OptimalScaling):
     """35 billion weights on 256 chips (v4:4x8x8)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 56, 7168, 56
+    NUM_LAYERS = 56
+    MODEL_DIMS = 7168
+    NUM_HEADS = 56
     PERCORE_BATCH_SIZE = 2.0
     ICI_MESH_SHAPE = [1, 64, 4]
 
@@ -94,7 +108,9 @@ class OptimalScaling4x8x8(OptimalScaling):
 class OptimalScaling4x8x16(OptimalScaling):
     """52 billion weights on 512 chips (v4:4x8x16)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 64, 8192, 64
+    NUM_LAYERS = 64
+    MODEL_DIMS = 8192
+    NUM_HEADS = 64
     PERCORE_BATCH_SIZE = 2.0
     ICI_MESH_SHAPE = [1, 128, 4]
 
@@ -102,7 +118,9 @@ class OptimalScaling4x8x16(OptimalScaling):
 class OptimalScaling4x16x16(OptimalScaling):
     """52 billion weights on 1024 chips (v4:4x16x16)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 64, 8192, 64
+    NUM_LAYERS = 64
+    MODEL_DIMS = 8192
+    NUM_HEADS = 64
     PERCORE_BATCH_SIZE = 1.0
     ICI_MESH_SHAPE = [1, 256, 4]
 
@@ -110,7 +128,9 @@ class OptimalScaling4x16x16(OptimalScaling):
 class OptimalScaling4x16x32(OptimalScaling):
     """52 billion weights on 2048 chips (v4:4x16x32)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 64, 8192, 64
+    NUM_LAYERS = 64
+    MODEL_DIMS = 8192
+    NUM_HEADS = 64
     PERCORE_BATCH_SIZE = 1.0
     ICI_MESH_SHAPE = [1, 512, 4]
 
@@ -118,7 +138,9 @@ class OptimalScaling4x16x32(OptimalScaling):
 class OptimalScaling4x24x32(OptimalScaling):
     """52 billion weights on 3072 chips (v4:4x24x32)."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 64, 8192, 64
+    NUM_LAYERS = 64
+    MODEL_DIMS = 8192
+    NUM_HEADS = 64
     PERCORE_BATCH_SIZE = 1.0
     ICI_MESH_SHAPE = [1, 768, 4]
 

@@ -23,7 +23,11 @@ class Gpt126M(LmExperiment, abstract=True):
     USE_FP8: bool = False
     """Pax's name of `QUANTIZATION="fp8_delayed"`."""
 
-    NUM_LAYERS, MODEL_DIMS, NUM_HEADS = 12, 768, 12
+    NUM_LAYERS = 12
+    MODEL_DIMS = 768
+    HIDDEN_DIMS = 3072
+    NUM_HEADS = 12
+    DIMS_PER_HEAD = 64
     VOCAB_SIZE = 50304
     MAX_SEQ_LEN = 2048
     EOS_ID = None
@@ -61,7 +65,11 @@ class GPT5B(Gpt126M):
 
     tags = ("multislice",)
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, DIMS_PER_HEAD = 24, 4096, 16384, 32, 128
+    NUM_LAYERS = 24
+    MODEL_DIMS = 4096
+    HIDDEN_DIMS = 16384
+    NUM_HEADS = 32
+    DIMS_PER_HEAD = 128
     INIT_STD = 0.01
     LAYER_INPUT_DROPOUT_RATE = 0.1
     USE_REPEATED_LAYER = True
@@ -83,7 +91,11 @@ class GPT175B(Gpt126M):
 
     tags = ("multislice",)
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, DIMS_PER_HEAD = 96, 12288, 49152, 96, 128
+    NUM_LAYERS = 96
+    MODEL_DIMS = 12288
+    HIDDEN_DIMS = 49152
+    NUM_HEADS = 96
+    DIMS_PER_HEAD = 128
     VOCAB_SIZE = 50257
     USE_REPEATED_LAYER = True
     CHECKPOINT_POLICY = "full"

@@ -10,7 +10,11 @@ class LocalText(LocalFiles, LmExperiment):
     """A rotary decoder of a million parameters on the bytes of Python's standard library."""
 
     VOCAB_SIZE = 259
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS, NUM_KV_HEADS = 4, 128, 512, 2, 1
+    NUM_LAYERS = 4
+    MODEL_DIMS = 128
+    HIDDEN_DIMS = 512
+    NUM_HEADS = 2
+    NUM_KV_HEADS = 1
     NORM = "rms_norm"
     ACTIVATION = "silu"
     USE_GATED_ACTIVATION = True

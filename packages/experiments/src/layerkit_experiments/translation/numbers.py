@@ -13,7 +13,9 @@ class EnglishToGermanNumbers(TranslationExperiment):
     MAX_SEQ_LEN = 128
     NUM_ENCODER_LAYERS = 2
     NUM_DECODER_LAYERS = 2
-    MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 128, 256, 4
+    MODEL_DIMS = 128
+    HIDDEN_DIMS = 256
+    NUM_HEADS = 4
     NORM_POLICY = "pre"
     DROPOUT_RATE = 0.0
     LABEL_SMOOTHING = 0.0

@@ -48,6 +48,8 @@ class TransformerBase(WmtEnDe):
 class TransformerBig(WmtEnDe):
     """213M weights, 300,000 steps on 8 GPUs (h100x8)."""
 
-    MODEL_DIMS, HIDDEN_DIMS, NUM_HEADS = 1024, 4096, 16
+    MODEL_DIMS = 1024
+    HIDDEN_DIMS = 4096
+    NUM_HEADS = 16
     DROPOUT_RATE = 0.3
     MAX_STEPS = 300_000
