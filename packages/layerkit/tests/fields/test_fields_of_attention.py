@@ -100,6 +100,7 @@ EXAMPLES = [
         qkv_tpl=Change(
             CombinedProjection.HParams.config(dtype="bfloat16"), others={"combined_qkv": True}
         ),
+        kv_layer=Change(1, refusal="kv_layer"),
         cache_format="int8",
         **HEADS,
     ),

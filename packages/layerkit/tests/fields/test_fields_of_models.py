@@ -71,6 +71,7 @@ EXAMPLES = [
             "position_tpl": POSITION,
             "token_type_tpl": Config(L.Embedding, num_classes=2),
             "embedding_norm_tpl": Config(L.LayerNorm),
+            "layer_inputs_tpl": Change(Config(L.LayerInputs, dims=4), refusal="layer_input"),
             "mtp_tpl": Config(L.MultiTokenPrediction),
             "head_tpl": Config(L.NormalizedFeedForward),
             "dropout_rate": 0.5,

@@ -24,7 +24,7 @@ MASK = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=SEGMENTS)
 GAUSSIAN = WeightInit.Gaussian()
 CROSS = Config(L.CrossAttention)
 MODULES = {
-    *("feed_forward", "moe", "pipeline", "pipelined_transformer", "repeat"),
+    *("feed_forward", "layer_inputs", "moe", "pipeline", "pipelined_transformer", "repeat"),
     *("residual_adapters", "stacks", "transformer"),
 }
 
@@ -225,6 +225,20 @@ EXAMPLES = [
         cross_attention_tpl=CROSS,
         allow_skip_cross_attention=Change(value=True, others={"cross_attention_tpl": CROSS}),
         feed_forward_norm_tpl=Config(L.RmsNorm),
+        layer_input_tpl=Change(Config(L.GatedInput, dims=4), refusal="layer_input"),
+    ),
+    of(
+        L.GatedInput,
+        {"input_dims": DIMS, "dims": 4},
+        lambda layer: layer(NUMBERS[..., : layer.input_dims], NUMBERS[..., -layer.dims :]),
+        activation_tpl=Config(L.Tanh),
+        norm_tpl=Config(L.LayerNorm),
+    ),
+    of(
+        L.LayerInputs,
+        {"num_classes": 4, "input_dims": DIMS, "num_layers": 2, "dims": 4},
+        lambda layer: layer(SEGMENTS, NUMBERS[..., : layer.input_dims]),
+        norm_tpl=Config(L.LayerNorm),
     ),
     of(
         L.MultitaskResidualAdapter,

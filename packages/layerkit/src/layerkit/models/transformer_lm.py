@@ -55,6 +55,8 @@ class TransformerLm(BaseLayer):
       token_type_tpl: Embedding of the type of each token, such as its sentence (BERT), with its
         number of types (`num_classes`); it is added to the token embeddings. None for no types.
       embedding_norm_tpl: Norm of the embeddings before the stack (BERT, BLOOM); None for no norm.
+      layer_inputs_tpl: `LayerInputs`, which embeds the tokens for each layer, where the branch
+        `layer_input_tpl` reads them (Gemma 4); None for none.
       stack_tpl: Stack of layers, such as `StackedTransformer` or `StackedTransformerRepeated`.
       final_norm_tpl: Norm before the softmax; None if the layers end in a norm (`post`).
       head_tpl: Layer between the hidden states and the softmax, such as `NormalizedFeedForward`
@@ -83,6 +85,7 @@ class TransformerLm(BaseLayer):
     position_tpl: Config[BaseLayer] | None = sub_config_field(None)
     token_type_tpl: Config[BaseLayer] | None = sub_config_field(None)
     embedding_norm_tpl: Config[BaseNormalization] | None = sub_config_field(None)
+    layer_inputs_tpl: Config[BaseLayer] | None = sub_config_field(None)
     stack_tpl: Config[BaseLayer] = sub_config_field(StackedTransformer.HParams)
     final_norm_tpl: Config[BaseNormalization] | None = sub_config_field(LayerNorm.HParams)
     head_tpl: Config[BaseLayer] | None = sub_config_field(None)
@@ -99,6 +102,14 @@ class TransformerLm(BaseLayer):
             self.create_child("token_type", self.token_type_tpl, input_dims=self.model_dims)
         if self.embedding_norm_tpl is not None:
             self.create_child("embedding_norm", self.embedding_norm_tpl, dims=self.model_dims)
+        if self.layer_inputs_tpl is not None:
+            self.create_child(
+                "layer_inputs",
+                self.layer_inputs_tpl,
+                num_classes=self.vocab_size,
+                input_dims=self.model_dims,
+                num_layers=self.num_layers,
+            )
         self.create_child("stack", self.stack_tpl, **stack_sizes(self, num_layers=self.num_layers))
         if self.final_norm_tpl is not None:
             self.create_child("final_norm", self.final_norm_tpl, dims=self.model_dims)
@@ -216,7 +227,8 @@ class TransformerLm(BaseLayer):
         if segment_ids is not None and switching_length(self.stack_tpl) is not None:
             # Padding makes no row longer.
             segment_pos = jnp.where(segment_ids > 0, segment_pos, 0)
-        return self._normalize(self.stack(x, mask=mask, positions=segment_pos))
+        more = self._embed_for_layers(ids, x)
+        return self._normalize(self.stack(x, mask=mask, positions=segment_pos, **more))
 
     def init_cache(self, batch_size: int, max_length: int, *, drafts: bool = False) -> None:
         """Create an empty cache for sequences of at most `max_length` tokens.
@@ -260,9 +272,8 @@ class TransformerLm(BaseLayer):
         """
         positions = jnp.broadcast_to(time_step + jnp.arange(ids.shape[1]), ids.shape)
         x = self._embed(ids, positions)
-        x = self.stack.extend_step(
-            x, time_step=time_step, positions=positions, **drop_none(prefix_lengths=prefix_lengths)
-        )
+        more = drop_none(prefix_lengths=prefix_lengths) | self._embed_for_layers(ids, x)
+        x = self.stack.extend_step(x, time_step=time_step, positions=positions, **more)
         hidden = self._normalize(x)
         if self.has_variable(CACHE, "hidden"):
             extend_cache(self, "hidden", hidden, _HIDDEN_AXES, time_step=time_step)
@@ -295,6 +306,9 @@ class TransformerLm(BaseLayer):
 
     def _apply_head(self, hidden: jax.Array) -> jax.Array:
         return hidden if self.head_tpl is None else self.head(hidden)
+
+    def _embed_for_layers(self, ids: jax.Array, x: jax.Array) -> dict[str, jax.Array]:
+        return {} if self.layer_inputs_tpl is None else {"layer_inputs": self.layer_inputs(ids, x)}
 
     def _embed(
         self, ids: jax.Array, positions: jax.Array, token_type_ids: jax.Array | None = None

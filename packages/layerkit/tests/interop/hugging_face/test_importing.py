@@ -417,8 +417,11 @@ EXPERTS = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}
 EXPERTS |= {"moe_intermediate_size": 6, "num_global_key_value_heads": 2}
 # More layers of so large weights would magnify rounding.
 EXPERTS |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+SMALL = {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 12}
+SMALL |= {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_k_eq_v": False}
 MESH_CASES: list[Any] = [("gemma4_text", "context", {}), ("gemma4_text", "expert", EXPERTS)]
-MESH_CASES += [("cohere", "context", {}), ("stablelm", "context", {})]
+MESH_CASES += [("gemma4_text", "context", SMALL), ("cohere", "context", {})]
+MESH_CASES += [("stablelm", "context", {})]
 
 
 @pytest.mark.parametrize(("family", "axis", "keys"), MESH_CASES)

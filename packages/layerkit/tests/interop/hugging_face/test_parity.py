@@ -76,6 +76,9 @@ GEMMA4 = {**WIDE_HEADS, "global_head_dim": 16, "sliding_window": 4}
 GEMMA4 |= {"hidden_size_per_layer_input": 0}
 GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2}
 GEMMA4_EXPERTS |= {"moe_intermediate_size": 12}
+NEAR_AND_FAR = ["sliding_attention", "full_attention"] * 2
+GEMMA4_SMALL = {**GEMMA4, "num_hidden_layers": 6, "num_kv_shared_layers": 3}
+GEMMA4_SMALL |= {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": VOCAB_SIZE}
 WIDE = {**SIZES, "hidden_size": 32}
 NEOX = {key: value for key, value in WIDE.items() if key != "num_key_value_heads"}
 DENSE = {"num_local_experts": 0, "layer_types": ["attention"] * 3, "shared_intermediate_size": 20}
@@ -289,6 +292,18 @@ CASES = [
         "other rope, biases, untied",
     ),
     Case("Gemma4", {**GEMMA4_EXPERTS, "num_hidden_layers": 6}, GEMMA4, "experts"),
+    Case(
+        "Gemma4",
+        {"num_kv_shared_layers": 2, "num_hidden_layers": 4},
+        {**GEMMA4_SMALL, "layer_types": [*NEAR_AND_FAR[:2], *["full_attention"] * 2]},
+        "shared keys",
+    ),
+    Case(
+        "Gemma4",
+        {"use_double_wide_mlp": True, "num_key_value_heads": 1},
+        {**GEMMA4_SMALL, "layer_types": [*NEAR_AND_FAR[:3], NEAR_AND_FAR[0], *NEAR_AND_FAR[:2]]},
+        "shared keys, wide",
+    ),
     Case("Phi3"),
     # Rows of 1 and of 13 tokens; decoding crosses the trained length.
     Case(
@@ -545,7 +560,7 @@ def test_missing_keys_have_the_defaults_of_transformers(family):
     # Those of Granite 4 are a mixture.
     dense = {"num_local_experts": 0, "layer_types": ["attention"] * 32}
     shorter = {"glm4_moe": {"head_dim": 128}, "granitemoehybrid": dense}
-    heads = {**shorter, "gemma4_text": {"hidden_size_per_layer_input": 0}}.get(model_type, {})
+    heads = shorter.get(model_type, {})
     full = transformers.AutoConfig.for_model(model_type, **heads).to_dict()
     needed = {"model_type", "vocab_size", "hidden_size", "intermediate_size"}
     needed |= {"num_hidden_layers", "num_attention_heads", *heads}

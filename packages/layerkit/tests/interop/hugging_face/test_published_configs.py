@@ -150,6 +150,10 @@ GEMMA4 |= {"use_bidirectional_attention": "vision", "vocab_size_per_layer_input"
 GEMMA4_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000000.0}
 GEMMA4_ROPE = {"full_attention": GEMMA4_ROPE}
 GEMMA4_ROPE |= {"sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}
+SMALL_GEMMA4 = {**GEMMA4, "attention_k_eq_v": False, "hidden_size_per_layer_input": 256}
+SMALL_GEMMA4 |= {"num_global_key_value_heads": None, "rope_parameters": GEMMA4_ROPE}
+SMALL_GEMMA4 |= {"max_position_embeddings": 131072, "sliding_window": 512}
+SMALL_GEMMA4 |= {"use_bidirectional_attention": None}
 OLMO2 = {**LLAMA, "model_type": "olmo2", "rms_norm_eps": 1e-6, "rope_theta": 500000.0}
 OLMO3 = {**OLMO2, "model_type": "olmo3", "attention_bias": False, "sliding_window": 4096}
 OLMO3 |= {"layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * 8}
@@ -414,6 +418,26 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         },
         (2816, 2112, 30, 16, 8, 262144),
         25233141790,
+    ),
+    # Their pages state 5.1 and 8 billion, with the parts for images and sound.
+    "gemma-4-e2b": (
+        {
+            **SMALL_GEMMA4,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 7,
+            "num_kv_shared_layers": 20,
+            "use_double_wide_mlp": True,
+        },
+        (1536, 6144, 35, 8, 1, 262144),
+        4628569379,
+    ),
+    "gemma-4-e4b": (
+        {
+            **SMALL_GEMMA4,
+            "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 7,
+            "num_kv_shared_layers": 18,
+        },
+        (2560, 10240, 42, 8, 2, 262144),
+        7463013418,
     ),
     "Phi-3-mini-4k": (
         {**PHI3, "rope_scaling": None, "sliding_window": 2047},
@@ -701,9 +725,8 @@ OPTIONS = [
     ("gemma3_text", "rope_parameters", {}, {"rope_type": "default", "rope_theta": 1e4}),
     ("gemma3_text", "rope_parameters", {}, {"full_attention": HALF4}),
     ("gemma4_text", "enable_moe_block", False, True),  # without sizes of experts
-    ("gemma4_text", "use_double_wide_mlp", False, True),
-    ("gemma4_text", "hidden_size_per_layer_input", None, 256),
-    ("gemma4_text", "num_kv_shared_layers", 0, 2),
+    ("gemma4_text", "hidden_size_per_layer_input", None, 256),  # with another vocabulary
+    ("gemma4_text", "num_kv_shared_layers", 0, 4),
     ("gemma4_text", "use_bidirectional_attention", "vision", "all"),
     ("gemma4_text", "per_layer_config", FAR4, {"1": {"intermediate_size": 12}}),
     ("gemma4_text", "per_layer_config", None, {"one": {"head_dim": 8}}),

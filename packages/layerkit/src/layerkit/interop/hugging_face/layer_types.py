@@ -76,10 +76,11 @@ def layer_types(
     return Entry(read, write)
 
 
-def stack_layers(layers: Sequence[Config]) -> Config:
+def stack_layers(layers: Sequence[Config], *, num_first: int = 0) -> Config:
     """Return the stack of layers, which repeats the fewest templates that give them.
 
-    Leading layers, such as the dense ones of DeepSeek V3, may come before the pattern.
+    Leading layers, such as the dense ones of DeepSeek V3, may come before the pattern, at least
+    `num_first` of them.
     """
     kinds = [layers.index(layer) for layer in layers]
 
@@ -87,7 +88,7 @@ def stack_layers(layers: Sequence[Config]) -> Config:
         rest = kinds[first:]
         return next(n for n in range(1, len(rest) + 1) if rest[n:] == rest[:-n])
 
-    _, first = min((first + period(first), first) for first in range(len(kinds)))
+    _, first = min((first + period(first), first) for first in range(num_first, len(kinds)))
     # Layers of one config would share their weights.
     templates = tuple(layer.clone() for layer in layers[: first + period(first)])
     stack: Config = StackedTransformerRepeated.HParams.config(first_tpls=templates[:first] or None)

@@ -282,7 +282,9 @@ class BaseAttention(AttentionLayer):
     )
     output_tpl: Config[BaseLayer] = sub_config_field(OutputProjection.HParams)
 
-    def _create_query_key_value(self, memory_dims: int, *, has_value: bool = True) -> None:
+    def _create_query_key_value(
+        self, memory_dims: int, *, has_key: bool = True, has_value: bool = True
+    ) -> None:
         """Create the children `query`, `key` and `value`; the last two read `[…, memory_dims]`."""
         kv_heads, head_dim = self._head_sizes()
         shared = {"head_dim": head_dim, "use_bias": self.use_bias}
@@ -293,11 +295,12 @@ class BaseAttention(AttentionLayer):
             num_heads=self.num_heads,
             **shared,
         )
-        of_memory = {"key": self.key_tpl} | ({"value": self.value_tpl} if has_value else {})
+        of_memory = {"key": self.key_tpl} if has_key else {}
+        of_memory |= {"value": self.value_tpl} if has_value else {}
         for name, template in of_memory.items():
             self.create_child(name, template, input_dims=memory_dims, num_heads=kv_heads, **shared)
 
-    def _create_attention_parts(self) -> None:
+    def _create_attention_parts(self, *, has_key: bool = True) -> None:
         """Create norms, scale, sinks, dropout and the output projection."""
         kv_heads, head_dim = self._head_sizes()
         with_bias = self.use_bias if self.use_output_bias is None else self.use_output_bias
@@ -311,7 +314,8 @@ class BaseAttention(AttentionLayer):
         )
         if self.qk_norm_tpl is not None:
             whole = self.qk_norm_over == "projection"
-            for name, heads in (("query_norm", self.num_heads), ("key_norm", kv_heads)):
+            normed = [("query_norm", self.num_heads), ("key_norm", kv_heads)]
+            for name, heads in normed if has_key else normed[:1]:
                 dims = heads * head_dim if whole else head_dim
                 self._create_norm(
                     name, self.qk_norm_tpl, dims=dims, num_heads=1 if whole else heads

@@ -11,6 +11,7 @@ and mask.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar, Literal
 
 import jax
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import Config, sub_config_field
-from layerkit.config.checks import check_divisible, check_last_axis, check_sizes
+from layerkit.config.checks import check_divisible, check_last_axis, check_sizes, require
 from layerkit.config.hparams import Conditions
 from layerkit.layers.attention.base_attention import BaseAttention
 from layerkit.layers.attention.cache import (
@@ -34,6 +35,9 @@ from layerkit.layers.basic.normalizations import BaseNormalization
 from layerkit.ops.attention.distance_bias import LogitBias
 from layerkit.ops.attention.masks import AttentionMask
 from layerkit.ops.remat import name_activation
+
+KeysValues = dict[int | None, tuple[jax.Array, ...]]
+"""Keys and values `[batch, length, num_kv_heads, dim_per_head]` by the number of their layer."""
 
 
 class CombinedProjection(BaseLayer):
@@ -153,6 +157,9 @@ class MultiHeadAttention(BaseAttention):
       combined_qkv: Computes queries, keys and values by one product and one weight, child `qkv`,
         instead of the children `query`, `key` and `value`. It is split over devices by key heads.
       qkv_tpl: The combined projection.
+      kv_layer: Number of the layer of the stack, from 1 at the input, whose keys and values this
+        layer reads instead of its own, so that it has no children `key` and `value` and no cache
+        (Gemma 4). That layer is one of the stack's `first_tpls`. None for its own.
       cache_format: `int8` to store the keys and values of cached steps in integers; None for the
         compute dtype.
 
@@ -163,9 +170,12 @@ class MultiHeadAttention(BaseAttention):
     used_only_if: ClassVar[Conditions] = {
         "qk_norm_before_rotary": ("qk_norm_tpl", "rotary_tpl"),
         "query_tpl": "not combined_qkv",
-        "key_tpl": "not combined_qkv",
-        "value_tpl": ("not combined_qkv", "not values_are_keys"),
-        "values_are_keys": "not combined_qkv",
+        "key_tpl": ("not combined_qkv", "not kv_layer"),
+        "value_tpl": ("not combined_qkv", "not values_are_keys", "not kv_layer"),
+        "values_are_keys": ("not combined_qkv", "not kv_layer"),
+        "value_norm_tpl": "not kv_layer",
+        "combined_qkv": "not kv_layer",
+        "cache_format": "not kv_layer",
         "qkv_tpl": "combined_qkv",
         "query_growth_step": "query_growth",
     }
@@ -181,12 +191,14 @@ class MultiHeadAttention(BaseAttention):
     relative_bias_tpl: Config[BaseLayer] | None = sub_config_field(None)
     combined_qkv: bool = False
     qkv_tpl: Config[BaseLayer] = sub_config_field(CombinedProjection.HParams)
+    kv_layer: int | None = None
     cache_format: Literal["int8"] | None = None
 
     def setup(self) -> None:
         """Check the fields and create weights and children."""
         kv_heads, head_dim = self._head_sizes()
         self._check_options()
+        has_key = self.kv_layer is None
         if self.combined_qkv:
             self.create_child(
                 "qkv",
@@ -198,8 +210,9 @@ class MultiHeadAttention(BaseAttention):
                 use_bias=self.use_bias,
             )
         else:
-            self._create_query_key_value(self.input_dims, has_value=not self.values_are_keys)
-        self._create_attention_parts()
+            has_value = has_key and not self.values_are_keys
+            self._create_query_key_value(self.input_dims, has_key=has_key, has_value=has_value)
+        self._create_attention_parts(has_key=has_key)
         if self.value_norm_tpl is not None:
             self._create_norm("value_norm", self.value_norm_tpl, dims=head_dim, num_heads=kv_heads)
         if self.rotary_tpl is not None:
@@ -214,6 +227,7 @@ class MultiHeadAttention(BaseAttention):
         mask: AttentionMask,
         positions: jax.Array,
         bias: LogitBias | None = None,
+        kv: KeysValues | None = None,
     ) -> jax.Array:
         """Compute attention within whole rows.
 
@@ -224,15 +238,18 @@ class MultiHeadAttention(BaseAttention):
           positions: int32 `[batch, length]`, for the rotation.
           bias: float32 `[batch or 1, heads or 1, length, length]`, or a bias by distance, added to
             the logits.
+          kv: Keys and values `[batch, length, num_kv_heads, dim_per_head]` of other layers by
+            `kv_layer`. A layer that has its own adds them under None.
 
         Returns:
           `[batch, length, input_dims]` in the compute dtype.
 
         Raises:
-          ConfigError: Shapes are incompatible.
+          ConfigError: Shapes are incompatible, or `kv` lacks the layer `kv_layer`.
           UnsupportedBackendError: The backend does not support this attention.
         """
-        query, key, value = self._project(x, positions)
+        query, *heads = self._project(x, positions)
+        key, value = self._heads_to_read(heads, kv)
         if self.relative_bias_tpl is not None:
             from layerkit.layers.attention.biases import add_bias_of_rows
 
@@ -250,6 +267,8 @@ class MultiHeadAttention(BaseAttention):
           ConfigError: A size is below one, or the collection is not mutable.
         """
         check_sizes(self, batch_size=batch_size, max_length=max_length)
+        if self.kv_layer is not None:
+            return
         kv_heads, head_dim = self._head_sizes()
         shape = (batch_size, kv_heads, max_length, head_dim)
         for name, axes in self._cache_axes().items():
@@ -266,6 +285,7 @@ class MultiHeadAttention(BaseAttention):
         positions: jax.Array,
         bias: jax.Array | None = None,
         prefix_lengths: jax.Array | None = None,
+        kv: KeysValues | None = None,
     ) -> jax.Array:
         """Compute attention of the next tokens to all tokens before them and themselves.
 
@@ -280,6 +300,7 @@ class MultiHeadAttention(BaseAttention):
           bias: float32 `[batch or 1, heads or 1, t, max_length]`, added to the logits.
           prefix_lengths: int32 `[batch]`, the number of first tokens that see one another, in a
             prefix language model. The first step must contain all of them. None for no prefix.
+          kv: Cached keys and values of other layers; see `fprop`.
 
         Returns:
           `[batch, t, input_dims]` in the compute dtype; NaN if time_step + t exceeds the length of
@@ -292,7 +313,7 @@ class MultiHeadAttention(BaseAttention):
         check_time_step(self, time_step)
         query, *new = self._project(x, positions)
         extend = extend_cache if self.cache_format is None else extend_rounded_cache
-        keys, values = (
+        cached = (
             jnp.swapaxes(
                 extend(
                     self, name, jnp.swapaxes(heads, 1, 2), axes, time_step=time_step, slot_axis=2
@@ -302,6 +323,7 @@ class MultiHeadAttention(BaseAttention):
             )
             for (name, axes), heads in zip(self._cache_axes().items(), new, strict=True)
         )
+        keys, values = self._heads_to_read(cached, kv)
         (batch, num_tokens), max_length = x.shape[:2], keys.shape[1]
         mask = AttentionMask.decoding_mask(
             batch, num_tokens, max_length, time_step=time_step, prefix_lengths=prefix_lengths
@@ -313,40 +335,67 @@ class MultiHeadAttention(BaseAttention):
         outputs = self._read(query, keys, values, mask, bias, cached=True)
         return jnp.where(time_step + num_tokens <= max_length, outputs, jnp.nan)
 
-    def _project(
-        self, x: jax.Array, positions: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return rotated queries and keys, and values, `[batch, length, heads, head_dim]`."""
+    def _heads_to_read(
+        self, heads: Iterable[jax.Array], kv: KeysValues | None
+    ) -> tuple[jax.Array, ...]:
+        """Return the keys and values to read: `heads`, or those of `kv_layer`."""
+        if self.kv_layer is None:
+            pair = tuple(heads)
+            if kv is not None:
+                kv[None] = pair
+            return pair
+        layers = [layer for layer in kv or {} if layer is not None]
+        require(self.kv_layer in layers, self, "kv_layer", self.kv_layer, f"one of {layers}")
+        pair = (kv or {})[self.kv_layer]
+        sizes, expected = pair[0].shape[2:], self._head_sizes()
+        require(sizes == expected, self, "kv_layer", sizes, f"{expected}, the sizes of heads")
+        return pair
+
+    def _project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
+        """Return rotated queries and keys, and values, `[batch, length, heads, head_dim]`.
+
+        With `kv_layer` there are queries alone.
+        """
         tokens, leading = merge_tokens(self, self.cast(x)), x.shape[:-1]
         if self.combined_qkv:
             query, key, value = self.qkv(tokens, leading=leading)
+        elif self.kv_layer is not None:
+            query = self._place(self.query(tokens, leading=leading), "query_norm", positions)
+            return (name_activation(self._grow(query, positions), "query"),)
         else:
             query, key = (project(tokens, leading=leading) for project in (self.query, self.key))
             value = key if self.values_are_keys else self.value(tokens, leading=leading)
         if self.value_norm_tpl is not None:
             value = self.value_norm(value)
-        has_norm, norm_first = self.qk_norm_tpl is not None, self.qk_norm_before_rotary
-        if has_norm and norm_first:
-            query, key = self._normalize_both(query, key)
-        if self.rotary_tpl is not None:
-            query, key = self.rotary(query, positions), self.rotary(key, positions)
-        if has_norm and not norm_first:
-            query, key = self._normalize_both(query, key)
-        if self.query_growth:
-            steps = (positions + 1) // self.query_growth_step
-            factor = 1.0 + self.query_growth * jnp.log1p(steps.astype(jnp.float32))
-            query = self.cast(query * factor[..., None, None])
+        query = self._grow(self._place(query, "query_norm", positions), positions)
         return (
             name_activation(query, "query"),
-            name_activation(key, "key"),
+            name_activation(self._place(key, "key_norm", positions), "key"),
             name_activation(value, "value"),
         )
 
-    def _normalize_both(self, query: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return self._normalize(self.query_norm, query), self._normalize(self.key_norm, key)
+    def _place(self, heads: jax.Array, norm: str, positions: jax.Array) -> jax.Array:
+        """Normalize and rotate queries or keys."""
+        has_norm, norm_first = self.qk_norm_tpl is not None, self.qk_norm_before_rotary
+        if has_norm and norm_first:
+            heads = self._normalize(getattr(self, norm), heads)
+        if self.rotary_tpl is not None:
+            heads = self.rotary(heads, positions)
+        if has_norm and not norm_first:
+            heads = self._normalize(getattr(self, norm), heads)
+        return heads
+
+    def _grow(self, query: jax.Array, positions: jax.Array) -> jax.Array:
+        if not self.query_growth:
+            return query
+        steps = (positions + 1) // self.query_growth_step
+        factor = 1.0 + self.query_growth * jnp.log1p(steps.astype(jnp.float32))
+        return self.cast(query * factor[..., None, None])
 
     def _cache_axes(self) -> dict[str, tuple[str | None, ...]]:
         """Return the logical axes of each cached array, whose heads come before the slots."""
+        if self.kv_layer is not None:
+            return {}
         key = self.qkv if self.combined_qkv else self.key
         value = key if self.combined_qkv or self.values_are_keys else self.value
         of_layers = {"key": key.activation_axes, "value": value.activation_axes}
@@ -358,4 +407,4 @@ class MultiHeadAttention(BaseAttention):
     def _check_options(self) -> None:
         super()._check_options()
         check_sizes(self, window=self.window, chunk=self.chunk)
-        check_sizes(self, query_growth_step=self.query_growth_step)
+        check_sizes(self, kv_layer=self.kv_layer, query_growth_step=self.query_growth_step)

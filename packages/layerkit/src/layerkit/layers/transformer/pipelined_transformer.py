@@ -80,11 +80,12 @@ class PipelinedTransformer(StackedTransformer):
         return ("pipeline", "stage", "repeat", "sub", *place), (*rounds, stage, period)
 
     def _run_layers(
-        self, method: str, x: jax.Array, rates: jax.Array | None, shared: dict[str, Any]
+        self, method: str, x: jax.Array, differing: dict[str, jax.Array], shared: dict[str, Any]
     ) -> jax.Array:
-        per_copy = {}
-        if rates is not None:
-            per_copy["droppath_rates"] = rates.reshape(-1, self._layers_per_run())
+        layer_inputs, layers = differing.get("layer_input"), self._layers_per_run()
+        expected = "a stack without a pipeline, which does not split the inputs of layers"
+        require(layer_inputs is None, self, "layer_inputs", "an array", expected)
+        per_copy = {f"{name}s": values.reshape(-1, layers) for name, values in differing.items()}
         if method == "__call__":
             x = self.cast(x)
             return self.pipeline(x, per_copy=per_copy, **shared)

@@ -11,6 +11,7 @@ mixture of experts. Other layers may come first (`first_tpls`), as the dense lay
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Any, ClassVar
 
 import jax
@@ -28,6 +29,7 @@ from layerkit.config import (
 )
 from layerkit.config.checks import check_rates, check_same_shape, check_sizes, require
 from layerkit.config.hparams import Conditions, derive_fields
+from layerkit.layers.attention.multi_head import KeysValues
 from layerkit.layers.transformer.repeat import Repeat, check_not_shared
 from layerkit.layers.transformer.transformer import Transformer, drop_none
 from layerkit.ops.attention.distance_bias import LogitBias
@@ -136,11 +138,14 @@ class StackedTransformer(BaseLayer):
         memory: jax.Array | None = None,
         memory_mask: AttentionMask | None = None,
         droppath_rates: jax.Array | None = None,
+        layer_inputs: jax.Array | None = None,
+        kv: KeysValues | None = None,
     ) -> jax.Array:
         """Apply all layers to whole rows `[batch, length, dims]`; see `Transformer.fprop`.
 
         A stack that repeats this one passes `droppath_rates` float32 `[num_layers]`, one per layer;
-        None computes them from the field `droppath_rate`.
+        None computes them from the field `droppath_rate`. It passes `kv` of the layers before.
+        `layer_inputs` `[num_layers, batch, length, layer_dims]` are for layers that read them.
         """
         if self.relative_bias_tpl is not None:
             from layerkit.layers.attention.biases import add_bias_of_rows
@@ -152,11 +157,13 @@ class StackedTransformer(BaseLayer):
             bias=bias,
             memory=memory,
             memory_mask=memory_mask,
+            kv=kv,
         )
         if droppath_rates is None and self.droppath_rate and self.is_training:
             depths = jnp.arange(1, self.num_layers + 1, dtype=jnp.float32)
             droppath_rates = self.droppath_rate / self.num_layers * depths
-        return self._run_all("__call__", self.cast(x), droppath_rates, shared)
+        differing = drop_none(droppath_rate=droppath_rates, layer_input=layer_inputs)
+        return self._run_all("__call__", self.cast(x), differing, shared)
 
     def init_cache(self, batch_size: int, max_length: int, memory: jax.Array | None = None) -> None:
         """Create empty caches; `memory` `[batch, memory_length, memory_dims]` as in the layers."""
@@ -176,6 +183,8 @@ class StackedTransformer(BaseLayer):
         bias: jax.Array | None = None,
         memory_mask: AttentionMask | None = None,
         prefix_lengths: jax.Array | None = None,
+        layer_inputs: jax.Array | None = None,
+        kv: KeysValues | None = None,
     ) -> jax.Array:
         """Apply all layers to the next `[batch, t, dims]`, as `Transformer.extend_step`."""
         if self.relative_bias_tpl is not None:
@@ -189,22 +198,32 @@ class StackedTransformer(BaseLayer):
             bias=bias,
             memory_mask=memory_mask,
             prefix_lengths=prefix_lengths,
+            kv=kv,
         )
-        return self._run_all("extend_step", self.cast(x), None, shared)
+        differing = drop_none(layer_input=layer_inputs)
+        return self._run_all("extend_step", self.cast(x), differing, shared)
 
     def _run_all(
-        self, method: str, x: jax.Array, rates: jax.Array | None, shared: dict[str, Any]
+        self, method: str, x: jax.Array, differing: dict[str, jax.Array], shared: dict[str, Any]
     ) -> jax.Array:
-        """Call `method` on each layer with the `shared` arguments and the layer's droppath rate."""
-        first, rest = (None, None) if rates is None else jnp.split(rates, [self._num_first])
-        x = self._run_in_sequence(self.first, method, x, first, shared)
+        """Call `method` on each layer with the `shared` arguments and its part of the `differing`.
+
+        The first axis of `differing`, such as the droppath rates, is that of the layers.
+        """
+        attentions = [getattr(template, "attention_tpl", None) for template in self.pattern]
+        read = {getattr(attention, "kv_layer", None) for attention in attentions} - {None}
+        if read and "kv" not in shared:
+            shared = {**shared, "kv": {}}
+        first = {name: values[: self._num_first] for name, values in differing.items()}
+        rest = {name: values[self._num_first :] for name, values in differing.items()}
+        x = self._run_in_sequence(self.first, method, x, first, shared, read=read)
         return self._run_layers(method, x, rest, shared)
 
     def _run_layers(
-        self, method: str, x: jax.Array, rates: jax.Array | None, shared: dict[str, Any]
+        self, method: str, x: jax.Array, differing: dict[str, jax.Array], shared: dict[str, Any]
     ) -> jax.Array:
         """Call `method` on each layer after those of `first_tpls`, as `_run_all`."""
-        return self._run_in_sequence(self.layers, method, x, rates, shared)
+        return self._run_in_sequence(self.layers, method, x, differing, shared)
 
     def _init_layer_caches(self, *args: Any, **kwargs: Any) -> None:
         for layer in self.layers:
@@ -215,19 +234,31 @@ class StackedTransformer(BaseLayer):
         layers: list[Any],
         method: str,
         x: jax.Array,
-        rates: jax.Array | None,
+        differing: dict[str, jax.Array],
         shared: dict[str, Any],
+        *,
+        read: Collection[int | None] = (),
     ) -> jax.Array:
-        def body(layer: Any, x: jax.Array, differing: dict[str, jax.Array]) -> jax.Array:
-            outputs = getattr(layer, method)(x, **differing, **shared)
+        """Call `method` on each of some layers; keep keys and values of the numbers in `read`."""
+
+        def body(
+            layer: Any, x: jax.Array, own: dict[str, jax.Array], kv: KeysValues
+        ) -> tuple[jax.Array, Any]:
+            # A layer adds its keys and values to its copy, since they are results of this function.
+            kept = dict(kv)
+            arguments = {**shared, **own} | ({"kv": kept} if "kv" in shared else {})
+            outputs = getattr(layer, method)(x, **arguments)
             check_same_shape(layer, x, outputs=outputs)
-            return outputs
+            return outputs, kept.get(None)
 
         # This stack may be a period in the scan of another or run outside of a scan. Only
         # in_scan=False is valid for both.
         run = remat(body, self.remat, in_scan=False)
         for index, layer in enumerate(layers):
-            x = run(layer, x, {} if rates is None else {"droppath_rate": rates[index]})
+            own = {name: values[index] for name, values in differing.items()}
+            x, pair = run(layer, x, own, shared.get("kv", {}))
+            if index + 1 in read:
+                shared["kv"][index + 1] = pair
         return x
 
     def _checked_sizes(self) -> dict[str, Any]:
@@ -306,20 +337,20 @@ class StackedTransformerRepeated(StackedTransformer):
         return ("repeat", "sub", *place), tuple(int(index) for index in indices)
 
     def _run_layers(
-        self, method: str, x: jax.Array, rates: jax.Array | None, shared: dict[str, Any]
+        self, method: str, x: jax.Array, differing: dict[str, jax.Array], shared: dict[str, Any]
     ) -> jax.Array:
         blocks, periods = len(self.pattern), self._num_periods
         looped = blocks * periods
         if periods:
-            per_copy = {}
-            if rates is not None and blocks == 1:
-                per_copy = {"droppath_rate": rates}
-            elif rates is not None:
-                per_copy = {"droppath_rates": rates[:looped].reshape(periods, blocks)}
+            per_copy = differing
+            if blocks > 1:
+                per_copy = {
+                    f"{name}s": values[:looped].reshape(periods, blocks, *values.shape[1:])
+                    for name, values in differing.items()
+                }
             x = self.repeat.run(method, x, per_copy=per_copy, **shared)
-        return self._run_in_sequence(
-            self.remainder, method, x, None if rates is None else rates[looped:], shared
-        )
+        rest = {name: values[looped:] for name, values in differing.items()}
+        return self._run_in_sequence(self.remainder, method, x, rest, shared)
 
     def _init_layer_caches(self, *args: Any, **kwargs: Any) -> None:
         if self._num_periods:

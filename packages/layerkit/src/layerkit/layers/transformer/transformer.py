@@ -37,7 +37,7 @@ from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_same_shape, require
 from layerkit.config.hparams import Conditions
-from layerkit.layers.attention.multi_head import MultiHeadAttention
+from layerkit.layers.attention.multi_head import KeysValues, MultiHeadAttention
 from layerkit.layers.basic.dots import constrain_tokens, merge_tokens
 from layerkit.layers.basic.elementwise import BaseActivation, Dropout, ReLU, StochasticResidual
 from layerkit.layers.basic.linears import Bias, Linear
@@ -164,6 +164,8 @@ class Transformer(BaseLayer):
       residual_weight: Factor of the output of each branch in its residual sum (Granite).
       feed_forward_residual_weight: Further factor of the output of the feed-forward block; 0.5 in
         the two half steps of a Conformer (Gulati et al., 2020, arXiv:2005.08100).
+      layer_input_tpl: Branch after the feed-forward block that reads the layer's vectors of the
+        tokens, such as `GatedInput`; None for none.
       has_output_scale: True to multiply the output of the layer by the state `output_scale` `[1]`,
         which starts at 1 and which the optimizer does not train (Gemma 4).
       dropout_rate: Dropout rate of the outputs of branches in training.
@@ -198,6 +200,7 @@ class Transformer(BaseLayer):
     feed_forward_tpl: Config[BaseLayer] = sub_config_field(TransformerFeedForward.HParams)
     residual_weight: float = 1.0
     feed_forward_residual_weight: float = 1.0
+    layer_input_tpl: Config[BaseLayer] | None = sub_config_field(None)
     has_output_scale: bool = False
     dropout_rate: float = 0.0
     input_dropout_rate: float = 0.0
@@ -217,6 +220,8 @@ class Transformer(BaseLayer):
         if self.cross_attention_tpl is not None:
             self._create_branch("cross_attention", self.cross_attention_tpl, **heads)
         self._create_branch("feed_forward", self.feed_forward_tpl, **wide)
+        if self.layer_input_tpl is not None:
+            self.create_child("layer_input", self.layer_input_tpl, input_dims=self.input_dims)
         if self.has_output_scale:
             one = WeightHParams((1,), (None,), init=WeightInit.Constant(1.0))
             self.create_variable("output_scale", one, trainable=False)
@@ -245,6 +250,8 @@ class Transformer(BaseLayer):
         memory: jax.Array | None = None,
         memory_mask: AttentionMask | None = None,
         droppath_rate: jax.Array | None = None,
+        layer_input: jax.Array | None = None,
+        kv: KeysValues | None = None,
     ) -> jax.Array:
         """Apply the layer to whole rows.
 
@@ -257,6 +264,8 @@ class Transformer(BaseLayer):
           memory: `[batch, memory_length, memory_dims]`, for cross attention.
           memory_mask: Mask of cross attention.
           droppath_rate: float32 scalar that replaces the field, from a stack whose rates differ.
+          layer_input: `[batch, length, layer_dims]`, for `layer_input_tpl`.
+          kv: Keys and values of other layers; see `MultiHeadAttention.fprop`.
 
         Returns:
           `[batch, length, dims]` in the compute dtype.
@@ -268,7 +277,9 @@ class Transformer(BaseLayer):
         is_valid = droppath_rate is None or not self.droppath_rate
         expected = "0, since the stack sets the rate of each layer"
         require(is_valid, self, "droppath_rate", self.droppath_rate, expected)
-        attention = partial(self.attention, mask=mask, positions=positions, **drop_none(bias=bias))
+        attention = partial(
+            self.attention, mask=mask, positions=positions, **drop_none(bias=bias, kv=kv)
+        )
         branches: _Branches = {"attention": attention}
         if memory is not None:
             branches["cross_attention"] = partial(
@@ -277,7 +288,7 @@ class Transformer(BaseLayer):
         segments = mask.query_segments
         is_token = None if segments is None else segments != 0
         branches["feed_forward"] = partial(self.feed_forward, **drop_none(is_token=is_token))
-        return self._add_branches(x, branches, droppath_rate=droppath_rate)
+        return self._add_branches(x, branches, droppath_rate=droppath_rate, layer_input=layer_input)
 
     def init_cache(self, batch_size: int, max_length: int, memory: jax.Array | None = None) -> None:
         """Create an empty cache of keys and values.
@@ -304,6 +315,8 @@ class Transformer(BaseLayer):
         bias: jax.Array | None = None,
         memory_mask: AttentionMask | None = None,
         prefix_lengths: jax.Array | None = None,
+        layer_input: jax.Array | None = None,
+        kv: KeysValues | None = None,
     ) -> jax.Array:
         """Apply the layer to the next positions of a cached sequence.
 
@@ -315,6 +328,8 @@ class Transformer(BaseLayer):
           memory_mask: Mask of cross attention of the t positions; None if there is no memory.
           prefix_lengths: int32 `[batch]`, number of first tokens that attend one another, in a
             prefix language model; the first step must contain all of them. None for no prefix.
+          layer_input: `[batch, t, layer_dims]`, for `layer_input_tpl`.
+          kv: Keys and values of other layers; see `MultiHeadAttention.fprop`.
 
         Returns:
           `[batch, t, dims]` in the compute dtype.
@@ -322,18 +337,25 @@ class Transformer(BaseLayer):
         self._check_memory(memory_mask=memory_mask)
         step = partial(self.attention.extend_step, time_step=time_step, positions=positions)
         branches: _Branches = {
-            "attention": partial(step, **drop_none(bias=bias, prefix_lengths=prefix_lengths))
+            "attention": partial(step, **drop_none(bias=bias, prefix_lengths=prefix_lengths, kv=kv))
         }
         if memory_mask is not None:
             branches["cross_attention"] = partial(
                 self.cross_attention.extend_step, mask=memory_mask
             )
         branches["feed_forward"] = self.feed_forward
-        return self._add_branches(x, branches)
+        return self._add_branches(x, branches, layer_input=layer_input)
 
     def _add_branches(
-        self, x: jax.Array, branches: _Branches, *, droppath_rate: jax.Array | None = None
+        self,
+        x: jax.Array,
+        branches: _Branches,
+        *,
+        layer_input: jax.Array | None,
+        droppath_rate: jax.Array | None = None,
     ) -> jax.Array:
+        reads, expected = self.layer_input_tpl is not None, "a value for a layer_input_tpl alone"
+        require(reads == (layer_input is not None), self, "layer_input", layer_input, expected)
         x = name_activation(self.input_dropout(self.cast(x)), "residual")
         source = x
         if self.parallel_shares_norm:
@@ -348,6 +370,11 @@ class Transformer(BaseLayer):
             x = self.residual(x, output, rate=droppath_rate)
             if self.norm_policy == "post":
                 x = getattr(self, f"{name}_norm")(x)
+            x = self.constrain(x, "batch", "residual_length", "act_embed")
+        if layer_input is not None:
+            output = self.layer_input(gather_positions(self, x), layer_input)
+            output = self.dropout(split_positions(self, output))
+            x = self.residual(x, output, rate=droppath_rate)
             x = self.constrain(x, "batch", "residual_length", "act_embed")
         return x * self.cast(self.get_var("output_scale")) if self.has_output_scale else x
 

@@ -1,8 +1,8 @@
 """Gemma 4 text (Gemma team, 2026): larger heads in far layers, whose values are their keys.
 
 Values have a norm without weights, and each layer a stored factor of its output. 26B-A4B has also
-experts. The text of `gemma4`, which also reads images, is exported as `gemma4_text`. Models that
-share keys and values or embed tokens for each layer (E2B, E4B) are not supported.
+experts. E2B and E4B embed tokens for each layer, and their last layers read keys and values of
+others. The text of `gemma4`, which also reads images, is exported as `gemma4_text`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,11 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.gemma4_experts import MIXTURE, MIXTURE_ROWS
+from layerkit.interop.hugging_face.families.gemma4_small import (
+    GEMMA4_SMALL,
+    GEMMA4_SMALL_ROWS,
+    UNUSED_KEYS_AND_VALUES,
+)
 from layerkit.interop.hugging_face.families.llama import (
     ATTENTION_BIAS,
     LAYER,
@@ -33,7 +38,6 @@ _ROTARY: dict[str, dict[str, Any]] = {
     FAR: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
 }
 _SIZES = {"head_dim": "dim_per_head", "num_key_value_heads": "num_kv_heads"}
-_EMBEDDINGS = "hidden_size_per_layer_input"
 
 
 def _network() -> Config:
@@ -75,8 +79,6 @@ def _read_layers(file: ConfigFile, network: Config) -> None:
     kinds = [FAR if layer.attention_tpl.window is None else NEAR for layer in templates]
     if kinds[-1] == NEAR:
         raise file.invalid("layer_types", f"{FAR!r} for the last layer, as Transformers requires")
-    if file.get(_EMBEDDINGS, 256):
-        raise file.invalid(_EMBEDDINGS, "0, since embeddings for each layer are not supported")
     if file.get("use_bidirectional_attention", None) not in (None, "vision"):
         raise file.invalid("use_bidirectional_attention", "null, or 'vision', which is for images")
     _set_sizes(file, network, templates)
@@ -102,7 +104,6 @@ def _write_layers(network: Config) -> dict[str, Any]:
             kind: rotary_parameters(layer.attention_tpl.rotary_tpl)
             for kind, layer in ((NEAR, near), (FAR, far))
         },
-        _EMBEDDINGS: 0,
     }
 
 
@@ -129,10 +130,15 @@ GEMMA4_TEXT = llama_family(
         key("num_global_key_value_heads", "layer.num_kv_heads", None),
         layer_types(_one_of_six, default_window=512),
         Entry(_read_layers, _write_layers),
+        GEMMA4_SMALL,
     ),
-    rows=(*LLAMA_ROWS, *MIXTURE_ROWS, Row(THEIR_LAYER + "layer_scalar", LAYER + "output_scale")),
-    # Without embeddings for each layer.
-    neutral=frozenset({"vocab_size_per_layer_input"}),
+    rows=(
+        *LLAMA_ROWS,
+        *MIXTURE_ROWS,
+        *GEMMA4_SMALL_ROWS,
+        Row(THEIR_LAYER + "layer_scalar", LAYER + "output_scale"),
+    ),
+    buffers=UNUSED_KEYS_AND_VALUES,
     token_ids={"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2},
 )
 

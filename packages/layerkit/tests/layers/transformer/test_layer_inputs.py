@@ -1,0 +1,160 @@
+"""Tests of embeddings for each layer, and of keys and values that layers share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import layerkit.layers as L  # noqa: N812 - the index is read as one name, a layer a line
+from layerkit.config import Config, build
+from layerkit.errors import ConfigError
+from layerkit.layers.transformer.stacks import unrolled_stack
+from layerkit.models.transformer_lm import TransformerLm
+from layerkit.ops.attention.masks import AttentionMask, row_positions
+
+BATCH, LENGTH = 2, 6
+IDS = jnp.asarray(np.random.default_rng(0).integers(0, 12, (BATCH, LENGTH)))
+POSITIONS = row_positions(BATCH, LENGTH)
+MASK = AttentionMask.causal_mask(BATCH, LENGTH)
+X = jax.random.normal(jax.random.key(0), (BATCH, LENGTH, 8))
+
+
+def layer(**attention: Any) -> Any:
+    template: Any = Config(L.Transformer, layer_input_tpl=Config(L.GatedInput, dims=6))
+    template.attention_tpl.set(rotary_tpl=Config(L.RotaryPositionalEmbedding), **attention)
+    return template
+
+
+def network(num_layers: int = 7, **stack: Any) -> Any:
+    """Return two layers with keys and values, and a pattern that reads these."""
+    sizes = {"vocab_size": 12, "model_dims": 8, "hidden_dims": 12, "num_heads": 2}
+    stack_tpl = Config(
+        L.StackedTransformerRepeated,
+        first_tpls=(layer(window=3), layer()),
+        block_tpls=(layer(window=3, kv_layer=1), layer(kv_layer=2)),
+    )
+    stack_tpl.set(**stack)
+    return Config(
+        TransformerLm,
+        **sizes,
+        num_layers=num_layers,
+        stack_tpl=stack_tpl,
+        layer_inputs_tpl=Config(L.LayerInputs, dims=6),
+    )
+
+
+def run_steps(model: Any, steps: list[int]) -> jax.Array:
+    model.init_cache(BATCH, LENGTH)
+    starts = np.cumsum([0, *steps[:-1]])
+    parts = [
+        model.extend_step(IDS[:, start : start + step], time_step=jnp.int32(start))
+        for start, step in zip(starts, steps, strict=True)
+    ]
+    return jnp.concatenate(parts, axis=1)
+
+
+@pytest.mark.parametrize("num_layers", [4, 7], ids=["whole periods", "with a remainder"])
+def test_cached_steps_equal_whole_rows(num_layers):
+    model = build(network(num_layers))
+    variables = model.init(jax.random.key(0))
+    whole = model.apply(variables, IDS, method="logits")
+    cached, state = model.apply(
+        variables, [3, 1, 2], method=lambda m, steps: run_steps(m, steps), mutable=["cache"]
+    )
+    np.testing.assert_allclose(cached, whole, atol=1e-5)
+    # Layers that read those of others cache nothing.
+    assert len(jax.tree.leaves(state)) == 4
+
+
+@pytest.mark.parametrize("fields", [{"remat": "full"}, {"unroll": 2}], ids=repr)
+def test_gradients_do_not_depend_on_how_a_stack_runs(fields):
+    def gradients(**fields):
+        model = build(network(**fields))
+        variables = model.init(jax.random.key(0))
+        weights = jnp.ones_like(IDS, jnp.float32)
+
+        def loss(params):
+            return jnp.mean(
+                model.apply({"params": params}, IDS, method="logits") ** 2 * weights[..., None]
+            )
+
+        return jax.jit(jax.grad(loss))(variables["params"])
+
+    jax.tree.map(
+        lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5),
+        gradients(**fields),
+        gradients(unroll=1),
+    )
+
+
+def test_a_pipeline_shares_keys_and_values():
+    def without_inputs(**attention):
+        return layer(**attention).set(layer_input_tpl=None)
+
+    def run(stack_class, **fields):
+        stack = Config(
+            stack_class,
+            input_dims=8,
+            hidden_dims=12,
+            num_heads=2,
+            num_layers=5,
+            first_tpls=(without_inputs(),),
+            layer_tpl=without_inputs(kv_layer=1),
+            **fields,
+        )
+        model = build(stack)
+        variables = model.init(jax.random.key(0))
+        return model, variables
+
+    repeated, variables = run(L.StackedTransformerRepeated)
+    pipelined, like = run(L.PipelinedTransformer, num_stages=2, num_microbatches=2)
+    leaves = [
+        leaf.reshape(other.shape)
+        for leaf, other in zip(jax.tree.leaves(variables), jax.tree.leaves(like), strict=True)
+    ]
+    moved = jax.tree.unflatten(jax.tree.structure(like), leaves)
+    arguments = {"mask": MASK, "positions": POSITIONS}
+    np.testing.assert_allclose(
+        jax.jit(lambda v: pipelined.apply(v, X, **arguments))(moved),
+        repeated.apply(variables, X, **arguments),
+        atol=1e-5,
+    )
+
+
+def test_attention_to_the_keys_and_values_of_an_equal_layer_is_its_output():
+    fields = {"input_dims": 8, "num_heads": 4, "num_kv_heads": 2, "qk_norm_tpl": Config(L.RmsNorm)}
+    own = build(Config(L.MultiHeadAttention, **fields))
+    reader = build(Config(L.MultiHeadAttention, **fields, kv_layer=3))
+    params = own.init(jax.random.key(0))["params"]
+    kept: Any = {}
+    expected = own.apply({"params": params}, X, mask=MASK, positions=POSITIONS, kv=kept)
+    shared = {name: params[name] for name in ("query", "output", "query_norm")}
+    assert set(shared) == set(reader.init(jax.random.key(0))["params"])
+
+    def read(**kv):
+        return reader.apply({"params": shared}, X, mask=MASK, positions=POSITIONS, **kv)
+
+    np.testing.assert_allclose(read(kv={3: kept[None]}), expected, atol=1e-6)
+    with pytest.raises(ConfigError, match="kv_layer"):
+        read(kv={2: kept[None]})
+    with pytest.raises(ConfigError, match="sizes of heads"):
+        read(kv={3: (kept[None][0][:, :, :1],) * 2})
+
+
+def score(config: Any) -> jax.Array:
+    model = build(config)
+    return model.apply(model.init(jax.random.key(0)), IDS, method="logits")
+
+
+def test_layers_without_their_inputs_are_errors():
+    with pytest.raises(ConfigError, match="layer_input"):
+        score(network().set(layer_inputs_tpl=None))
+    with pytest.raises(ConfigError, match="kv_layer"):
+        score(network(4, first_tpls=None))
+    unrolled = network()
+    unrolled.stack_tpl = unrolled_stack(unrolled.stack_tpl)
+    assert score(unrolled).shape == (BATCH, LENGTH, 12)
