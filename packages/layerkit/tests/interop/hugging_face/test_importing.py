@@ -424,6 +424,23 @@ MESH_CASES += [("gemma4_text", "context", SMALL), ("cohere", "context", {})]
 MESH_CASES += [("stablelm", "context", {})]
 
 
+def test_surplus_keys_and_values_raise_unless_a_layer_reads_those_of_others(make_folder):
+    keys = {**SMALL, "num_hidden_layers": 4, "attention_k_eq_v": True}
+    keys |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+
+    def add(tensors, layer=3, names=("k_proj", "v_proj", "k_norm")):
+        more = {f"model.layers.{layer}.self_attn.{name}.weight": np.ones(3) for name in names}
+        tensors.update(more)
+
+    whole = import_model(make_folder("gemma4_text", **keys))[1]
+    more = import_model(make_folder("gemma4_text", change=add, **keys))[1]
+    jax.tree.map(np.testing.assert_array_equal, more, whole)
+    # The values of this layer are its keys.
+    folder = make_folder("gemma4_text", change=lambda tensors: add(tensors, 1, ["v_proj"]), **keys)
+    with pytest.raises(TensorMismatchError, match=r"layers\.1\.self_attn\.v_proj.* unexpected"):
+        import_model(folder)
+
+
 @pytest.mark.parametrize(("family", "axis", "keys"), MESH_CASES)
 def test_logits_of_a_mesh_are_those_of_one_device(make_folder, family, axis, keys):
     config, variables = import_model(make_folder(family, num_key_value_heads=4, **keys))

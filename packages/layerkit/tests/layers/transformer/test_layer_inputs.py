@@ -150,6 +150,23 @@ def score(config: Any) -> jax.Array:
     return model.apply(model.init(jax.random.key(0)), IDS, method="logits")
 
 
+def test_first_layer_may_read_another_that_the_pattern_does_not_read():
+    def logits(variables=None, **stack):
+        config = network(4, **stack)
+        config.stack_tpl = unrolled_stack(config.stack_tpl)
+        model = build(config)
+        variables = variables or model.init(jax.random.key(0))
+        return model.apply(variables, IDS, method="logits"), variables
+
+    near, far = layer(window=3, kv_layer=1), layer(kv_layer=2)
+    expected, variables = logits(block_tpls=(far.clone(), near))
+    layers = variables["params"]["stack"]
+    layers["first_2"], layers["layers_0"] = layers.pop("layers_0"), layers.pop("layers_1")
+    first = (layer(window=3), layer(), far)
+    outputs, _ = logits(variables, first_tpls=first, block_tpls=(near.clone(),))
+    np.testing.assert_allclose(outputs, expected, atol=1e-6)
+
+
 def test_layers_without_their_inputs_are_errors():
     with pytest.raises(ConfigError, match="layer_input"):
         score(network().set(layer_inputs_tpl=None))

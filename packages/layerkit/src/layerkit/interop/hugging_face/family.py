@@ -36,6 +36,7 @@ class Family:
         the one that Transformers then takes.
       older_endings: Endings of names in older folders: ending → older ending.
       buffers: Regular expression of the names of tensors that are not weights.
+      unread: Ends of names of tensors that a folder may have in a layer that reads none of them.
       zeros: Regular expression of the names of tensors that are supported if they are 0.
       model_class: Model class that contains the network.
       network_field: Field of the model that holds the network.
@@ -60,6 +61,7 @@ class Family:
     stand_ins: Mapping[str, str] = dataclasses.field(default_factory=dict)
     older_endings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     buffers: str = "(?!)"
+    unread: tuple[str, ...] = ()
     zeros: str = "(?!)"
     model_class: Any = LanguageModel
     network_field: str = "lm_tpl"

@@ -327,6 +327,9 @@ def _differences(
     for name in surplus:
         if re.search(family.buffers, name) or _is_left_out(name, family, anatomy):
             continue
+        starts = [name.removesuffix(end) for end in family.unread if name.endswith(end)]
+        if starts and not any(starts[0] + end in needed for end in family.unread):
+            continue
         # Compression libraries add biases to all layers.
         is_bias = name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in needed
         if (is_bias or re.search(family.zeros, name)) and not source.tensor(name).any():

@@ -10,6 +10,7 @@ a logical axis, and the fans of the initializer are those of all heads together.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -283,9 +284,9 @@ class BaseAttention(AttentionLayer):
     output_tpl: Config[BaseLayer] = sub_config_field(OutputProjection.HParams)
 
     def _create_query_key_value(
-        self, memory_dims: int, *, has_key: bool = True, has_value: bool = True
+        self, memory_dims: int, *, of_memory: Sequence[str] = ("key", "value")
     ) -> None:
-        """Create the children `query`, `key` and `value`; the last two read `[…, memory_dims]`."""
+        """Create the children `query` and `of_memory`; the latter read `[…, memory_dims]`."""
         kv_heads, head_dim = self._head_sizes()
         shared = {"head_dim": head_dim, "use_bias": self.use_bias}
         self.create_child(
@@ -295,9 +296,8 @@ class BaseAttention(AttentionLayer):
             num_heads=self.num_heads,
             **shared,
         )
-        of_memory = {"key": self.key_tpl} if has_key else {}
-        of_memory |= {"value": self.value_tpl} if has_value else {}
-        for name, template in of_memory.items():
+        for name in of_memory:
+            template = getattr(self, f"{name}_tpl")
             self.create_child(name, template, input_dims=memory_dims, num_heads=kv_heads, **shared)
 
     def _create_attention_parts(self, *, has_key: bool = True) -> None:

@@ -210,8 +210,8 @@ class MultiHeadAttention(BaseAttention):
                 use_bias=self.use_bias,
             )
         else:
-            has_value = has_key and not self.values_are_keys
-            self._create_query_key_value(self.input_dims, has_key=has_key, has_value=has_value)
+            of_memory = ("key",) if self.values_are_keys else ("key", "value")
+            self._create_query_key_value(self.input_dims, of_memory=of_memory if has_key else ())
         self._create_attention_parts(has_key=has_key)
         if self.value_norm_tpl is not None:
             self._create_norm("value_norm", self.value_norm_tpl, dims=head_dim, num_heads=kv_heads)
@@ -344,9 +344,9 @@ class MultiHeadAttention(BaseAttention):
             if kv is not None:
                 kv[None] = pair
             return pair
-        layers = [layer for layer in kv or {} if layer is not None]
-        require(self.kv_layer in layers, self, "kv_layer", self.kv_layer, f"one of {layers}")
-        pair = (kv or {})[self.kv_layer]
+        kv = kv or {}
+        require(self.kv_layer in kv, self, "kv_layer", self.kv_layer, f"one of {list(kv)}")
+        pair = kv[self.kv_layer]
         sizes, expected = pair[0].shape[2:], self._head_sizes()
         require(sizes == expected, self, "kv_layer", sizes, f"{expected}, the sizes of heads")
         return pair
@@ -358,39 +358,33 @@ class MultiHeadAttention(BaseAttention):
         """
         tokens, leading = merge_tokens(self, self.cast(x)), x.shape[:-1]
         if self.combined_qkv:
-            query, key, value = self.qkv(tokens, leading=leading)
-        elif self.kv_layer is not None:
-            query = self._place(self.query(tokens, leading=leading), "query_norm", positions)
-            return (name_activation(self._grow(query, positions), "query"),)
+            *heads, value = self.qkv(tokens, leading=leading)
         else:
-            query, key = (project(tokens, leading=leading) for project in (self.query, self.key))
-            value = key if self.values_are_keys else self.value(tokens, leading=leading)
+            children = (self.query,) if self.kv_layer else (self.query, self.key)
+            heads = [project(tokens, leading=leading) for project in children]
+            if self.kv_layer is None:
+                value = heads[1] if self.values_are_keys else self.value(tokens, leading=leading)
         if self.value_norm_tpl is not None:
             value = self.value_norm(value)
-        query = self._grow(self._place(query, "query_norm", positions), positions)
-        return (
-            name_activation(query, "query"),
-            name_activation(self._place(key, "key_norm", positions), "key"),
-            name_activation(value, "value"),
-        )
-
-    def _place(self, heads: jax.Array, norm: str, positions: jax.Array) -> jax.Array:
-        """Normalize and rotate queries or keys."""
         has_norm, norm_first = self.qk_norm_tpl is not None, self.qk_norm_before_rotary
         if has_norm and norm_first:
-            heads = self._normalize(getattr(self, norm), heads)
+            heads = self._normalize_all(heads)
         if self.rotary_tpl is not None:
-            heads = self.rotary(heads, positions)
+            heads = [self.rotary(one, positions) for one in heads]
         if has_norm and not norm_first:
-            heads = self._normalize(getattr(self, norm), heads)
-        return heads
+            heads = self._normalize_all(heads)
+        if self.query_growth:
+            steps = (positions + 1) // self.query_growth_step
+            factor = 1.0 + self.query_growth * jnp.log1p(steps.astype(jnp.float32))
+            heads[0] = self.cast(heads[0] * factor[..., None, None])
+        if self.kv_layer is None:
+            heads.append(value)
+        names = ("query", "key", "value")
+        return tuple(name_activation(one, name) for one, name in zip(heads, names, strict=False))
 
-    def _grow(self, query: jax.Array, positions: jax.Array) -> jax.Array:
-        if not self.query_growth:
-            return query
-        steps = (positions + 1) // self.query_growth_step
-        factor = 1.0 + self.query_growth * jnp.log1p(steps.astype(jnp.float32))
-        return self.cast(query * factor[..., None, None])
+    def _normalize_all(self, heads: list[jax.Array]) -> list[jax.Array]:
+        norms = (getattr(self, name) for name in ("query_norm", "key_norm")[: len(heads)])
+        return [self._normalize(norm, one) for norm, one in zip(norms, heads, strict=True)]
 
     def _cache_axes(self) -> dict[str, tuple[str | None, ...]]:
         """Return the logical axes of each cached array, whose heads come before the slots."""

@@ -45,12 +45,10 @@ class LayerInputs(BaseLayer):
         """Create the table, the projection and the norm."""
         check_sizes(self, num_layers=self.num_layers, dims=self.dims)
         width = self.num_layers * self.dims
-        self.create_child(
-            "embedding", self.embedding_tpl, num_classes=self.num_classes, input_dims=width
-        )
-        self.create_child(
-            "projection", self.linear_tpl, input_dims=self.input_dims, output_dims=width
-        )
+        table = {"num_classes": self.num_classes, "input_dims": width}
+        self.create_child("embedding", self.embedding_tpl, **table)
+        linear = {"input_dims": self.input_dims, "output_dims": width}
+        self.create_child("projection", self.linear_tpl, **linear)
         self.create_child("norm", self.norm_tpl, dims=self.dims)
 
     def fprop(self, ids: jax.Array, x: jax.Array) -> jax.Array:
@@ -88,13 +86,9 @@ class GatedInput(BaseLayer):
     def setup(self) -> None:
         """Create the projections, the activation and the norm."""
         model, own = self.input_dims, self.dims
-        into, out = ("embed", "mlp"), ("mlp", "embed")
-        self.create_child(
-            "gate", self.linear_tpl, input_dims=model, output_dims=own, weight_axes=into
-        )
-        self.create_child(
-            "output", self.linear_tpl, input_dims=own, output_dims=model, weight_axes=out
-        )
+        self.create_child("gate", self.linear_tpl, input_dims=model, output_dims=own)
+        output = {"input_dims": own, "output_dims": model, "weight_axes": ("mlp", "embed")}
+        self.create_child("output", self.linear_tpl, **output)
         self.create_child("activation", self.activation_tpl)
         self.create_child("norm", self.norm_tpl, dims=model)
 

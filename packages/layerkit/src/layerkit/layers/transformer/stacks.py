@@ -210,7 +210,8 @@ class StackedTransformer(BaseLayer):
 
         The first axis of `differing`, such as the droppath rates, is that of the layers.
         """
-        attentions = [getattr(template, "attention_tpl", None) for template in self.pattern]
+        templates = (*(self.first_tpls or ()), *self.pattern)
+        attentions = [getattr(template, "attention_tpl", None) for template in templates]
         read = {getattr(attention, "kv_layer", None) for attention in attentions} - {None}
         if read and "kv" not in shared:
             shared = {**shared, "kv": {}}

@@ -11,11 +11,7 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.gemma4_experts import MIXTURE, MIXTURE_ROWS
-from layerkit.interop.hugging_face.families.gemma4_small import (
-    GEMMA4_SMALL,
-    GEMMA4_SMALL_ROWS,
-    UNUSED_KEYS_AND_VALUES,
-)
+from layerkit.interop.hugging_face.families.gemma4_small import GEMMA4_SMALL, GEMMA4_SMALL_ROWS
 from layerkit.interop.hugging_face.families.llama import (
     ATTENTION_BIAS,
     LAYER,
@@ -138,7 +134,8 @@ GEMMA4_TEXT = llama_family(
         *GEMMA4_SMALL_ROWS,
         Row(THEIR_LAYER + "layer_scalar", LAYER + "output_scale"),
     ),
-    buffers=UNUSED_KEYS_AND_VALUES,
+    # Published folders have them in layers that read those of others.
+    unread=("self_attn.k_proj.weight", "self_attn.v_proj.weight", "self_attn.k_norm.weight"),
     token_ids={"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2},
 )
 

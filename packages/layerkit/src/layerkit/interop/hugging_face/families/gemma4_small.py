@@ -24,12 +24,11 @@ def _read(file: ConfigFile, network: Config) -> None:
             expected = f"{network.vocab_size}, the vocab_size, with {_EMBEDDINGS}={dims}"
             raise file.invalid(_VOCABULARY, expected, value=rows)
         network.layer_inputs_tpl = LayerInputs.HParams.config(dims=dims)
-        network.layer_inputs_tpl.norm_tpl.epsilon = network.final_norm_tpl.epsilon
+        network.layer_inputs_tpl.norm_tpl = network.final_norm_tpl.clone()
         for layer in layers:
-            branch = GatedInput.HParams.config(dims=dims)
-            branch.norm_tpl.epsilon = network.final_norm_tpl.epsilon
-            branch.activation_tpl = layer.feed_forward_tpl.activation_tpl.clone()
-            layer.layer_input_tpl = branch
+            layer.layer_input_tpl = GatedInput.HParams.config(dims=dims)
+            layer.layer_input_tpl.norm_tpl = network.final_norm_tpl.clone()
+            layer.layer_input_tpl.activation_tpl = layer.feed_forward_tpl.activation_tpl.clone()
     shared, is_double = file.get(_SHARED, 0), file.get(_DOUBLE, default=False)
     if shared and is_double and file.get("enable_moe_block", default=False):
         raise file.invalid(_DOUBLE, "false, since layers with experts are not doubled")
@@ -67,13 +66,10 @@ def _write(network: Config) -> dict[str, Any]:
 # Read after all other entries, which set the sizes of heads.
 GEMMA4_SMALL = Entry(_read, _write)
 
+_TABLE = "vocab embed -> vocab embed"
 _OURS, _THEIRS = LAYER + "layer_input/", THEIR_LAYER + "per_layer_"
 GEMMA4_SMALL_ROWS = (
-    Row(
-        "model.embed_tokens_per_layer.weight",
-        "lm/layer_inputs/embedding/w",
-        "vocab embed -> vocab embed",
-    ),
+    Row("model.embed_tokens_per_layer.weight", "lm/layer_inputs/embedding/w", _TABLE),
     *layer_rows(
         {
             "lm/layer_inputs/projection": "model.per_layer_model_projection",
@@ -84,7 +80,3 @@ GEMMA4_SMALL_ROWS = (
     ),
     *layer_rows({_OURS + "output": _THEIRS + "projection"}, "out in -> in out"),
 )
-
-# Published folders have them in layers that read those of others. In a layer that needs them, they
-# have rows.
-UNUSED_KEYS_AND_VALUES = r"\.self_attn\.([kv]_proj|[kv]_norm)\.weight$"
