@@ -242,9 +242,7 @@ class StackedTransformer(BaseLayer):
     ) -> jax.Array:
         """Call `method` on each of some layers; keep keys and values of the numbers in `read`."""
 
-        def body(
-            layer: Any, x: jax.Array, own: dict[str, jax.Array], kv: KeysValues
-        ) -> tuple[jax.Array, Any]:
+        def body(layer: Any, x: jax.Array, own: Any, kv: KeysValues) -> tuple[jax.Array, Any]:
             # A layer adds its keys and values to its copy, since they are results of this function.
             kept = dict(kv)
             arguments = {**shared, **own} | ({"kv": kept} if "kv" in shared else {})

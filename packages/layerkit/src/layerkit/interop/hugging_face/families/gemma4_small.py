@@ -32,20 +32,16 @@ def _read(file: ConfigFile, network: Config) -> None:
     shared, is_double = file.get(_SHARED, 0), file.get(_DOUBLE, default=False)
     if shared and is_double and file.get("enable_moe_block", default=False):
         raise file.invalid(_DOUBLE, "false, since layers with experts are not doubled")
-    num_first = len(layers) - shared
-    numbers = {
-        layer.attention_tpl.window: number for number, layer in enumerate(layers[:num_first], 1)
-    }
-    if num_first < 1 or not {layer.attention_tpl.window for layer in layers} <= set(numbers):
+    num_first, windows = len(layers) - shared, [layer.attention_tpl.window for layer in layers]
+    numbers = {window: number for number, window in enumerate(windows[:num_first], 1)}
+    if num_first < 1 or not set(windows) <= set(numbers):
         raise file.invalid(_SHARED, "fewer, so that a layer of each type has keys and values")
-    for number, layer in enumerate(layers, 1):
-        attention = layer.attention_tpl
-        if number > num_first:
-            source = numbers[attention.window]
-            attention.set(kv_layer=source, value_norm_tpl=None, values_are_keys=False)
-        if shared and is_double:
-            layer.hidden_dims = network.hidden_dims * (2 if number > num_first else 1)
+    for layer, window in zip(layers[num_first:], windows[num_first:], strict=True):
+        one = {"kv_layer": numbers[window], "value_norm_tpl": None, "values_are_keys": False}
+        layer.attention_tpl.set(**one)
     if shared and is_double:
+        for index, layer in enumerate(layers):
+            layer.hidden_dims = network.hidden_dims * (2 if index >= num_first else 1)
         network.hidden_dims = 0
     network.stack_tpl = stack_layers(layers, num_first=num_first if shared else 0)
 
