@@ -8,12 +8,14 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from layerkit.config import build, is_config
 from layerkit.config.checks import check_integers, check_non_negative, require
 from layerkit.config.nested_map import NestedMap
-from layerkit.decoding import SampleDecoder
+from layerkit.decoding import SampleDecoder, SampledRows
 from layerkit_inputs.base.tokenizer_interface import Tokenizer, first_ids
 from layerkit_inputs.packing.model_features import as_array, as_tokens, prompt_features
 from layerkit_runner.config.config_tree import field_value
@@ -263,3 +265,16 @@ def find_tokenizer(
     expected += " Face folder needs tokenizer.json, tokenizer.model or spiece.model"
     hint = "Call generate_ids, score_ids and logits with token ids."
     raise NoTokenizerError("no tokenizer", owner=resolved.name, expected=expected, hint=hint)
+
+
+def fetch_array(array: jax.Array) -> np.ndarray:
+    """Return an array on the host of every process, whatever its layout."""
+    if jax.process_count() == 1:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def cut_new_ids(rows: SampledRows, count: int) -> list[np.ndarray]:
+    """Return the new ids of the first `count` rows, int32 `[tokens]` each."""
+    outputs = map(fetch_array, (rows.ids, rows.prompt_lengths, rows.lengths))
+    return [ids[start:end] for _, ids, start, end in zip(range(count), *outputs, strict=False)]

@@ -8,12 +8,10 @@ from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from layerkit.base.base_layer import PARAMS
 from layerkit.config import Config
 from layerkit.config.nested_map import NestedMap
-from layerkit.decoding import SampledRows
 from layerkit_inputs.base.tokenizer_interface import Tokenizer, end_disagreement, end_ids
 from layerkit_inputs.chat.conversations import Conversation
 from layerkit_inputs.chat.template import ChatTemplate, load_chat_template
@@ -29,6 +27,8 @@ from layerkit_runner.run.model.generation import (
     Ids,
     NoTokenizerError,
     check_vocabulary,
+    cut_new_ids,
+    fetch_array,
     find_tokenizer,
     prompt_batch,
     prompt_ids,
@@ -59,19 +59,6 @@ def _raising_job_errors(method: Method) -> Method:
             return method(self, *args, **options)
 
     return cast(Method, call)
-
-
-def _fetch(array: jax.Array) -> np.ndarray:
-    """Return an array on the host of every process, whatever its layout."""
-    if jax.process_count() == 1:
-        return np.asarray(array)
-    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
-
-
-def _new_ids(rows: SampledRows, count: int) -> list[np.ndarray]:
-    """Return the new ids of the first `count` rows, int32 `[tokens]` each."""
-    outputs = map(_fetch, (rows.ids, rows.prompt_lengths, rows.lengths))
-    return [ids[start:end] for _, ids, start, end in zip(range(count), *outputs, strict=False)]
 
 
 def _check_one_each(prompts: Sequence[Any], texts: Sequence[Any]) -> None:
@@ -290,21 +277,21 @@ class LoadedModel:
             calls.advance_rows, decoder, shardings=layouts[1], replicates=False, donates=(1,)
         )
         rows = start(self.state, self._put(batch), np.int32(options.seed))
-        lengths = _fetch(rows.lengths)
+        lengths = fetch_array(rows.lengths)
         columns = _COLUMNS_AT_A_TIME if stop is None else _COLUMNS_BETWEEN_STOPS
-        while not np.all(_fetch(rows.ended)):
+        while not np.all(fetch_array(rows.ended)):
             column = int(rows.column)
             until = column + (columns if stream is None else 1)
             rows = advance(self.state, rows, np.int32(until))
             if stream is not None:
-                before, lengths = lengths, _fetch(rows.lengths)
-                ids = _fetch(rows.ids)
+                before, lengths = lengths, fetch_array(rows.lengths)
+                ids = fetch_array(rows.ids)
                 for at in range(column, int(rows.column)):  # Drafts give several columns at once.
                     for row in np.flatnonzero((before <= at) & (at < lengths)):
                         stream(int(row), int(ids[row, at]))
-            if stop is not None and all(map(stop, _new_ids(rows, len(prompts)))):
+            if stop is not None and all(map(stop, cut_new_ids(rows, len(prompts)))):
                 break
-        return _new_ids(rows, len(prompts))
+        return cut_new_ids(rows, len(prompts))
 
     def score(
         self, texts: str | Sequence[str], *, prompts: str | Sequence[str] | None = None
