@@ -31,7 +31,7 @@ FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 IN_BLOCK = re.compile(r"^ *(?:\$ |srun (?:-\S+ )*|\w+=\S+ )*(runner (?!\().*)$", re.MULTILINE)
 INLINE = re.compile(r"`(runner [^`]+)`")
 # Experiments that a page defines or invents.
-INVENTED = ("mine.", "regression.", "tuned.", "downloaded.", "NAME")
+INVENTED = ("mine.", "regression.", "tuned.", "downloaded.", "assistant.", "NAME")
 # Words left out, a variable of the shell, help on a topic, and the mode that a page adds.
 INCOMPLETE = re.compile(r"…|\$|--help|--mode=count|^count")
 FLAG = re.compile(r"`--(\w+)=([a-z]\w*)`")
