@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import jax
 
+from layerkit.config import target_of
 from layerkit.config.checks import require
 from layerkit.ops.distillation import top_log_probs
 from layerkit_inputs.mixing.teacher_rows import TeacherRows
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.init_from import InitFrom, Source, plan_first_state
 from layerkit_runner.interface.loading import start_reading
-from layerkit_runner.run.run_mode import job_errors
+from layerkit_runner.run.job_errors import job_errors
 
 if TYPE_CHECKING:
     from layerkit_runner.config.requests import ResolvedExperiment
@@ -26,12 +27,13 @@ if TYPE_CHECKING:
 def write_top_logits(resolved: ResolvedExperiment, options: RunOptions) -> int:
     """Write the files of the data sets, which are `TeacherRows`; return the exit code.
 
-    The experiment has the fields of `layerkit_experiments.lm.distill.Distilled`.
+    The experiment has a `teacher`, whose weights are in the folder TEACHER, as in `lm.distill`.
     """
     experiment: Any = resolved.experiment
-    folder: str = getattr(experiment, "TEACHER_LOGITS", None) or ""
-    expected = "the folder to write, in an experiment with a teacher"
-    require(folder, None, "TEACHER_LOGITS", None, expected)
+    stored = [config for config in resolved.datasets if target_of(config) is TeacherRows]
+    expected = "TeacherRows, such as those of lm.distill with a folder of a teacher's logits"
+    require(stored, None, "datasets", len(resolved.datasets), expected)
+    folder: str = stored[0].folder
     teacher = dataclasses.replace(experiment.teacher, partitioner=resolved.partitioner)
     model = resolved.task.model
     k, temperature, size = options.extra["k"], model.temperature, model.num_ids
@@ -59,7 +61,7 @@ def write_top_logits(resolved: ResolvedExperiment, options: RunOptions) -> int:
             ids, log_probs = compiled(state, job.partitioner.put_batch(batch))
             return jax.device_get({"teacher_ids": ids, "teacher_log_probs": log_probs})
 
-        for config in resolved.datasets:
+        for config in stored:
             data = config.clone().set(is_training=False)
             data.source.set(is_training=False, eval_loop_num_batches=None)
             cast(TeacherRows, make_input(data, job.partitioner)).write(compute)
