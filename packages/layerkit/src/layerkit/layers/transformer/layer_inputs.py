@@ -85,12 +85,12 @@ class GatedInput(BaseLayer):
 
     def setup(self) -> None:
         """Create the projections, the activation and the norm."""
-        model, own = self.input_dims, self.dims
-        self.create_child("gate", self.linear_tpl, input_dims=model, output_dims=own)
-        output = {"input_dims": own, "output_dims": model, "weight_axes": ("mlp", "embed")}
+        outer, inner = self.input_dims, self.dims
+        self.create_child("gate", self.linear_tpl, input_dims=outer, output_dims=inner)
+        output = {"input_dims": inner, "output_dims": outer, "weight_axes": ("mlp", "embed")}
         self.create_child("output", self.linear_tpl, **output)
         self.create_child("activation", self.activation_tpl)
-        self.create_child("norm", self.norm_tpl, dims=model)
+        self.create_child("norm", self.norm_tpl, dims=outer)
 
     def fprop(self, x: jax.Array, layer_input: jax.Array) -> jax.Array:
         """Return the branch `[batch, length, input_dims]`.

@@ -242,10 +242,10 @@ class StackedTransformer(BaseLayer):
     ) -> jax.Array:
         """Call `method` on each of some layers; keep keys and values of the numbers in `read`."""
 
-        def body(layer: Any, x: jax.Array, own: Any, kv: KeysValues) -> tuple[jax.Array, Any]:
+        def body(layer: Any, x: jax.Array, values: Any, kv: KeysValues) -> tuple[jax.Array, Any]:
             # A layer adds its keys and values to its copy, since they are results of this function.
             kept = dict(kv)
-            arguments = {**shared, **own} | ({"kv": kept} if "kv" in shared else {})
+            arguments = {**shared, **values} | ({"kv": kept} if "kv" in shared else {})
             outputs = getattr(layer, method)(x, **arguments)
             check_same_shape(layer, x, outputs=outputs)
             return outputs, kept.get(None)
@@ -254,8 +254,8 @@ class StackedTransformer(BaseLayer):
         # in_scan=False is valid for both.
         run = remat(body, self.remat, in_scan=False)
         for index, layer in enumerate(layers):
-            own = {name: values[index] for name, values in differing.items()}
-            x, pair = run(layer, x, own, shared.get("kv", {}))
+            of_layer = {name: values[index] for name, values in differing.items()}
+            x, pair = run(layer, x, of_layer, shared.get("kv", {}))
             if index + 1 in read:
                 shared["kv"][index + 1] = pair
         return x
