@@ -187,8 +187,8 @@ def test_c4_and_lambada_runs_reach_their_levels(tmp_path: Path):
 @pytest.mark.experiments
 def test_each_killed_stage_of_the_chain_equals_the_uninterrupted_one(tmp_path: Path):
     pytest.importorskip("jinja2")
-    found = run(tmp_path, "facts", "chain", NUM_PROMPTS=4, MAX_DECODE_STEPS=4, MAX_SEQ_LEN=192)
-    stages = found["chain"]["stages"]
+    figures = run(tmp_path, "facts", "chain", NUM_PROMPTS=4, MAX_DECODE_STEPS=4, MAX_SEQ_LEN=192)
+    stages = figures["chain"]["stages"]
     assert list(stages) == ["base", "chat", "dpo", "small", "distilled"]
     for stage in stages.values():
         assert stage["resumed"]["largest_difference"] == 0.0

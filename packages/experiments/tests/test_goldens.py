@@ -108,7 +108,7 @@ def chat_files() -> tuple[str, ...]:
 
 @pytest.fixture
 def teacher(hf_folder: str) -> str:
-    """A folder with weights, as the kind of a teacher is told by its files, and no tokenizer."""
+    """A folder with weights, since the files of a teacher tell its kind, and no tokenizer."""
     arrays = pytest.importorskip("safetensors.numpy")
     folder = Path(hf_folder).with_name("teacher")
     folder.mkdir()

@@ -129,18 +129,18 @@ def losses(name: str, base: Path, mesh: list[int], steps: int = 3, **more: Any) 
     partitioner.start(jax.devices()[:size])
     partitioner.bind(task)
     state = plan_first_state(partitioner, task)().state
-    step, found = partitioner.train_step_fn(task), []
+    step, all_losses = partitioner.train_step_fn(task), []
     data = build(resolved.datasets[0].clone().set(batch_size=8))
     for _ in range(steps):
         state, (metrics, _) = step(state, partitioner.put_batch(data.get_next()))
-        found.append(float(metrics["loss"].value))
-    return found
+        all_losses.append(float(metrics["loss"].value))
+    return all_losses
 
 
 @pytest.mark.parametrize("name", ["Dpo", is_slow("Kto"), is_slow("Orpo"), is_slow("Reward")])
 def test_losses_on_a_mesh_equal_those_on_one_device(name: str, base: Path):
-    found = [losses(name, base, mesh) for mesh in ([1, 1, 1], [2, 2, 1], [1, 2, 2])]
-    np.testing.assert_allclose(found[1:], [found[0]] * 2, rtol=1e-4)
+    all_losses = [losses(name, base, mesh) for mesh in ([1, 1, 1], [2, 2, 1], [1, 2, 2])]
+    np.testing.assert_allclose(all_losses[1:], [all_losses[0]] * 2, rtol=1e-4)
 
 
 def test_stored_reference_replaces_the_second_network(raises, base: Path, tmp_path: Path):
@@ -156,13 +156,13 @@ def test_stored_reference_replaces_the_second_network(raises, base: Path, tmp_pa
     safetensors.save_file(doubled, other / "model.safetensors", metadata={"format": "pt"})
     with raises(ConfigError, field="reference_file"):
         losses("Dpo", other, [1, 1, 1], **fields)
-    found, expected = (losses("Dpo", base, [1, 1, 1], **one) for one in (fields, {}))
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    all_losses, expected = (losses("Dpo", base, [1, 1, 1], **one) for one in (fields, {}))
+    np.testing.assert_allclose(all_losses, expected, rtol=1e-4)
 
 
 def test_orpo_on_microbatches_equals_that_on_the_batch(base: Path):
-    found = [losses("Orpo", base, [1, 1, 1], GRADIENT_ACCUMULATION_STEPS=n) for n in (1, 4)]
-    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+    all_losses = [losses("Orpo", base, [1, 1, 1], GRADIENT_ACCUMULATION_STEPS=n) for n in (1, 4)]
+    np.testing.assert_allclose(all_losses[1], all_losses[0], rtol=1e-5)
 
 
 def test_head_of_a_reward_model_is_trained_with_adapters(base: Path):

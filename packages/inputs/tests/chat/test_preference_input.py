@@ -127,8 +127,8 @@ def test_stored_reference_is_read_with_its_pairs_and_refused_for_others(make, ra
         batch = source.get_next()
         for side in ("chosen", "rejected"):
             expected = -(batch[side].labels * batch[side].weights).sum(-1) / 100
-            found = batch[f"{side}_reference_log_probs"]
-            np.testing.assert_allclose(found, expected, rtol=1e-5)
+            log_probs = batch[f"{side}_reference_log_probs"]
+            np.testing.assert_allclose(log_probs, expected, rtol=1e-5)
     with raises(ConfigError, field="reference_file"):
         make(PairInput, [*PAIRS[1:], PAIRS[0]], **fields).get_next()
     law = next(law for law in laws.LAWS if "peek" in law.__name__)

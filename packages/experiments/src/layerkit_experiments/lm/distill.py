@@ -13,7 +13,6 @@ from layerkit.errors import ConfigError
 from layerkit.models.distillation_model import TEACHER_WEIGHTS, DistillationModel
 from layerkit_experiments.lm.fine_tune import HuggingFaceLm
 from layerkit_experiments.recipes.chat_files import ChatFiles
-from layerkit_experiments.recipes.fine_tuning import folder_tokenizer
 from layerkit_experiments.recipes.language_model import LmExperiment
 from layerkit_experiments.recipes.local_files import LocalFiles
 from layerkit_inputs import TeacherRows
@@ -179,10 +178,6 @@ class Distill(Distilled, LocalFiles, HuggingFaceLm):
         """Vocabulary size of the model in the folder."""
         size: int = self.model().lm_tpl.vocab_size
         return size
-
-    def tokenizer(self) -> Config:
-        """Return the config of the tokenizer."""
-        return folder_tokenizer(self, self.HF_FOLDER)
 
 
 class OnPolicy(Distilled, ChatFiles, HuggingFaceLm):

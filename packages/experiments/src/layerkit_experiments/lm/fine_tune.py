@@ -14,7 +14,6 @@ from layerkit.config.checks import require
 from layerkit.errors import ConfigError
 from layerkit_experiments.recipes.fine_tuning import (
     add_adapters,
-    folder_tokenizer,
     train_adapters,
 )
 from layerkit_experiments.recipes.language_model import remat_policy
@@ -192,10 +191,6 @@ class FineTune(LocalFiles, HuggingFaceLm):
         """Vocabulary size of the model in the folder."""
         size: int = self.model().lm_tpl.vocab_size
         return size
-
-    def tokenizer(self) -> Config:
-        """Return the config of the tokenizer."""
-        return folder_tokenizer(self, self.HF_FOLDER)
 
     def validate(self) -> None:
         """Check the fields; a tokenizer of a missing folder is checked when the run starts."""

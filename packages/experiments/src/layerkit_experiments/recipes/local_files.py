@@ -7,12 +7,12 @@ from typing import Any, ClassVar, Literal
 
 from layerkit.config import Config, build
 from layerkit.config.checks import require
+from layerkit_experiments.recipes.fine_tuning import folder_tokenizer
 from layerkit_experiments.recipes.language_model import TEXT_FIELDS
 from layerkit_inputs import (
     LocalText,
     LocalTextPrompts,
     Tokenizer,
-    tokenizer_config,
 )
 from layerkit_runner.config.experiment import BaseExperiment
 
@@ -69,7 +69,7 @@ class LocalFiles(BaseExperiment, abstract=True):
 
     def tokenizer(self) -> Config:
         """Return the config of the tokenizer."""
-        return tokenizer_config(self.TOKENIZER, special_tokens_in_text=self.SPECIAL_TOKENS_IN_TEXT)
+        return folder_tokenizer(self, getattr(self, "HF_FOLDER", None))
 
     def datasets(self) -> list[Config]:
         """Return configs of the training and the held-out input."""

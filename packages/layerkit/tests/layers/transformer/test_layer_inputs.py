@@ -92,7 +92,7 @@ def test_gradients_do_not_depend_on_how_a_stack_runs(fields):
 
 
 def test_a_pipeline_shares_keys_and_values():
-    def without_inputs(**attention):
+    def make_plain_layer(**attention):
         return layer(**attention).set(layer_input_tpl=None)
 
     def run(stack_class, **fields):
@@ -102,8 +102,8 @@ def test_a_pipeline_shares_keys_and_values():
             hidden_dims=12,
             num_heads=2,
             num_layers=5,
-            first_tpls=(without_inputs(),),
-            layer_tpl=without_inputs(kv_layer=1),
+            first_tpls=(make_plain_layer(),),
+            layer_tpl=make_plain_layer(kv_layer=1),
             **fields,
         )
         model = build(stack)

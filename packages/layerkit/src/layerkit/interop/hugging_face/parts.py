@@ -158,9 +158,9 @@ def layer_rows(
             rows += [Row(weight, ours, chosen, **fields)]
         else:
             outputs = " ".join(Layout.parse(chosen).theirs[0])
-            of_bias = ours + ("_bias/b" if chosen == LINEAR else "/b"), f"({outputs}) -> {outputs}"
+            place = ours + ("_bias/b" if chosen == LINEAR else "/b"), f"({outputs}) -> {outputs}"
             rows += [Row(weight, ours + "/w", chosen, joined_axis, **fields)]
-            rows += [Row(bias, *of_bias, joined_axis, **fields)]
+            rows += [Row(bias, *place, joined_axis, **fields)]
     return tuple(rows)
 
 

@@ -284,9 +284,9 @@ class BaseAttention(AttentionLayer):
     output_tpl: Config[BaseLayer] = sub_config_field(OutputProjection.HParams)
 
     def _create_query_key_value(
-        self, memory_dims: int, *, of_memory: Sequence[str] = ("key", "value")
+        self, memory_dims: int, *, projections: Sequence[str] = ("key", "value")
     ) -> None:
-        """Create the children `query` and `of_memory`; the latter read `[…, memory_dims]`."""
+        """Create the children `query` and `projections`; the latter read `[…, memory_dims]`."""
         kv_heads, head_dim = self._head_sizes()
         shared = {"head_dim": head_dim, "use_bias": self.use_bias}
         self.create_child(
@@ -296,7 +296,7 @@ class BaseAttention(AttentionLayer):
             num_heads=self.num_heads,
             **shared,
         )
-        for name in of_memory:
+        for name in projections:
             template = getattr(self, f"{name}_tpl")
             self.create_child(name, template, input_dims=memory_dims, num_heads=kv_heads, **shared)
 

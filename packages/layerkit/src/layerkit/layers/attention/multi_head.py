@@ -210,8 +210,9 @@ class MultiHeadAttention(BaseAttention):
                 use_bias=self.use_bias,
             )
         else:
-            of_memory = ("key",) if self.values_are_keys else ("key", "value")
-            self._create_query_key_value(self.input_dims, of_memory=of_memory if has_key else ())
+            names = ("key",) if self.values_are_keys else ("key", "value")
+            projections = names if has_key else ()
+            self._create_query_key_value(self.input_dims, projections=projections)
         self._create_attention_parts(has_key=has_key)
         if self.value_norm_tpl is not None:
             self._create_norm("value_norm", self.value_norm_tpl, dims=head_dim, num_heads=kv_heads)

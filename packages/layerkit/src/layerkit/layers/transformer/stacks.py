@@ -254,8 +254,8 @@ class StackedTransformer(BaseLayer):
         # in_scan=False is valid for both.
         run = remat(body, self.remat, in_scan=False)
         for index, layer in enumerate(layers):
-            of_layer = {name: values[index] for name, values in differing.items()}
-            x, pair = run(layer, x, of_layer, shared.get("kv", {}))
+            layer_values = {name: values[index] for name, values in differing.items()}
+            x, pair = run(layer, x, layer_values, shared.get("kv", {}))
             if index + 1 in read:
                 shared["kv"][index + 1] = pair
         return x
