@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -93,6 +94,21 @@ def _pattern(text: str) -> str:
     except re.error as error:
         raise ValueError(f"a regular expression ({error})") from None
     return text
+
+
+def html_file(text: str) -> str:
+    """Return the path of a page to write, or raise ValueError with what was expected."""
+    path = os.path.expanduser(text)
+    if not path.endswith(".html") or os.path.isdir(path):
+        raise ValueError("the path of an .html file to write")
+    if "://" in path:
+        return path
+    folder = os.path.dirname(os.path.abspath(path))
+    while not os.path.lexists(folder):
+        folder = os.path.dirname(folder)
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+        raise ValueError(f"a path in a folder that this user may write to, and {folder} is none")
+    return path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -299,7 +315,12 @@ class RunOptions:
         "print JSON; also with --list, --print_config and --diff_config",
         ("plan", "inspect"),
     )
-    html: bool = _switch("print --inspect=batches as a page of HTML, with whole texts", _INSPECT)
+    html: str | None = _option(
+        "write --inspect=batches to this file, as a page for a browser with whole texts",
+        "FILE",
+        _INSPECT,
+        read=html_file,
+    )
     coordinator_address: str | None = _option(
         "host:port of process 0; auto: ask the launcher, which is then required. By default Slurm,"
         " Open MPI, torchrun, Kubernetes or the TPU pod is asked, if there is one",

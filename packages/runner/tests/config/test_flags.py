@@ -95,6 +95,8 @@ TWO = "--num_processes=2"
         (["--job_log_dir="], {"field": "--job_log_dir", "value": ""}),
         (["--checkpoint_todelete_subdir=a/b"], {"value": "a/b"}),
         (["--json=ja"], {"field": "--json", "value": "ja"}),
+        (["--html=page"], {"expected": "the path of an .html file to write"}),
+        ([f"--html={__file__}/a.html"], {"field": "--html", "value": f"{__file__}/a.html"}),
         ([f"{STEPS}=last"], {"field": STEPS, "value": "last"}),
         ([f"{STEPS}=-1"], {"field": STEPS, "value": "-1"}),
         (["--coordinator_address=host"], {"field": "--coordinator_address", "value": "host"}),
@@ -102,6 +104,7 @@ TWO = "--num_processes=2"
         # Flags of another mode.
         (["--mode=eval", f"{STEPS}=100"], {"field": STEPS}),
         (["--mode=plan", "--noenable_checkpoint_saving"], {"field": "--enable_checkpoint_saving"}),
+        (["--mode=eval", "--html=a.html"], {"field": "--html"}),
         # Flags that do not fit together.
         (["--mode=export", f"{STEPS}=100,200"], {"field": STEPS, "value": "100,200"}),
         (["--init_from=a", "--restore_checkpoint_dir=b"], {}),

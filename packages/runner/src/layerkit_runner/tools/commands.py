@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from layerkit.config.checks import require
 from layerkit.errors import pip_install
 from layerkit_runner.config.flags import Command, FlagCommand, Mode
 from layerkit_runner.errors import UsageError
@@ -63,6 +64,8 @@ def _plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
 
 def _inspect(resolved: ResolvedExperiment, options: RunOptions) -> int:
     """Print the view that `--inspect` names; no weight is made and no accelerator is used."""
+    is_page, expected = options.inspect == "batches", "--inspect=batches with it"
+    require(options.html is None or is_page, None, "--html", options.html, expected, UsageError)
     # Each view imports JAX or NumPy as late as it needs them.
     if options.inspect == "batches":
         from layerkit_runner.tools.inspect.batches import print_batches

@@ -86,6 +86,13 @@ def test_command_shows_every_input_and_writes_nothing(tmp_path, capsys):
     assert "one two three. one two" in printed.out
     assert sorted(tmp_path.iterdir()) == before
 
+    page = tmp_path / "pages" / "batches.html"
+    assert cli.main([*command, f"--html={page}"]) == 0
+    assert capsys.readouterr().out == f"wrote {page}\n"
+    assert "decode prompts (LocalTextPrompts)" in page.read_text()
+    assert cli.main([*command[:2], "--inspect=layers", f"--html={page}"]) == 2
+    assert "--html" in capsys.readouterr().err
+
     assert cli.main([*command[:-1], "--fdl.TEXT_FILES=['/nowhere/at/all']"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("runner: ")

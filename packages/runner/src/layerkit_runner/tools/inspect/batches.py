@@ -35,6 +35,7 @@ from layerkit_runner.data.host_inputs import (
     skipped_line,
 )
 from layerkit_runner.errors import UsageError, as_usage_error
+from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.files.text import aligned
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.run_options import RunOptions
@@ -46,7 +47,8 @@ _NUMBERS_SHOWN = 8
 _PAGE = """\
 <!doctype html><meta charset="utf-8"><title>{}</title>
 <style>pre {{ white-space: pre-wrap }} mark {{ background: #b7e4b7 }}</style>
-<pre>"""
+<pre>{}</pre>
+"""
 _TAGS = str.maketrans({"\ue000": "<mark>", "\ue001": "</mark>"})
 
 
@@ -68,7 +70,7 @@ SPECIAL = "⟪{}⟫"
 
 
 def print_batches(resolved: ResolvedExperiment, options: RunOptions) -> None:
-    """Print the first batches of each input of an experiment."""
+    """Print the first batches of each input of an experiment, or write them to `options.html`."""
     with as_usage_error():
         partitioner = resolved.partitioner.Instantiate()
     devices = start_simulated(
@@ -77,24 +79,38 @@ def print_batches(resolved: ResolvedExperiment, options: RunOptions) -> None:
     hosts = simulated_hosts(devices, options.num_hosts)
     is_colored = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     style = HTML if options.html else TERMINAL if is_colored else PLAIN
-    if options.html:
-        print(_PAGE.format(html.escape(resolved.name)))
-    print(
-        f"{len(hosts)} host(s) of {len(devices) // len(hosts)} device(s) each are simulated;"
-        f" {style.legend}, special ids in {SPECIAL.format('these')}"
+    lines = _lines(resolved, partitioner, hosts, options.num_batches, style=style)
+    if options.html is None:
+        for line in lines:
+            print(line, flush=True)
+        return
+    text = "\n".join(map(escaped, lines))
+    atomic_write(options.html, _PAGE.format(html.escape(resolved.name), text))
+    print(f"wrote {options.html}")
+
+
+def _lines(
+    resolved: ResolvedExperiment,
+    partitioner: Partitioner,
+    hosts: list[HostTopology],
+    num_batches: int,
+    *,
+    style: Style,
+) -> Iterator[str]:
+    """Yield the description of all inputs of an experiment."""
+    yield (
+        f"{len(hosts)} host(s) of {partitioner.mesh.size // len(hosts)} device(s) each are"
+        f" simulated; {style.legend}, special ids in {SPECIAL.format('these')}"
     )
     kinds = [(c, "train" if c.is_training else "eval") for c in resolved.datasets]
     kinds += [(config, "decode") for config in resolved.decode_datasets]
     with as_usage_error():
         tokenizer = build(config) if (config := resolved.experiment.tokenizer()) else None
     for config, kind in kinds:
-        print()
-        for line in input_lines(
-            config, kind, partitioner, hosts, options.num_batches, tokenizer, style=style
-        ):
-            print(escaped(line) if options.html else line, flush=True)
-    if options.html:
-        print("</pre>")
+        yield ""
+        yield from input_lines(
+            config, kind, partitioner, hosts, num_batches, tokenizer, style=style
+        )
 
 
 def escaped(line: str) -> str:
