@@ -62,3 +62,17 @@ def test_training_rows_hold_several_pairs_and_decoded_rows_one(folder: Path):
         assert (batch.tgt.labels == 1).sum(axis=1).tolist() == [1, 1]
     metrics = translations.prediction_metrics({0: "zwei", 1: "elf"})
     assert metrics == {"exact_match": 0.5}
+
+
+def test_bleu_and_chrf_are_those_of_sacrebleu(folder: Path):
+    sacrebleu = pytest.importorskip("sacrebleu")
+    fields = {**FIELDS, "TFDS_DATA_DIR": str(folder)}
+    (config,) = resolve(TransformerBase(**fields)).decode_datasets
+    config.mixture_or_task.metrics = ["exact_match", "bleu", "chrf"]
+    translations = config.set(batch_size=2, percore_batch_size=None).Instantiate()
+    decoded, targets = ["zwei", "einhundertzehn"], [german for _, german in PAIRS["validation"]]
+    assert translations.prediction_metrics(dict(enumerate(decoded))) == {
+        "exact_match": 0.5,
+        "bleu": sacrebleu.BLEU().corpus_score(decoded, [targets]).score,
+        "chrf": sacrebleu.CHRF().corpus_score(decoded, [targets]).score,
+    }

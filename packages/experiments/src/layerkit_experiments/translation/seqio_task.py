@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from layerkit_experiments.recipes.seqio_tasks import vocabulary
 from layerkit_inputs.seqio.tasks import import_seqio, import_tensorflow
+from layerkit_inputs.text.text_pairs import PairMetric, text_metrics
 
 
 def translation_task(
-    *, tfds_name: str, vocab_path: str | None, vocab_size: int | None, source: str, target: str
+    *,
+    tfds_name: str,
+    vocab_path: str | None,
+    vocab_size: int | None,
+    source: str,
+    target: str,
+    metrics: Sequence[PairMetric] = ("exact_match",),
 ) -> Any:
     """Return a task whose `inputs` and `targets` are a text and its translation, followed by EOS.
 
-    Texts longer than a row are cut. The metric of decoded texts is `exact_match`.
+    Texts longer than a row are cut.
 
     Args:
       tfds_name: TFDS name with configuration and version; examples have a text per language.
@@ -23,6 +30,7 @@ def translation_task(
       vocab_size: See `vocabulary`.
       source: Feature name of the source language, such as `en`.
       target: Feature name of the target language.
+      metrics: Metrics of decoded texts, whose references are not cut.
 
     Returns:
       A `seqio.Task`.
@@ -43,7 +51,7 @@ def translation_task(
             seqio.preprocessors.append_eos_after_trim,
         ],
         postprocess_fn=_reference,
-        metric_fns=[_exact_match],
+        metric_fns=[functools.partial(text_metrics, metrics=metrics)],
         output_features={
             feature: seqio.Feature(tokens, add_eos=True) for feature in ("inputs", "targets")
         },
@@ -63,8 +71,3 @@ def _inputs_and_targets(dataset: Any, *, source: str, target: str) -> Any:
 def _reference(decoded: str, *, example: Mapping[str, Any], is_target: bool) -> str:
     """Return the uncut text of a target, or the decoded text of a prediction."""
     return example["targets_pretokenized"].decode() if is_target else decoded
-
-
-def _exact_match(targets: list[str], predictions: list[str]) -> dict[str, float]:
-    matches = [target == decoded for target, decoded in zip(targets, predictions, strict=True)]
-    return {"exact_match": sum(matches) / max(len(matches), 1)}

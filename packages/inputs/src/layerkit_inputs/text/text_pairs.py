@@ -11,11 +11,11 @@ import functools
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
-from layerkit.config.checks import require
+from layerkit.config.checks import check_choice, require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import FIRST_TEXT_BYTES, NUM_FIRST_TEXTS, counted
 from layerkit_inputs.base.errors import BadRecordError, MissingFileError, require_extra
@@ -30,6 +30,29 @@ PairPacking = Literal["first_fit", "none"]
 """`first_fit`: several whole pairs in a row; `none`: one pair in a row."""
 PairMetric = Literal["exact_match", "bleu", "chrf"]
 """Share of equal targets, from 0 to 1; BLEU and chrF of the corpus by sacrebleu, from 0 to 100."""
+
+
+def text_metrics(
+    targets: Sequence[str],
+    predictions: Sequence[str],
+    *,
+    metrics: Sequence[PairMetric] = ("exact_match",),
+) -> dict[str, float]:
+    """Return `metrics` of predicted texts, of which there is one for each target.
+
+    Raises:
+      ConfigError: A metric is unknown.
+      MissingExtraError: BLEU and chrF need sacrebleu.
+    """
+    scores: dict[str, float] = {}
+    for name in metrics:
+        check_choice("text_metrics", get_args(PairMetric), metrics=name)
+        if name == "exact_match":
+            scores[name] = float(np.mean(np.array(predictions) == np.array(targets)))
+        else:
+            sacrebleu = require_extra("sacrebleu", needed_by=f"metrics={name}")
+            scores[name] = getattr(sacrebleu, f"corpus_{name}")(predictions, [targets]).score
+    return scores
 
 
 class PairRows(IndexedInput):
@@ -129,14 +152,7 @@ class PairRows(IndexedInput):
         ids = np.split(targets, np.cumsum(self._sizes[pairs, 1])[:-1])
         references = [self._tokenizer.decode(tokens) for tokens in ids]
         decoded = [predictions[number] for number in pairs.tolist()]
-        scores: dict[str, float] = {}
-        for name in self.metrics:
-            if name == "exact_match":
-                scores[name] = float(np.mean(np.array(decoded) == np.array(references)))
-            else:
-                sacrebleu = require_extra("sacrebleu", needed_by=f"metrics={name}")
-                scores[name] = getattr(sacrebleu, f"corpus_{name}")(decoded, [references]).score
-        return scores
+        return text_metrics(references, decoded, metrics=self.metrics)
 
 
 class TextPairs(PairRows):
