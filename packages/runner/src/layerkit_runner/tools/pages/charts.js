@@ -1,0 +1,122 @@
+/* Draws the curves of a page with uPlot: cursors and zoom are linked, `log` switches the y axis.
+
+   data.charts[name] = {title, unit, log, over, curves}: `log` is whether the y axis begins logarithmic,
+   `over` names the x axis ("step" if absent). A curve is {label, color, dashed, x, y, bad, run}: x holds
+   the first value and then differences, all positive; y numbers or null (a gap); `bad` x values that
+   are marked by a triangle, since y is not finite there; an unchecked `input[data-run=run]` hides it.
+   A figure with `data-chart=name` (the macro `curves` of drawings.html.jinja) receives the chart. */
+"use strict";
+(() => {
+  const charts = JSON.parse(document.getElementById("data").textContent).charts;
+  const figures = [...document.querySelectorAll("figure[data-chart]")];
+  const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });
+
+  const whole = [...Array(16).keys()].flatMap((power) => [1, 2, 5].map((n) => n * 10 ** power));
+
+  /* Returns the background of a curve's mark in a legend. */
+  function stripes({ color: index, dashed }) {
+    const gaps = `repeating-linear-gradient(90deg, var(--c${index}) 0 4px, transparent 4px 6px)`;
+    return dashed ? gaps : `var(--c${index})`;
+  }
+
+  function text(value) {
+    if (value == null) return "";
+    const size = Math.abs(value);
+    if (size >= 1e15 || (size < 1e-3 && size > 0)) return value.toExponential(2).replace(/\.?0+e/, "e");
+    return size >= 1e4 ? compact.format(value) : String(+value.toPrecision(4));
+  }
+
+  let low = Infinity, high = -Infinity;
+  for (const chart of Object.values(charts)) {
+    for (const curve of chart.curves) {
+      let sum = 0;
+      curve.x = curve.x.map((step) => (sum += step));
+      low = Math.min(low, curve.x[0], ...curve.bad);
+      high = Math.max(high, sum, ...curve.bad);
+    }
+  }
+  let shown = { min: low, max: Math.max(high, low + 1) };
+
+  function zoom(range) {
+    shown = range;
+    figures.forEach((figure) => figure.plot.setScale("x", range));
+  }
+
+  function isShown(curve) {
+    const box = document.querySelector(`input[data-run="${curve.run}"]`);
+    return !box || box.checked;
+  }
+
+  function markBad(plot, curves) {
+    const { ctx, bbox } = plot, size = 5 * devicePixelRatio;
+    curves.filter(isShown).forEach((curve) => {
+      ctx.fillStyle = color(`--c${curve.color}`);
+      for (const x of curve.bad) {
+        const left = plot.valToPos(x, "x", true);
+        if (left < bbox.left || left > bbox.left + bbox.width) continue;
+        ctx.beginPath();
+        ctx.moveTo(left - size, bbox.top);
+        ctx.lineTo(left + size, bbox.top);
+        ctx.lineTo(left, bbox.top + 2 * size);
+        ctx.fill();
+      }
+    });
+  }
+
+  function draw(figure) {
+    const chart = charts[figure.dataset.chart], place = figure.querySelector("[role=img]");
+    const isLog = figure.querySelector("button").ariaPressed === "true";
+    const tables = chart.curves.map(({ x, y }) => [x, isLog ? y.map((v) => (v > 0 ? v : null)) : y]);
+    const axis = {
+      stroke: color("--soft"), font: "12px system-ui", labelFont: "12px system-ui",
+      grid: { stroke: color("--grid"), width: 1 }, ticks: { show: false },
+      values: (_, values) => values.map(text),
+    };
+    const last = (plot, series) => plot.data[series].findLast((v) => v != null);
+    const over = chart.over || "step";
+    figure.plot?.destroy();
+    figure.plot = new uPlot({
+      width: place.clientWidth,
+      height: figure.classList.contains("wide") ? 300 : 220,
+      scales: { x: { time: false }, y: { distr: isLog ? 3 : 1 } },
+      axes: [{ ...axis, size: 30, space: 70, incrs: whole }, { ...axis, size: 56 }],
+      legend: { markers: { width: 0, fill: (plot, series) => stripes(chart.curves[series - 1]) } },
+      series: [
+        { label: over, value: (plot, v) => (v ?? last(plot, 0))?.toLocaleString("en") },
+        ...chart.curves.map((curve) => ({
+          label: curve.label, stroke: color(`--c${curve.color}`), width: 1.5, show: isShown(curve),
+          dash: curve.dashed ? [6, 4] : undefined,
+          points: { ...(curve.dashed && { show: true }), size: 5, fill: color(`--c${curve.color}`) },
+          value: (plot, v, series, index) => text(index == null ? last(plot, series) : v) || "–",
+        })),
+      ],
+      cursor: {
+        y: false, drag: { setScale: false },
+        sync: { key: over, scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
+        bind: { dblclick: () => () => zoom({ min: low, max: high }) },
+      },
+      hooks: {
+        draw: [(plot) => markBad(plot, chart.curves)],
+        setSelect: [(plot) => {
+          const { left, width } = plot.select;
+          if (width > 4) zoom({ min: plot.posToVal(left, "x"), max: plot.posToVal(left + width, "x") });
+          plot.setSelect({ left: 0, width: 0 }, false);
+        }],
+      },
+    }, uPlot.join(tables), place);
+    figure.plot.setScale("x", shown);
+  }
+
+  for (const figure of figures) {
+    draw(figure);
+    const button = figure.querySelector("button");
+    button.onclick = () => { button.ariaPressed = String(button.ariaPressed !== "true"); draw(figure); };
+    new ResizeObserver(() => {
+      const { clientWidth } = figure.querySelector("[role=img]");
+      if (clientWidth !== figure.plot.width) figure.plot.setSize({ width: clientWidth, height: figure.plot.height });
+    }).observe(figure);
+  }
+  for (const box of document.querySelectorAll("input[data-run]")) box.onchange = () => figures.forEach(draw);
+  matchMedia("(prefers-color-scheme: dark)").onchange = () => figures.forEach(draw);
+})();
