@@ -151,6 +151,7 @@ _FILES = {
                 raise KeyboardInterrupt
     ''',
     "no_jax/jax.py": "raise SystemExit('jax was imported')",
+    "no_jax/rich.py": "raise SystemExit('rich was imported')",
     "no_config/fiddle.py": "raise SystemExit('fiddle was imported')",
 }
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import select
-import shutil
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -145,8 +144,7 @@ def _listing(flags: ParsedFlags) -> str:
         return f"No experiment has all of the tags {', '.join(tags)}."
     if not entries:
         return "No installed package offers experiments (entry-point group layerkit.experiments)."
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return catalogue_text(entries, width=width)
+    return catalogue_text(entries)
 
 
 def _add_current_folder() -> None:

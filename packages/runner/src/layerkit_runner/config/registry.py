@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from layerkit.errors import UserError
 from layerkit_runner.config import flags
 from layerkit_runner.errors import UsageError, line_of, naming_code, to_usage_error
-from layerkit_runner.files.text import aligned, cut, scaled_text
+from layerkit_runner.files.text import draw_table, scaled_text
 
 if TYPE_CHECKING:
     from layerkit_runner.config.experiment import BaseExperiment
@@ -106,18 +106,16 @@ def list_experiments(*, tags: Collection[str] = ()) -> list[ExperimentEntry]:
     return sorted(chosen, key=lambda entry: entry.name)
 
 
-def catalogue_text(entries: Sequence[ExperimentEntry], *, width: int | None = None) -> str:
+def catalogue_text(entries: Sequence[ExperimentEntry]) -> str:
     """Return the text that `--list` prints: a line for each experiment.
 
-    Lines are cut at the width of a terminal; None gives whole lines without headings.
+    A terminal shows headings, and lines cut at its width.
     """
     columns = zip(_HEADINGS, zip(*map(_listed_cells, entries), strict=True), strict=True)
     # Empty columns are left out.
-    shown = [
-        column if width is None else (head, *column) for head, column in columns if any(column)
-    ]
-    lines = aligned(list(zip(*shown, strict=True)))
-    return "\n".join(line if width is None else cut(line, width) for line in lines)
+    heads, cells = zip(*((head, column) for head, column in columns if any(column)), strict=True)
+    heads = heads if sys.stdout.isatty() else ()
+    return "\n".join(draw_table(zip(*cells, strict=True), head=heads, folds=False))
 
 
 def catalogue_json(entries: Sequence[ExperimentEntry]) -> list[dict[str, Any]]:

@@ -6,7 +6,8 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Literal
 
 from layerkit_runner.errors import UsageError
 
@@ -52,23 +53,70 @@ def stable_repr(value: object) -> str:
         return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
-def cut(text: str, width: int) -> str:
-    """Return a text of at most `width` characters; `…` stands for the rest of a longer one."""
-    return text if len(text) <= width else text[: width - 1].rstrip() + "…"
+def draw_table(
+    rows: Iterable[Sequence[str]],
+    *,
+    title: str | None = None,
+    head: Sequence[str] = (),
+    right: Collection[int] = (),
+    folds: bool = True,
+) -> list[str]:
+    """Return the lines of a table, drawn by rich on a terminal; none without rows.
 
+    Elsewhere columns are separated by spaces and no cell is cut, so that programs can search them.
 
-def aligned(rows: Sequence[Sequence[str]], *, right: Collection[int] = ()) -> list[str]:
-    """Return the lines of a table with columns of equal width; `right` are aligned at the right.
+    Args:
+      rows: Cells of equal number.
+      title: Line above the table, which is then indented; None for none.
+      head: Headings of the columns; empty for none.
+      right: Indices of the columns that are aligned at the right.
+      folds: Whether a cell that is too wide for the terminal has several lines; False to cut it.
 
-    >>> aligned([("a", "1"), ("bcd", "23")], right=[1])
+    >>> draw_table([("a", "1"), ("bcd", "23")], right=[1])
     ['a     1', 'bcd  23']
     """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    signs = [">" if index in right else "<" for index in range(len(widths))]
-    return [
-        "  ".join(f"{cell:{s}{n}}" for cell, s, n in zip(row, signs, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    lines = [*rows]
+    if not lines:
+        return []
+    if not sys.stdout.isatty():
+        lines = [head, *lines] if head else lines
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        forms = [f"{'>' if index in right else '<'}{width}" for index, width in enumerate(widths)]
+        texts = ["  ".join(map(format, line, forms)).rstrip() for line in lines]
+        return texts if title is None else [title, *(f"  {text}" for text in texts)]
+    # Imported here because it takes some 60 ms, which output to a pipe need not wait for.
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.ROUNDED, show_header=bool(head), border_style="dim")
+    for index, name in enumerate(head or lines[0]):
+        side: Literal["left", "right"] = "right" if index in right else "left"
+        style = "" if index else "cyan"
+        drawn.add_column(Text(name), justify=side, style=style, no_wrap=not index)
+    overflow: Literal["fold", "ellipsis"] = "fold" if folds else "ellipsis"
+    for line in lines:
+        drawn.add_row(*(Text(cell, no_wrap=not folds, overflow=overflow) for cell in line))
+    above = [] if title is None else [color_text(title, "bold")]
+    return [*above, *_render(drawn).splitlines()]
+
+
+def color_text(text: str, style: str) -> str:
+    """Return a text in a style of rich, such as "red", for a terminal; elsewhere as it is."""
+    if not sys.stdout.isatty():
+        return text
+    from rich.text import Text
+
+    return _render(Text(text, style), soft_wrap=True, end="")
+
+
+def _render(drawn: Any, **options: Any) -> str:
+    from rich.console import Console
+
+    console = Console()
+    with console.capture() as capture:
+        console.print(drawn, **options)
+    return capture.get()
 
 
 def near_folders(folder: str) -> list[str]:

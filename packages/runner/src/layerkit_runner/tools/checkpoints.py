@@ -33,7 +33,7 @@ from layerkit_runner.checkpointing.policy import (
 from layerkit_runner.config.help import read_command
 from layerkit_runner.errors import StorageError, UsageError, recast
 from layerkit_runner.files.atomic_write import absolute, read_regular
-from layerkit_runner.files.text import aligned, size_text
+from layerkit_runner.files.text import draw_table, size_text
 from layerkit_runner.run_options import Flag, non_negative
 
 _TARGETS = ("safetensors",)
@@ -105,7 +105,7 @@ def _list(folder: str, *, read: bool = False) -> int:
     }
     policy = _policy(paths[max(paths)])
     reasons = {} if policy is None else policy.reasons_to_keep([*saved.values()])
-    rows = [("step", "saved (UTC)", "size", "format", "intact", "metric", "kept as")]
+    rows = []
     for step, path in paths.items():
         kept = ", ".join(reasons.get(step, ())) or "deleted at the next save"
         row = (
@@ -118,7 +118,8 @@ def _list(folder: str, *, read: bool = False) -> int:
             "unknown" if policy is None else kept,
         )
         rows.append(row)
-    print("\n".join(aligned(rows)))
+    head = ("step", "saved (UTC)", "size", "format", "intact", "metric", "kept as")
+    print("\n".join(draw_table(rows, head=head)))
     for step, findings in damage.items():
         for finding in findings:
             print(f"step {step}: {finding}")
@@ -190,13 +191,13 @@ def _show(folder: str, *, step: int | None = None) -> int:
     path = folders.step_folder(directory, step)
     integrity.require_sound(path, integrity.verify(path))
     leaves = handlers.stored_leaves(path / "state")
-    rows = [("array", "shape", "dtype", "bytes")]
+    rows = []
     sizes: collections.Counter[str] = collections.Counter()
     for name, spec in leaves.items():
         sizes[name[0]] += spec.num_bytes
         shape = " × ".join(map(str, spec.shape)) or "scalar"
         rows.append((stored_state.join(name), shape, spec.dtype.name, f"{spec.num_bytes:,}"))
-    print("\n".join(aligned(rows)))
+    print("\n".join(draw_table(rows, head=("array", "shape", "dtype", "bytes"))))
     parts = ", ".join(f"{part} {size_text(size)}" for part, size in sizes.items())
     print(f"step {step}: {len(leaves)} arrays, {size_text(sizes.total())} ({parts})")
     return 0

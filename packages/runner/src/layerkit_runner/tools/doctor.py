@@ -30,7 +30,7 @@ from etils import epath
 from layerkit.errors import pip_install
 from layerkit_runner.config.flags import read_flags
 from layerkit_runner.config.help import flag_rows, table
-from layerkit_runner.files.text import size_text
+from layerkit_runner.files.text import color_text, size_text
 from layerkit_runner.run_options import FLAGS
 
 # Each plugin has the version number of its jaxlib.
@@ -85,7 +85,11 @@ def run_doctor(words: Sequence[str]) -> int:
     fails = print_report("packages", examine_packages()) | print_report("host", examine_host())
     for name, limit in TIME_LIMITS.items():
         fails |= run_check(name, values.get("job_log_dir", "."), limit=limit)
-    print(f"\n{'some checks failed' if fails else 'all checks passed'}")
+    print(
+        color_text("\nsome checks failed", "red")
+        if fails
+        else color_text("\nall checks passed", "green")
+    )
     return 1 if fails else 0
 
 
@@ -93,12 +97,13 @@ def print_report(name: str, report: Report) -> bool:
     """Print the lines and problems of a check; return whether one of the problems is a failure."""
     fails, heading = False, name
     for line in report:
-        text = line
+        text, style = line, ""
         if isinstance(line, Problem):
             fails |= line.fails
             text = f"{'FAILS' if line.fails else 'warning'}: {line.what} → {line.to_do}"
-        indent = " " * 15
-        print(textwrap.fill(f"{heading:<13}{text}", 100, subsequent_indent=indent), flush=True)
+            style = "red" if line.fails else "yellow"
+        text = textwrap.fill(f"{heading:<13}{text}", 100, subsequent_indent=" " * 15)
+        print(color_text(text, style), flush=True)
         heading = ""
     return fails
 

@@ -30,7 +30,7 @@ from layerkit_runner.data.host_inputs import dataset_name
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import open_append
 from layerkit_runner.files.bounded_documents import parse_json, parse_toml, read_text
-from layerkit_runner.files.text import aligned
+from layerkit_runner.files.text import draw_table
 from layerkit_runner.observers.metrics_log import read_metrics
 from layerkit_runner.run.job_folder import lock, try_lock
 
@@ -284,7 +284,7 @@ class Sweep:
             rows.append((trial.state != TrialState.COMPLETE, not values, order, cells))
         rows.sort()
         head = ["trial", self.file.metric, "state", "step", "reason", *self.file.space]
-        print("\n".join(aligned([head, *(cells for *_, cells in rows)])), flush=True)
+        print("\n".join(draw_table((cells for *_, cells in rows), head=head)), flush=True)
 
 
 def _evaluations(folder: Path, metric: str) -> list[tuple[int, float]]:

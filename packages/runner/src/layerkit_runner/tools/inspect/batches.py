@@ -36,7 +36,7 @@ from layerkit_runner.data.host_inputs import (
 )
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import atomic_write
-from layerkit_runner.files.text import aligned
+from layerkit_runner.files.text import draw_table
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.run_options import RunOptions
 from layerkit_runner.tools.plan.targets import start_simulated
@@ -228,12 +228,12 @@ def summary(batch: NestedMap) -> str:
 
 def field_table(batch: NestedMap) -> list[str]:
     """Return a line for each field: shape, dtype, least and greatest value."""
-    rows: list[tuple[str, ...]] = [("field", "shape", "dtype", "min", "max")]
+    rows: list[tuple[str, ...]] = []
     for path, value in batch.flatten_items():
         array = np.asarray(value)
         ends = [f"{f(array).item():.6g}" if array.size else "" for f in (np.min, np.max)]
         rows.append((path, str(list(array.shape)), array.dtype.name, *ends))
-    return aligned(rows)
+    return draw_table(rows, head=("field", "shape", "dtype", "min", "max"))
 
 
 def row_lines(

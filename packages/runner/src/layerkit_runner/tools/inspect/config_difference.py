@@ -16,7 +16,7 @@ from layerkit_runner.config.config_tree import config_json
 from layerkit_runner.config.recorded import differing_names, load_recorded_config
 from layerkit_runner.config.registry import find_experiment
 from layerkit_runner.config.requests import ParsedFlags, ResolvedExperiment
-from layerkit_runner.files.text import aligned
+from layerkit_runner.files.text import draw_table
 from layerkit_runner.run.resolve import resolve_entry, resolve_flags
 
 # A name, and values by path. Paths of the experiment's fields start with `experiment.`.
@@ -77,9 +77,10 @@ def difference_text(here: Side, there: Side, differing: Mapping[str, Mapping[str
     lines = [f"here   {here[0]}", f"there  {there[0]}"]
     if not differing:
         return "\n".join([*lines, "nothing differs"])
-    rows = [("field", "here", "there")]
+    rows = []
     for path, values in differing.items():
         texts = {side: v if isinstance(v, str) else repr(v) for side, v in values.items()}
         rows.append((path, texts.get("here", "–"), texts.get("there", "–")))
     count = len({**here[1], **there[1]})
-    return "\n".join([*lines, "", *aligned(rows), "", f"{len(differing)} of {count} fields differ"])
+    drawn = draw_table(rows, head=("field", "here", "there"))
+    return "\n".join([*lines, "", *drawn, "", f"{len(differing)} of {count} fields differ"])

@@ -13,7 +13,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from layerkit.config import field_names, is_config
 from layerkit_runner.config.config_tree import Name, target_name, value_text
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.errors import as_usage_error
-from layerkit_runner.files.text import aligned, size_text
+from layerkit_runner.files.text import draw_table, size_text
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run_options import RunOptions
@@ -248,16 +248,15 @@ def table_text(table: ParameterTable) -> str:
     ]
     if table.non_trainable:
         lines += ["not trained, changed by the model itself", *_rows(table.non_trainable), ""]
-    width = max(map(len, table.modules), default=0)
     in_all = max(table.totals["weights"].count, 1)
-    for name, total in table.modules.items():
-        share = 100 * total.count / in_all
-        lines.append(f"{name:<{width}}  {total.count:>16,}  {share:5.1f} %  {_size_text(total)}")
-    lines.append("")
-    for name, words in _TOTALS.items():
-        total = table.totals[name]
-        if total.count or name in ("weights", "non_trainable", "optimizer"):
-            lines.append(f"{words:<16}  {total.count:>16,}  {_size_text(total)}")
+    lines += draw_table(
+        [
+            (name, f"{total.count:,}", f"{100 * total.count / in_all:.1f} %", *_size_texts(total))
+            for name, total in table.modules.items()
+        ],
+        right=[1, 2],
+    )
+    lines += ["", *draw_table(_total_rows(table.totals), right=[1])]
     if table.padded:
         lines.append(f"padded on the devices: {table.padded}")
     if table.loads is not None:
@@ -265,8 +264,15 @@ def table_text(table: ParameterTable) -> str:
     return "\n".join(lines)
 
 
-def _size_text(total: Total) -> str:
-    return f"{size_text(total.bytes)}, {size_text(total.bytes_per_device)} on each device"
+def _total_rows(totals: Mapping[str, Total]) -> Iterator[tuple[str, ...]]:
+    for name, words in _TOTALS.items():
+        total = totals[name]
+        if total.count or name in ("weights", "non_trainable", "optimizer"):
+            yield words, f"{total.count:,}", *_size_texts(total)
+
+
+def _size_texts(total: Total) -> tuple[str, str]:
+    return size_text(total.bytes), f"{size_text(total.bytes_per_device)} on each device"
 
 
 def _rows(parameters: Sequence[Parameter]) -> list[str]:
@@ -287,7 +293,7 @@ def _rows(parameters: Sequence[Parameter]) -> list[str]:
         (_joint_path(paths), f"{len(paths)} × {count}" if len(paths) > 1 else count, *others)
         for (_, count, *others), paths in groups.items()
     ]
-    return aligned(cells, right=[1])
+    return draw_table(cells, right=[1])
 
 
 def _joint_path(paths: Sequence[str]) -> str:

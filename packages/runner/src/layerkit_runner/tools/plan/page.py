@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator
 
-from layerkit_runner.files.text import aligned, cut, seconds_text, size_text
+from layerkit_runner.files.text import color_text, draw_table, seconds_text, size_text
 from layerkit_runner.tools.plan.plan import Plan
 
-_WIDTH = 100
+_REFUSAL_CHARACTERS = 86
 _LARGEST_TENSORS = 6
 _LARGEST_TEMPORARIES = 5
 _MOST_COLLECTIVES = 8
@@ -22,28 +23,27 @@ def plan_page(plan: Plan) -> str:
     )
     sections = [
         [f"plan of {plan.experiment}", f"for {_devices(plan)}", *_verdict(plan)],
-        aligned([*_summary_rows(plan)]),
-        _table("memory per device", [*_memory_rows(plan)], right=(1,)),
-        _table(
-            f"largest of {len(plan.tensors)} tensors of state and batch, per device",
-            [*_tensor_rows(plan)],
+        draw_table(_summary_rows(plan)),
+        draw_table(_memory_rows(plan), title="memory per device", right=[1]),
+        draw_table(
+            _tensor_rows(plan),
+            title=f"largest of {len(plan.tensors)} tensors of state and batch, per device",
+            right=[0],
         ),
-        _table(
-            "largest results of the step, per device; not all exist at the same time",
-            [*_temporary_rows(plan)],
+        draw_table(
+            _temporary_rows(plan),
+            title="largest results of the step, per device; not all exist at the same time",
+            right=[0],
         ),
-        _table(
-            "collectives of one step, bytes sent by each device", [*_traffic_rows(plan)], right=(2,)
+        draw_table(
+            _traffic_rows(plan),
+            title="collectives of one step, bytes sent by each device",
+            right=[2],
         ),
-        _table("lower bounds of the step time", [*_bound_rows(plan)], right=(1,)),
+        draw_table(_bound_rows(plan), title="lower bounds of the step time", right=[1]),
         [*(f"note: {note}" for note in plan.notes), end],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
-
-
-def _table(title: str, rows: list[tuple[str, ...]], *, right: tuple[int, ...] = (0,)) -> list[str]:
-    lines = aligned(rows, right=right) if rows else []
-    return [title, *(cut(f"  {line}", _WIDTH) for line in lines)] if lines else []
 
 
 def _devices(plan: Plan) -> str:
@@ -62,13 +62,16 @@ def _verdict(plan: Plan) -> Iterator[str]:
         return
     usable = f"{size_text(device.usable_bytes)} available to programs"
     if plan.refusal is not None:
-        yield f"DOES NOT FIT: {cut(' '.join(plan.refusal.split()), _WIDTH - 14)}"
+        refusal = textwrap.shorten(plan.refusal, _REFUSAL_CHARACTERS, placeholder="…")
+        yield color_text(f"DOES NOT FIT: {refusal}", "red")
     elif plan.fits:
         part = 100 * plan.memory.peak / device.usable_bytes
-        yield f"fits: {peak} on each device, {part:.0f} % of the {usable}"
+        yield color_text(f"fits: {peak} on each device, {part:.0f} % of the {usable}", "green")
     else:
         over = size_text(plan.memory.peak - device.usable_bytes)
-        yield f"DOES NOT FIT: {peak} on each device, {over} more than the {usable}"
+        yield color_text(
+            f"DOES NOT FIT: {peak} on each device, {over} more than the {usable}", "red"
+        )
     if not plan.fits:
         yield _SEARCH
 
@@ -88,7 +91,7 @@ def _summary_rows(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "", f"in {batch.parts} parts of {batch.rows // batch.parts} rows, gradients added up"
     if batch.tokens is not None:
         yield "", f"× {batch.length} positions = {batch.tokens:,} tokens per step"
-    yield "", cut(", ".join(batch.fields), _WIDTH - 13)
+    yield "", ", ".join(batch.fields)
     for pipeline in plan.pipelines:
         repeats = pipeline.circular_repeats
         around = f", {repeats} times around" if repeats > 1 else ""
@@ -136,10 +139,7 @@ def _temporary_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     for tensor in plan.temporaries[:_LARGEST_TEMPORARIES]:
         count = f"{tensor.count} × " if tensor.count > 1 else ""
         place = " (host)" if tensor.memory == "host" else ""
-        shape = f"{count}{tensor.shape}{place}"
-        room = max(_WIDTH - 16 - len(shape), 12)
-        name = tensor.name if len(tensor.name) <= room else "…" + tensor.name[1 - room :]
-        yield size_text(tensor.bytes_per_device), shape, name
+        yield size_text(tensor.bytes_per_device), f"{count}{tensor.shape}{place}", tensor.name
 
 
 def _traffic_rows(plan: Plan) -> Iterator[tuple[str, ...]]:

@@ -23,7 +23,7 @@ from layerkit.config.checks import require
 from layerkit_runner.config.config_tree import config_json
 from layerkit_runner.config.requests import Override, ResolvedExperiment
 from layerkit_runner.errors import UsageError
-from layerkit_runner.files.text import aligned, seconds_text, size_text
+from layerkit_runner.files.text import draw_table, seconds_text, size_text
 from layerkit_runner.run.resolve import add_overrides
 from layerkit_runner.tools.plan.bounds import RESOURCES, Bounds, DeviceWork
 from layerkit_runner.tools.plan.hardware import DeviceKind, Target, device_kind
@@ -329,8 +329,20 @@ def search_page(search: Search) -> str:
     if search.limit is not None:
         lines.append(f"stopped at the limit of {search.limit}; other candidates were not compiled")
     axes = " × ".join(search.ranked[0].mesh)
-    head = ("peak", "fits", "sent", "between slices", "full overlap", "no overlap", "MFU")
-    rows: list[tuple[str, ...]] = [("", "", axes, "remat", *head)]
+    head = (
+        "",
+        "",
+        axes,
+        "remat",
+        "peak",
+        "fits",
+        "sent",
+        "between slices",
+        "full overlap",
+        "no overlap",
+        "MFU",
+    )
+    rows: list[tuple[str, ...]] = []
     for number, candidate in enumerate(search.ranked, start=1):
         mesh = " × ".join(map(str, candidate.mesh.values()))
         mesh += "".join(f", {n} slices along {axis}" for axis, n in candidate.across.items())
@@ -341,7 +353,7 @@ def search_page(search: Search) -> str:
     ranked_by = _RANKED_BY
     if search.h100_rates:
         ranked_by += f", with an H100's {', '.join(search.h100_rates)}, unknown for the target"
-    lines += [f"ranked by: {ranked_by}", "", *aligned(rows, right=(0, 4, 6, 7))]
+    lines += [f"ranked by: {ranked_by}", "", *draw_table(rows, head=head, right=(0, 4, 6, 7))]
     lines += ["* the experiment as it is", ""]
     if search.command is None:
         return "\n".join([*lines, "no compiled candidate fits"])
