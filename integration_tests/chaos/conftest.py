@@ -134,7 +134,7 @@ class Turn:
         self._offset += len(lines)
         for record in map(json.loads, lines.splitlines()):
             if "event" in record:
-                self.resumed_from = record["step"]
+                self.resumed_from = record.get("step", self.resumed_from)
             elif "dataset" in record:
                 self.evaluated.append(record["step"])
             else:

@@ -47,6 +47,10 @@ def test_phase_ends_if_its_block_raises(clock):
     assert counted(goodput) == {"save": 2, "start": 1}
 
 
+def read_runs(folder):
+    return json.loads((folder / "goodput.json").read_text())["runs"]
+
+
 def train(clock, folder, run_info, *, start_step, until, seconds_per_step=2.0, dies=False):
     """A run that needs 10 seconds to start; returns its goodput."""
     goodput = Goodput(clock=clock)
@@ -74,6 +78,8 @@ def test_repeated_steps_count_as_lost(clock, run_info, tmp_path):
     # 45 steps of the first run were recorded, and 5 of them repeated.
     assert counted(goodput) == {"start": 20, "steps": 80 + 40, "lost": 10}
     assert (goodput.num_steps, goodput.num_lost_steps, goodput.num_runs) == (60, 5, 2)
+    runs = [{name: value for name, value in run.items() if value} for run in read_runs(tmp_path)]
+    assert runs == [{"start": 10, "steps": 80, "lost": 10}, {"start": 10, "steps": 40}]
     # The steps after the last record count as time between runs.
     assert goodput.seconds_between_runs == 300 + 10
     assert goodput.summary().endswith("; 2 runs, 0:05:10 between them, 5 steps repeated")

@@ -49,6 +49,7 @@ def test_metrics_log_writes_start_step_and_evaluation_lines(train, tmp_path):
             "device_kind": "cpu",
             "peak_flops_per_device": None,
             "train_programs": [],
+            "environment": {},
         },
         {"step": 10, "time": 1_700_000_000.123, "loss": 0.1, "tokens_per_sec": 100.0},
         {"step": 10, "time": 1_700_000_000.123, "dataset": "held_out", "loss": 1.1},
@@ -76,6 +77,17 @@ def test_work_lost_before_a_resume_is_left_out_but_stays_in_the_file(train, tmp_
     assert trained == [*(1, 10, 20, 30), 20]
     events = [(line["event"], line["step"]) for line in lines if "event" in line]
     assert events == [("start", 0), ("resume", 15)]
+
+
+def test_end_line_is_an_event_and_leaves_the_facts_of_the_start(run_info, tmp_path):
+    for reason in ("OSError: full", "finished"):
+        log = MetricsLog()
+        log.start(run_info(job_log_dir=epath.Path(tmp_path), start_step=3))
+        log.end(reason)
+        log.close()
+    metrics = read_metrics(tmp_path)
+    assert metrics.info["event"] == "resume"
+    assert [e.get("reason") for e in metrics.events] == [None, "OSError: full", None, "finished"]
 
 
 def test_read_metrics_keeps_the_later_record_of_a_step(train, run_info, tmp_path):

@@ -52,6 +52,7 @@ class RunInfo:
       device_kind: JAX's name of the devices, such as 'TPU v5 lite'.
       peak_flops_per_device: Dense bfloat16 FLOP/s (see `peak_flops`); None if it is unknown.
       train_programs: Names of the training programs if there are several, else empty.
+      environment: Versions of packages, host name, and the commit of the working folder, by name.
     """
 
     job_log_dir: epath.Path | None
@@ -67,6 +68,7 @@ class RunInfo:
     device_kind: str
     peak_flops_per_device: float | None
     train_programs: tuple[str, ...] = ()
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,6 +166,9 @@ class Observer:
 
     def flush(self) -> None:
         """Start writing all earlier reports, without waiting; called with each save."""
+
+    def end(self, reason: str) -> None:
+        """Record why training ends: "finished", "stopped by a signal", or the text of an error."""
 
     def close(self) -> None:
         """Write the remaining reports, and release files and threads."""
@@ -285,6 +290,7 @@ class Observers(Observer):
     text = _forward(Observer.text)
     message = _forward(Observer.message)
     flush = _forward(Observer.flush)
+    end = _forward(Observer.end)
 
     def close(self) -> None:
         """Close every observer; then raise the first failure of one that is not optional."""

@@ -4,6 +4,7 @@
     {"step": 1, "time": …, "loss": …, "tokens_per_sec": …, "mfu": …, …}
     {"step": 100, "time": …, "dataset": "held_out", "loss": …, …}
     {"event": "resume", "step": 500, "time": …, …}
+    {"event": "end", "time": …, "reason": "finished"}
 
 `time` is Unix time in seconds. After `resume`, earlier lines of later steps come from lost work,
 which `read_metrics` omits. Other modes than training write metrics_<mode>.jsonl.
@@ -67,6 +68,10 @@ class MetricsLog(Observer):
     def eval_metrics(self, step: int, dataset: str, scalars: Mapping[str, float]) -> None:
         """Write one line with the name of the data set."""
         self._write({"step": step, "dataset": dataset}, scalars)
+
+    def end(self, reason: str) -> None:
+        """Write the reason as the last line of a run."""
+        self._write({"event": "end"}, {"reason": reason})
 
     def flush(self) -> None:
         """Start writing all earlier lines to a remote store."""
@@ -198,12 +203,14 @@ def _whole_lines(content: bytes) -> bytes:
 class Metrics:
     """The series of a metrics file, without lost work.
 
-    `info` is the newest `start` or `resume` line. Each series has a record per step, in order.
+    `events` are the lines of starts and ends, in order, and `info` is the newest `start` or
+    `resume`. Each series has a record per step, in order.
     """
 
     info: Record
     train: list[Record]
     evals: dict[str, list[Record]]
+    events: list[Record]
 
 
 def read_metrics(path: epath.PathLike) -> Metrics:
@@ -220,6 +227,7 @@ def read_metrics(path: epath.PathLike) -> Metrics:
     if path.is_dir():
         path = metrics_path(path)
     info: Record = {}
+    events: list[Record] = []
     train: dict[int, Record] = {}
     evals: dict[str, dict[int, Record]] = {}
     *lines, _ = path.read_text().split("\n")
@@ -232,9 +240,10 @@ def read_metrics(path: epath.PathLike) -> Metrics:
         except json.JSONDecodeError as error:
             owner = f"{path}, line {number}"
             raise ConfigError(owner=owner, value=line, expected="JSON") from error
-        step = record["step"]
+        step = record.get("step", 0)
         if "event" in record:
-            info = record
+            events.append(record)
+            info = info if record["event"] == "end" else record
             if record["event"] == "resume":
                 for series in (train, *evals.values()):
                     for lost in [later for later in series if later > step]:
@@ -247,6 +256,7 @@ def read_metrics(path: epath.PathLike) -> Metrics:
         info=info,
         train=_sort_by_step(train),
         evals={name: _sort_by_step(series) for name, series in evals.items() if series},
+        events=events,
     )
 
 

@@ -221,6 +221,7 @@ class Goodput:
         """Start the phase `start`; `clock` returns seconds."""
         self._clock = clock
         self._seconds = dict.fromkeys(PHASES, 0.0)
+        self._earlier_runs: list[dict[str, float]] = []
         self._stack = ["start"]
         self._mark = clock()
         self.num_steps = 0
@@ -276,15 +277,24 @@ class Goodput:
             self._seconds[name] += record["seconds"].get(name, 0.0)
         self._seconds["steps"] -= lost_seconds
         self._seconds["lost"] += lost_seconds
+        self._earlier_runs = [dict(run) for run in record.get("runs", [record["seconds"]])]
+        for run in reversed(self._earlier_runs):
+            moved = min(run["steps"], lost_seconds)
+            run["steps"], run["lost"] = run["steps"] - moved, run["lost"] + moved
+            lost_seconds -= moved
         self.num_steps += done - lost
         self.num_lost_steps += record["num_lost_steps"] + lost
         self.num_runs += record["num_runs"]
         self.seconds_between_runs += record["seconds_between_runs"] + max(0.0, seconds_between)
 
     def record(self) -> dict[str, Any]:
-        """Return all counts as JSON values."""
+        """Return all counts as JSON values; `runs` has the seconds of each run by phase."""
+        seconds = {name: round(value, 3) for name, value in self.seconds().items()}
+        before = {name: sum(run.get(name, 0.0) for run in self._earlier_runs) for name in PHASES}
+        newest = {name: round(value - before[name], 3) for name, value in seconds.items()}
         return {
-            "seconds": {name: round(value, 3) for name, value in self.seconds().items()},
+            "seconds": seconds,
+            "runs": [*self._earlier_runs, newest],
             "num_steps": self.num_steps,
             "num_lost_steps": self.num_lost_steps,
             "num_runs": self.num_runs,

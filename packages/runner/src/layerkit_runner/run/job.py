@@ -7,6 +7,9 @@ import dataclasses
 import datetime
 import functools
 import importlib.metadata
+import platform
+import socket
+import subprocess
 from collections.abc import Iterator
 
 import jax
@@ -256,6 +259,17 @@ def build_parts(resolved: ResolvedExperiment) -> tuple[Partitioner, SingleTask]:
     """Build the partitioner and the task of an experiment."""
     with as_usage_error(ValueError, TypeError):
         return resolved.partitioner.Instantiate(), resolved.task.Instantiate()
+
+
+def environment() -> dict[str, str]:
+    """Return where a run takes place: versions, host, and the commit of the working folder."""
+    facts = {**versions(), "python": platform.python_version(), "host": socket.gethostname()}
+    # `-dirty` follows the commit if files differ from it.
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git, or no repository
+        described = subprocess.run(command, capture_output=True, check=True, text=True, timeout=5)
+        facts["git"] = described.stdout.strip()
+    return facts
 
 
 def versions() -> dict[str, str]:

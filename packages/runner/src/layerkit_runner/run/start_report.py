@@ -28,7 +28,7 @@ from layerkit_runner.observers import RunInfo, StepWork, peak_flops
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.weight_selection import integer_paths, weight_decay_of
 from layerkit_runner.partitioning import PmapPartitioner
-from layerkit_runner.run.job import Job, versions
+from layerkit_runner.run.job import Job, environment, versions
 from layerkit_runner.step.step_cost import temporary_bytes
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_state import FirstState, TrainState
@@ -226,6 +226,7 @@ def run_info(job: Job, *, start_step: int) -> RunInfo:
         num_devices=job.partitioner.mesh.size,
         device_kind=jax.devices()[0].device_kind,
         peak_flops_per_device=None,
+        environment=environment(),
     )
 
 

@@ -14,6 +14,7 @@ from concurrent import futures
 
 import jax
 
+from layerkit.errors import error_text
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_runner.checkpointing import CheckpointManager, RestoredCheckpoint, SaveTimeoutError
 from layerkit_runner.checkpointing.errors import naming_damage
@@ -74,6 +75,8 @@ from layerkit_runner.run.start_report import (
 from layerkit_runner.run_options import RunOptions
 from layerkit_runner.step.step_cost import model_flops_per_step
 from layerkit_runner.step.train_state import RECORD, FirstState, TrainState
+
+_ERROR_CHARACTERS = 2000
 
 
 def run_train(
@@ -261,16 +264,20 @@ class TrainingRun:
 
     # Steps of `open`.
 
-    def _close_observers(self, error: type[BaseException] | None, *_: object) -> None:
+    def _close_observers(self, _: object, error: BaseException | None, __: object) -> None:
         """Close the observers; a first signal meanwhile ends the process at once."""
         with contextlib.ExitStack() as stack:
-            if error is None and self.signals.exit_code == 0:
+            reason = "stopped by a signal" if self.signals.exit_code else "finished"
+            if error is None and reason == "finished":
                 stack.enter_context(training_is_complete())
             # The observers have a time limit of their own.
             stack.enter_context(phase("closing the observers", compiles=True))
             if self.signals.received is None:
                 what = "the last reports of the observers may be missing"
                 stack.enter_context(self.signals.leaving_at_once(what))
+            if error is not None:
+                reason = f"{type(error).__name__}: {error_text(error)[:_ERROR_CHARACTERS]}"
+            self.job.observers.end(reason)
             self.job.observers.close()
 
     def _step_profiler(self) -> StepProfiler:
