@@ -112,18 +112,24 @@ def test_no_gradient_is_computed_for_frozen_weights(tiny: SimpleNamespace):
     assert products(trainable=("deep/linear/w",)) == 2 * deep + 2 * last
 
 
-def test_training_a_weight_that_the_model_needs_frozen_is_an_error(tiny: Any, raises):
+@pytest.mark.parametrize("fields", [{}, {"trainable": [".*"]}, {"frozen": ["reference/.*"]}])
+def test_weights_that_the_model_fixes_are_not_trained(tiny: Any, fields: dict[str, Any]):
     class WithReference(tiny.Regression):
+        def setup(self) -> None:
+            super().setup()
+            self.create_child("reference", FeedForward.HParams.config(input_dims=2, output_dims=2))
+
         @property
         def frozen_weights(self) -> tuple[str, ...]:
-            return ("linear/.*",)
+            return ("reference/.*",)
 
-    config = tiny.task_config()
-    config.model = WithReference.HParams.config()
-    with raises(ConfigError, owner="Learner", field="frozen", value=()):
-        config.Instantiate().init_state(jax.random.key(0))
-    choice = TrainedWeights(frozen=("linear/.*",))
-    choice.validate_frozen(("linear/.*",), {"linear": {"w": 1}, "other": {"w": 2}})
+    task = tiny.task_config(learner=fields).set(model=WithReference.HParams.config()).Instantiate()
+    choice = task.train.learner.trained_weights
+    params = jax.eval_shape(task.init_state, jax.random.key(0)).params
+    assert set(params) == {"linear", "reference"}
+    assert set(choice.select(params)) == {"linear"}
+    old, new = ({name: {"mean": value} for name in params} for value in (0, 1))
+    assert choice.keep_frozen(old, new) == {"linear": {"mean": 1}, "reference": {"mean": 0}}
 
 
 INTEGERS = {

@@ -71,10 +71,9 @@ class BaseModel(BaseLayer):
 
     @property
     def frozen_weights(self) -> tuple[str, ...]:
-        """Regular expressions that match the paths of weights that must not be trained.
+        """Regular expressions that match the paths of weights that are never trained.
 
-        The weights of a reference model are an example. The runner raises an error if a learner
-        would change them.
+        The weights of a reference model are an example.
         """
         return ()
 

@@ -44,7 +44,7 @@ class DistillationModel(BaseModel):
 
     Attributes:
       lm_tpl: Network of the student.
-      teacher_tpl: Network of the teacher. The learner must freeze its weights, `teacher/`. None
+      teacher_tpl: Network of the teacher, whose weights, `teacher/`, are not trained. None
         reads the results of `top_log_probs` in the batch: `teacher_ids` `[batch, length, k]` and
         `teacher_log_probs` `[batch, length, k + 1]`.
       num_ids: Number of ids that both vocabularies have, which are compared. None for the smaller

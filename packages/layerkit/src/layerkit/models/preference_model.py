@@ -53,7 +53,7 @@ class PolicyModel(BaseModel):
     Attributes:
       lm_tpl: Trained network, the policy.
       reference: Source of the log-probabilities of the reference model. `frozen` keeps a second
-        network, `reference_lm`, a copy of the initial `lm`, which the learner must freeze. `base`
+        network, `reference_lm`, a copy of the initial `lm`, which is not trained. `base`
         is the policy without its LoRA adapters, for learners that train these alone. `batch` reads
         precomputed values from the batch. `none` uses 0.
       beta: Strength β of the penalty on deviations from the reference; a positive number.

@@ -64,10 +64,13 @@ class TrainedWeights:
     Attributes:
       trainable: Patterns of the trained weights; None trains all but `frozen`.
       frozen: Patterns of the weights that are not trained.
+      fixed: Patterns of the weights that the model fixes (`BaseModel.frozen_weights`), which are
+        not trained even if a pattern of `trainable` matches them.
     """
 
     trainable: Sequence[str] | None = None
     frozen: Sequence[str] = ()
+    fixed: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -95,7 +98,7 @@ class TrainedWeights:
         trained = {
             path: leaf
             for path, leaf in flat.items()
-            if ("/".join(path) in matched) == trains_matched
+            if ("/".join(path) in matched) == trains_matched and not self._is_fixed(path)
         }
         is_valid = trained and trained.keys().isdisjoint(integers)
         expected = "patterns that leave a weight to train, none of them stored in integers"
@@ -113,22 +116,10 @@ class TrainedWeights:
         patterns = self.frozen if self.trainable is None else self.trainable
         kept = flatten_dict(old)
         for path, leaf in flatten_dict(new).items():
-            is_matched = any(re.fullmatch(pattern, "/".join(path)) for pattern in patterns)
-            if is_matched == (self.trainable is not None):
+            is_matched = _matches(patterns, path)
+            if is_matched == (self.trainable is not None) and not self._is_fixed(path):
                 kept[path] = leaf
         return unflatten_dict(kept)
-
-    def validate_frozen(self, patterns: Sequence[str], params: Any) -> None:
-        """Raise `ConfigError` if a weight that the model keeps frozen is trained."""
-        for path in flatten_dict(self.select(params), sep="/") if patterns else ():
-            if any(re.fullmatch(pattern, path) for pattern in patterns):
-                raise ConfigError(
-                    f"{path} is trained, but the model needs it frozen",
-                    owner="Learner",
-                    field="frozen",
-                    value=tuple(self.frozen),
-                    expected=f"{tuple(patterns)}",
-                )
 
     def require_floats(self, params: Any) -> None:
         """Raise `ConfigError` if `params` has integers and nothing selects others."""
@@ -143,7 +134,14 @@ class TrainedWeights:
 
     @property
     def _is_all(self) -> bool:
-        return self.trainable is None and not self.frozen
+        return self.trainable is None and not self.frozen and not self.fixed
+
+    def _is_fixed(self, path: tuple[str, ...]) -> bool:
+        return _matches(self.fixed, path)
+
+
+def _matches(patterns: Iterable[str], path: tuple[str, ...]) -> bool:
+    return any(re.fullmatch(pattern, "/".join(path)) for pattern in patterns)
 
 
 def integer_paths(flat: dict[tuple[str, ...], Any]) -> list[tuple[str, ...]]:

@@ -6,6 +6,7 @@ The steps do not depend on a mesh or partitioner; see `layerkit_runner.step.metr
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
@@ -102,6 +103,8 @@ class SingleTask(Configurable):
     def __post_init__(self) -> None:
         """Check the fields."""
         self._weights: tuple[Stacks, Declarations] | None = None
+        learner, fixed = self.train.learner, self.model.frozen_weights
+        learner.trained_weights = dataclasses.replace(learner.trained_weights, fixed=fixed)
         check_integers("task", minimum=0, summary_verbosity=self.summary_verbosity)
         if self.loss_aggregator is not None:
             expected = "None, because loss_aggregator is set"
@@ -127,7 +130,6 @@ class SingleTask(Configurable):
         if weights is not None:
             params = self._replace_weights(flatten_dict(params), flatten_dict(weights))
         learner = self.train.learner
-        learner.trained_weights.validate_frozen(self.model.frozen_weights, params)
         self._weights = stacks_of(boxed[PARAMS]), declarations_of(boxed[PARAMS])
         with self.declared_weights() as stacks:
             opt_state = learner.init(params, stacks=stacks)
