@@ -15,7 +15,8 @@ import pytest
 
 from layerkit.config import build
 from layerkit.interop.hugging_face import import_model
-from layerkit_experiments.lm.distill import DistillText
+from layerkit_experiments.lm.distill import Distilled
+from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_inputs.base.errors import MissingFileError
 from layerkit_runner import cli
 from layerkit_runner.errors import UsageError
@@ -28,8 +29,15 @@ pytest.importorskip("safetensors")
 SIZES = {"NUM_HEADS": 2, "NUM_KV_HEADS": 1, "MAX_SEQ_LEN": 32, "PERCORE_BATCH_SIZE": 1.0}
 RUN = {"WARMUP_STEPS": 2, "SUMMARY_INTERVAL_STEPS": 1, "NUM_PROMPTS": 8, "PROMPT_LENGTH": 8}
 TEACHER = {"NUM_LAYERS": 2, "MODEL_DIMS": 32, "HIDDEN_DIMS": 64, "MAX_STEPS": 60}
-STUDENT = {"NUM_LAYERS": 1, "MODEL_DIMS": 16, "HIDDEN_DIMS": 32, "MAX_DECODE_STEPS": 4}
+SMALL = {"NUM_LAYERS": 1, "MODEL_DIMS": 16, "HIDDEN_DIMS": 32, "MAX_DECODE_STEPS": 4}
 Train = Callable[..., list[dict[str, Any]]]
+
+
+class Student(Distilled, LocalText):
+    """A model of bytes, which learns from another one."""
+
+
+STUDENT = f"{__name__}.Student"
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +72,7 @@ def teacher(folder: Path, train: Train) -> Path:
 
 
 def fields_of(teacher: Path, **fields: Any) -> dict[str, Any]:
-    return {**STUDENT, "TEACHER": str(teacher), "MAX_STEPS": 6, **fields}
+    return {**SMALL, "TEACHER": str(teacher), "MAX_STEPS": 6, **fields}
 
 
 def losses(records: list[dict[str, Any]]) -> list[float]:
@@ -79,7 +87,7 @@ def test_student_approaches_its_teacher_and_is_exported_alone(
     folder: Path, train: Train, teacher: Path, jobs: Any
 ):
     fields = fields_of(teacher, MAX_STEPS=120, EVAL_INTERVAL_STEPS=1, LEARNING_RATE=1e-2)
-    records = train("student", "lm.distill.DistillText", **fields)
+    records = train("student", STUDENT, **fields)
     divergences = [r["divergence"] for r in records if r.get("dataset") == "heldout"]
     assert divergences[-1] < 0.2 * divergences[0]
     saved, expected = weights_of(jobs, folder / "student", 120), weights_of(jobs, teacher, 60)
@@ -91,14 +99,14 @@ def test_student_approaches_its_teacher_and_is_exported_alone(
     words = [f"--job_log_dir={folder / 'student'}", "--mode=export", f"--export_dir={exported}"]
     assert cli.main(words) == 0
     model, variables = import_model(exported)
-    assert build(model).lm_tpl.model_dims == STUDENT["MODEL_DIMS"]
+    assert build(model).lm_tpl.model_dims == SMALL["MODEL_DIMS"]
     assert len(jax.tree.leaves(variables)) == 11
 
 
 def write_tokens(teacher: Path, folder: Path, k: int, **fields: Any) -> Path:
     text = [str(folder / "text.txt")]
     fields = fields_of(teacher, TEXT_FILES=text, TEACHER_LOGITS=str(folder / f"top{k}"), **fields)
-    resolved = resolve(DistillText(**SIZES, **RUN, **fields))
+    resolved = resolve(Student(**SIZES, **RUN, **fields))
     assert top_logits.write_top_logits(resolved, RunOptions(extra={"k": k})) == 0
     return folder / f"top{k}"
 
@@ -108,8 +116,8 @@ def test_stored_tokens_equal_the_live_teacher_and_stale_ones_raise(
 ):
     stored = write_tokens(teacher, folder, 259)
     fields = fields_of(teacher, KL_BETA=0.5)
-    live = train("live", "lm.distill.DistillText", **fields)
-    read = train("read", "lm.distill.DistillText", TEACHER_LOGITS=stored, **fields)
+    live = train("live", STUDENT, **fields)
+    read = train("read", STUDENT, TEACHER_LOGITS=stored, **fields)
     np.testing.assert_allclose(losses(read), losses(live), rtol=1e-4)
     other = tmp_path / "teacher"
     shutil.copytree(teacher, other)
@@ -130,7 +138,7 @@ def _open(folder: Path, fields: dict[str, Any]) -> None:
     """Read a row of the training data of an experiment."""
     values = {**SIZES, **RUN, "TEXT_FILES": [str(folder / "text.txt")], **fields}
     values["TEACHER_LOGITS"] = str(values["TEACHER_LOGITS"])
-    config = resolve(DistillText(**values)).datasets[0]
+    config = resolve(Student(**values)).datasets[0]
     config.clone().set(batch_size=1).Instantiate().get_next()
 
 
@@ -142,7 +150,7 @@ def test_teacher_with_another_tokenizer_raises_before_files_are_written(
     tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))
     fields = fields_of(teacher, TOKENIZER=str(folder / "tokenizer.json"), EOS_ID=None)
     with raises(UsageError, field="TEACHER", value=str(teacher)):
-        resolve(DistillText(**SIZES, **RUN, **fields))
+        resolve(Student(**SIZES, **RUN, **fields))
 
 
 @pytest.mark.slow
@@ -152,13 +160,13 @@ def test_resumed_run_with_samples_and_features_equals_the_uninterrupted_one(
     fields = fields_of(
         teacher, ON_POLICY_FRACTION=0.5, KL_BETA=1.0, FEATURES={0: 1}, CHECKPOINT_EVERY_N_STEPS=3
     )
-    train("whole", "lm.distill.DistillText", **fields)
+    train("whole", STUDENT, **fields)
     shutil.copytree(folder / "whole", folder / "resumed")
     (last,) = (folder / "resumed" / "checkpoints").glob("*06")
     shutil.rmtree(last)
     for record in (folder / "resumed" / "checkpoints").glob("*.json"):
         record.unlink()
-    train("resumed", "lm.distill.DistillText", "--allow_restart_from_scratch", **fields)
+    train("resumed", STUDENT, "--allow_restart_from_scratch", **fields)
     assert "resuming from step 3" in capsys.readouterr().out
     whole, resumed = (weights_of(jobs, folder / name, 6) for name in ("whole", "resumed"))
     for name, value in whole.items():
@@ -168,10 +176,10 @@ def test_resumed_run_with_samples_and_features_equals_the_uninterrupted_one(
 @pytest.mark.slow
 def test_sharded_networks_compute_as_replicated_ones(folder: Path, train: Train, teacher: Path):
     fields = fields_of(teacher, ON_POLICY_FRACTION=0.5, KL_BETA=0.5, FEATURES={0: 1}, ALPHA=0.7)
-    replicated = train("replicated", "lm.distill.DistillText", **fields)
+    replicated = train("replicated", STUDENT, **fields)
     sharded = train(
         "sharded",
-        "lm.distill.DistillText",
+        STUDENT,
         ICI_MESH_SHAPE=[2, 2, 2],
         TEACHER_RULES={"embed": "data", "mlp": None},
         **fields,

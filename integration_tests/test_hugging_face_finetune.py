@@ -29,6 +29,9 @@ from layerkit_experiments.recipes.local_files import LocalFiles
 class FineTune(LocalFiles, HuggingFaceLm):
     """The model of a folder on local text."""
 
+    TOKENIZER = "bytes"
+    FPROP_DTYPE = "float32"
+    LEARNING_RATE = 1e-3
     ICI_MESH_SHAPE = [2, 2, 2]
     PERCORE_BATCH_SIZE = 1.0
     MAX_SEQ_LEN = 16

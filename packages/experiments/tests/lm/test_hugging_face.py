@@ -26,6 +26,8 @@ from layerkit_runner.run.resolve import resolve
 class FineTune(LocalFiles, HuggingFaceLm):
     """The model of a folder."""
 
+    TOKENIZER = "bytes"
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -101,9 +103,6 @@ class Preferences(FineTune):
 
     def model(self) -> Config:
         return PreferenceModel.HParams.config(lm_tpl=super().model().lm_tpl)
-
-    def learner(self) -> Config:
-        return super().learner().set(frozen=("reference_lm/.*",))
 
 
 def test_policy_and_reference_start_with_the_weights_of_the_folder(tmp_path: Path):

@@ -11,9 +11,8 @@ from typing import Any, ClassVar
 from layerkit.config import Config, build, field_names
 from layerkit.errors import ConfigError
 from layerkit.models.distillation_model import TEACHER_WEIGHTS, DistillationModel
-from layerkit_experiments.lm.fine_tune import HuggingFaceLm
+from layerkit_experiments.lm.fine_tune import HuggingFaceLm, folder_vocab_size
 from layerkit_experiments.recipes.chat_files import ChatFiles
-from layerkit_experiments.recipes.language_model import LmExperiment
 from layerkit_experiments.recipes.local_files import LocalFiles
 from layerkit_inputs import TeacherRows
 from layerkit_inputs.base.tokenizer_interface import first_difference
@@ -68,48 +67,39 @@ class Distilled(BaseExperiment, abstract=True):
             setattr(model.lm_tpl, name, kept)
         return resolved
 
-    def model(self) -> Config:
-        """Return the config of the student with its teacher."""
-        student, teacher = super().model(), self.teacher.task.model.lm_tpl  # type: ignore[misc]
-        config: Config = DistillationModel.HParams.config(
-            lm_tpl=student.lm_tpl,
-            decoder=student.decoder,
-            fprop_dtype=student.fprop_dtype,
-            beta=self.KL_BETA,
-            temperature=self.KL_TEMPERATURE,
-            alpha=self.ALPHA,
-            features=tuple(self.FEATURES.items()),
-            on_policy_fraction=self.ON_POLICY_FRACTION,
-        )
-        if self.TEACHER_LOGITS is None:
-            config.teacher_tpl = teacher
-        else:
-            config.num_ids = min(student.lm_tpl.vocab_size, teacher.vocab_size)
-        if self.ON_POLICY_FRACTION:
-            config.prompt_length = getattr(self, "PROMPT_LENGTH", config.prompt_length)
-        return config
-
-    def learner(self) -> Config:
-        """Return the config of the learner, which trains maps of features and not the teacher."""
-        learner: Config = super().learner()  # type: ignore[misc]
-        if learner.trainable is not None:
-            trainable = [f"(?!teacher/){pattern}" for pattern in learner.trainable]
-            return learner.set(trainable=[*trainable, "feature_.*"] if self.FEATURES else trainable)
-        has_teacher = self.TEACHER_LOGITS is None
-        return learner.set(frozen=[*learner.frozen, *([TEACHER_WEIGHTS] if has_teacher else [])])
-
     def task(self) -> Config:
-        """Return the config of the task, whose teacher has the weights of its folder."""
+        """Return the config of the task, in which a teacher has the weights of its folder."""
         task: Config = super().task()
+        fields: dict[str, Any] = {
+            "beta": self.KL_BETA,
+            "temperature": self.KL_TEMPERATURE,
+            "alpha": self.ALPHA,
+            "features": tuple(self.FEATURES.items()),
+            "on_policy_fraction": self.ON_POLICY_FRACTION,
+        }
+        if self.ON_POLICY_FRACTION and hasattr(self, "PROMPT_LENGTH"):
+            fields["prompt_length"] = self.PROMPT_LENGTH
+        learner, initial = task.train.learner, task.initial_weights
+        if self.FEATURES and learner.trainable is not None:
+            learner.trainable = [*learner.trainable, "feature_.*"]
         if self.TEACHER_LOGITS is not None:
-            return task
+            fields["num_ids"] = self._num_ids()
+            return task.set(model=task.model.with_class(DistillationModel, **fields))
+        fields["teacher_tpl"] = self.teacher.task.model.lm_tpl
         rules = [(TEACHER_WEIGHTS, r"lm/\1")]
         sources = [Source.HParams.config(folder=self.TEACHER, rules=rules)]
-        initial = InitFrom.HParams.config(sources=sources, missing="draw")
-        if task.initial_weights is not None:
-            initial.set(sources=[*task.initial_weights.sources, *sources], missing="error")
-            initial.draw = ("feature_.*",) if self.FEATURES else ()
-        return task.set(initial_weights=initial)
+        if initial is None:
+            initial = InitFrom.HParams.config(sources=sources, missing="draw")
+        else:
+            draw = ("feature_.*",) if self.FEATURES else ()
+            initial.set(sources=[*initial.sources, *sources], draw=draw)
+        model = task.model.with_class(DistillationModel, **fields)
+        return task.set(model=model, initial_weights=initial)
+
+    def _num_ids(self) -> int:
+        """Return the number of ids that both vocabularies have."""
+        models = (self.model(), self.teacher.task.model)  # type: ignore[attr-defined]
+        return min(model.lm_tpl.vocab_size for model in models)
 
     def datasets(self) -> list[Config]:
         """Return the data sets of the student, with the tokens of TEACHER_LOGITS if it is set."""
@@ -121,7 +111,7 @@ class Distilled(BaseExperiment, abstract=True):
         about = {
             "teacher": weights_digest(self.TEACHER),
             "temperature": self.KL_TEMPERATURE,
-            "num_ids": self.model().num_ids,
+            "num_ids": self._num_ids(),
         }
         fields: dict[str, Any] = {"folder": self.TEACHER_LOGITS, "about": about}
         names = ("name", "is_training", "percore_batch_size", "batch_size")
@@ -162,22 +152,8 @@ class Distill(Distilled, LocalFiles, HuggingFaceLm):
 
     unused_fields: ClassVar[tuple[str, ...]] = ("WEIGHT_FORMAT",)
 
-    TOKENIZER: str | None = None  # type: ignore[assignment]
-    """Tokenizer as in `LocalFiles`; None for that of HF_FOLDER."""
-
-    FPROP_DTYPE = "bfloat16"
-    CHECKPOINT_POLICY = "full"
     MAX_SEQ_LEN = 1024
-    LEARNING_RATE = 1e-5
-    WARMUP_STEPS = 50
-    MAX_STEPS = 1000
-    CHECKPOINT_EVERY_N_STEPS = 200
-
-    @property
-    def VOCAB_SIZE(self) -> int:  # type: ignore[override]  # noqa: N802
-        """Vocabulary size of the model in the folder."""
-        size: int = self.model().lm_tpl.vocab_size
-        return size
+    VOCAB_SIZE = property(folder_vocab_size)
 
 
 class OnPolicy(Distilled, ChatFiles, HuggingFaceLm):
@@ -189,34 +165,3 @@ class OnPolicy(Distilled, ChatFiles, HuggingFaceLm):
     ON_POLICY_FRACTION = 1.0
     TEMPERATURE = 1.0
     PACKING = "none"
-
-    FPROP_DTYPE = "bfloat16"
-    CHECKPOINT_POLICY = "full"
-    LEARNING_RATE = 1e-5
-    WARMUP_STEPS = 50
-    MAX_STEPS = 1000
-    CHECKPOINT_EVERY_N_STEPS = 200
-
-
-class DistillText(Distilled, LocalFiles, LmExperiment):
-    """A new model of a quarter of the weights of the quickstart, from a teacher of bytes."""
-
-    NUM_LAYERS = 4
-    MODEL_DIMS = 64
-    HIDDEN_DIMS = 256
-    NUM_HEADS = 2
-    NUM_KV_HEADS = 1
-    NORM = "rms_norm"
-    ACTIVATION = "silu"
-    USE_GATED_ACTIVATION = True
-    POSITIONS = "rotary"
-    MAX_SEQ_LEN = 128
-    MAX_STEPS = 2000
-    LEARNING_RATE = 2e-3
-    WARMUP_STEPS = 200
-    EVAL_INTERVAL_STEPS = 500
-    CHECKPOINT_EVERY_N_STEPS = 500
-    TEMPERATURE = 0.7
-    PROMPT_LENGTH = 32
-    MAX_DECODE_STEPS = 96
-    EOS_ID = 2

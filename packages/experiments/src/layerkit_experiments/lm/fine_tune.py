@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 from layerkit.config import Config, build, field_names, target_of
@@ -35,11 +34,11 @@ class HuggingFaceLm(TrainedExperiment, abstract=True):
 
     HF_FOLDER: str
     """Folder with config.json and safetensors files."""
-    FPROP_DTYPE: str = "float32"
+    FPROP_DTYPE: str = "bfloat16"
     """Dtype of the computation; weights are float32."""
     USE_REPEATED_LAYER: bool = True
     """Run layers as a scan over stacked weights instead of unrolled."""
-    CHECKPOINT_POLICY: str = "none"
+    CHECKPOINT_POLICY: str = "full"
     """Rematerialization policy; see `layerkit.ops.remat`."""
     MAX_DECODE_STEPS: int = 64
     TEMPERATURE: float | None = None
@@ -64,6 +63,11 @@ class HuggingFaceLm(TrainedExperiment, abstract=True):
     WEIGHT_FORMAT: str | None = None
     """Format in which frozen weights beside adapters are stored, such as `nf4:64` (QLoRA, see
     docs/quantization.md); None for floats."""
+
+    LEARNING_RATE = 1e-5
+    WARMUP_STEPS = 50
+    MAX_STEPS = 1000
+    CHECKPOINT_EVERY_N_STEPS = 200
 
     def model(self) -> Config:
         """Return the config of the model in the folder.
@@ -170,34 +174,19 @@ class HuggingFaceLm(TrainedExperiment, abstract=True):
         )
 
 
+def folder_vocab_size(experiment: HuggingFaceLm) -> int:
+    """Return the vocabulary size of the model in the folder."""
+    size: int = experiment.model().lm_tpl.vocab_size
+    return size
+
+
 class FineTune(LocalFiles, HuggingFaceLm):
     """All weights of the model in HF_FOLDER, on all devices."""
 
-    TOKENIZER: str | None = None  # type: ignore[assignment]
-    """Tokenizer as in `LocalFiles`; None for that of the folder."""
-
-    FPROP_DTYPE = "bfloat16"
-    CHECKPOINT_POLICY = "full"
     MAX_SEQ_LEN = 1024
-    LEARNING_RATE = 1e-5
-    WARMUP_STEPS = 50
-    MAX_STEPS = 1000
-    CHECKPOINT_EVERY_N_STEPS = 200
+    VOCAB_SIZE = property(folder_vocab_size)
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {"PERCORE_BATCH_SIZE": 8.0}
-
-    @property
-    def VOCAB_SIZE(self) -> int:  # type: ignore[override]  # noqa: N802
-        """Vocabulary size of the model in the folder."""
-        size: int = self.model().lm_tpl.vocab_size
-        return size
-
-    def validate(self) -> None:
-        """Check the fields; a tokenizer of a missing folder is checked when the run starts."""
-        if self.TOKENIZER is not None or Path(self.HF_FOLDER).exists():
-            super().validate()
-        else:
-            HuggingFaceLm.validate(self)
 
 
 class FineTuneLora(FineTune):

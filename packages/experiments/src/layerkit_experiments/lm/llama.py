@@ -161,8 +161,6 @@ class LlamaLora(LocalFiles, LmExperiment, abstract=True):
     INIT_FROM: str | None = None
     """Hugging Face folder, job folder or checkpoint, read when training starts. None: random
     weights. `--init_from` takes precedence."""
-    TOKENIZER: str | None = None  # type: ignore[assignment]
-    """Tokenizer as in `LocalFiles`; None for that of the folder."""
     LORA_RANK: int = 8
     LORA_ALPHA: float = 16.0
     """Adapters are multiplied by LORA_ALPHA / LORA_RANK."""

@@ -14,17 +14,12 @@ from layerkit_experiments.recipes.preference_files import PreferenceFiles
 class Dpo(PreferenceFiles, HuggingFaceLm):
     """DPO of all weights of the model in HF_FOLDER; LOSS selects its relatives."""
 
-    FPROP_DTYPE = "bfloat16"
-    CHECKPOINT_POLICY = "full"
-
 
 class DpoLora(PreferenceFiles, HuggingFaceLm):
     """DPO of LoRA adapters, whose reference is the model without them."""
 
     tags: ClassVar[tuple[str, ...]] = ("lora",)
 
-    FPROP_DTYPE = "bfloat16"
-    CHECKPOINT_POLICY = "full"
     LORA_RANK = 16
     LORA_ALPHA = 32.0
     LORA_ONLY = r".*stack_tpl\..*_tpl"
@@ -35,8 +30,6 @@ class DpoLora(PreferenceFiles, HuggingFaceLm):
 class Simpo(PreferenceFiles, HuggingFaceLm):
     """SimPO, without a reference."""
 
-    FPROP_DTYPE = "bfloat16"
-    CHECKPOINT_POLICY = "full"
     LOSS = "simpo"
     BETA = 2.0
     GAMMA = 1.0
@@ -45,8 +38,6 @@ class Simpo(PreferenceFiles, HuggingFaceLm):
 class Orpo(PreferenceFiles, HuggingFaceLm):
     """ORPO, which also fine-tunes on the chosen answers and so needs no start that can chat."""
 
-    FPROP_DTYPE = "bfloat16"
-    CHECKPOINT_POLICY = "full"
     LOSS = "orpo"
     LEARNING_RATE = 8e-6
 
@@ -54,15 +45,11 @@ class Orpo(PreferenceFiles, HuggingFaceLm):
 class Kto(PreferenceFiles, HuggingFaceLm):
     """KTO on single answers with a label."""
 
-    FPROP_DTYPE = "bfloat16"
-    CHECKPOINT_POLICY = "full"
     LOSS = "kto"
 
 
 class Reward(PreferenceFiles, HuggingFaceLm):
     """A reward model, with a head at the last token."""
 
-    FPROP_DTYPE = "bfloat16"
-    CHECKPOINT_POLICY = "full"
     LOSS = "reward"
     LEARNING_RATE = 1e-5

@@ -9,6 +9,7 @@ from layerkit_experiments.recipes.local_files import LocalFiles
 class LocalText(LocalFiles, LmExperiment):
     """A rotary decoder of a million parameters on the bytes of Python's standard library."""
 
+    TOKENIZER = "bytes"
     VOCAB_SIZE = 259
     NUM_LAYERS = 4
     MODEL_DIMS = 128

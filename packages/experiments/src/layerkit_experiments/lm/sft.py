@@ -14,16 +14,10 @@ from layerkit_experiments.recipes.chat_files import ChatFiles
 class Chat(ChatFiles, HuggingFaceLm):
     """All weights of the model in HF_FOLDER, on conversations."""
 
-    FPROP_DTYPE = "bfloat16"
-    CHECKPOINT_POLICY = "full"
     MAX_DECODE_STEPS = 256
-    LEARNING_RATE = 1e-5
-    WARMUP_STEPS = 50
-    MAX_STEPS = 1000
-    CHECKPOINT_EVERY_N_STEPS = 200
 
 
-class ChatLora(Chat):
+class ChatLora(ChatFiles, HuggingFaceLm):
     """LoRA adapters of all products of the layers of the model in HF_FOLDER."""
 
     tags: ClassVar[tuple[str, ...]] = ("lora",)
@@ -33,16 +27,10 @@ class ChatLora(Chat):
     LORA_ONLY = r".*stack_tpl\..*_tpl"
     LEARNING_RATE = 2e-4
     WEIGHT_DECAY = 0.0
+    MAX_DECODE_STEPS = 256
 
 
-class ChatQlora(Chat):
+class ChatQlora(ChatLora):
     """LoRA adapters of all products of the layers, beside weights in 4 bits (QLoRA)."""
 
-    tags: ClassVar[tuple[str, ...]] = ("lora",)
-
-    LORA_RANK = 16
-    LORA_ALPHA = 32.0
-    LORA_ONLY = r".*stack_tpl\..*_tpl"
-    LEARNING_RATE = 2e-4
-    WEIGHT_DECAY = 0.0
     WEIGHT_FORMAT = "nf4:64"

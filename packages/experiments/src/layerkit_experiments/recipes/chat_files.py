@@ -9,6 +9,7 @@ from layerkit.config import Config, build, field_names
 from layerkit.config.checks import require
 from layerkit.errors import UserError
 from layerkit_experiments.recipes.fine_tuning import folder_tokenizer
+from layerkit_experiments.recipes.local_files import prompt_input, split_inputs
 from layerkit_inputs.chat.chat_input import ChatInput, ChatPrompts
 from layerkit_inputs.chat.template import load_chat_template
 from layerkit_inputs.chat.token_masks import LossOn, turn_ends
@@ -92,30 +93,12 @@ class ChatFiles(BaseExperiment, abstract=True):
 
     def datasets(self) -> list[Config]:
         """Return configs of the training and the held-out input."""
-        rows = {
-            **self._conversations(),
-            "seq_length": self.MAX_SEQ_LEN,
-            "packing": self.PACKING,
-            "loss_on": self.LOSS_ON,
-            "too_long": self.TOO_LONG,
-            "percore_batch_size": self.PERCORE_BATCH_SIZE,
-        }
-        return [
-            ChatInput.HParams.config(name="train", split="train", is_training=True, **rows),
-            ChatInput.HParams.config(name="heldout", split="heldout", **rows),
-        ]
+        rows = {"packing": self.PACKING, "loss_on": self.LOSS_ON, "too_long": self.TOO_LONG}
+        return split_inputs(self, ChatInput, **self._conversations(), **rows)
 
     def decode_datasets(self) -> list[Config]:
         """Return the config of held-out conversations without their last answer."""
-        return [
-            ChatPrompts.HParams.config(
-                name="prompts",
-                **self._conversations(),
-                prompt_length=self.PROMPT_LENGTH,
-                num_prompts=self.NUM_PROMPTS,
-                percore_batch_size=float(self.NUM_PROMPTS),
-            )
-        ]
+        return [prompt_input(self, ChatPrompts, **self._conversations())]
 
     def _conversations(self) -> dict[str, Any]:
         return {

@@ -23,8 +23,9 @@ class LocalFiles(BaseExperiment, abstract=True):
     Put it before `LmExperiment`.
     """
 
-    TOKENIZER: str = "bytes"
-    """`bytes`, a SentencePiece `.model`, or a `tokenizer.json` or its folder."""
+    TOKENIZER: str | None = None
+    """`bytes`, a SentencePiece `.model`, or a `tokenizer.json` or its folder. None for that of the
+    folder of weights, or for bytes without one."""
     SPECIAL_TOKENS_IN_TEXT: Literal["ids", "text"] = "ids"
     """Encoding of special tokens of a `tokenizer.json` that the text spells out: `ids`, as in
     transformers, or `text` for ids of their characters, which suits text by others."""
@@ -69,31 +70,15 @@ class LocalFiles(BaseExperiment, abstract=True):
 
     def tokenizer(self) -> Config:
         """Return the config of the tokenizer."""
-        return folder_tokenizer(self, getattr(self, "HF_FOLDER", None))
+        return folder_tokenizer(self, getattr(self, "HF_FOLDER", "bytes"))
 
     def datasets(self) -> list[Config]:
         """Return configs of the training and the held-out input."""
-        common = {
-            **self._documents(),
-            "seq_length": self.MAX_SEQ_LEN,
-            "percore_batch_size": self.PERCORE_BATCH_SIZE,
-        }
-        return [
-            LocalText.HParams.config(name="train", split="train", is_training=True, **common),
-            LocalText.HParams.config(name="heldout", split="heldout", **common),
-        ]
+        return split_inputs(self, LocalText, **self._documents())
 
     def decode_datasets(self) -> list[Config]:
         """Return the config of prompts from held-out files."""
-        return [
-            LocalTextPrompts.HParams.config(
-                name="prompts",
-                **self._documents(),
-                prompt_length=self.PROMPT_LENGTH,
-                num_prompts=self.NUM_PROMPTS,
-                percore_batch_size=float(self.NUM_PROMPTS),
-            )
-        ]
+        return [prompt_input(self, LocalTextPrompts, **self._documents())]
 
     def _documents(self) -> dict[str, Any]:
         return {
@@ -103,3 +88,33 @@ class LocalFiles(BaseExperiment, abstract=True):
             "text_field": self.TEXT_FIELD,
             "json_as_text": self.JSON_AS_TEXT,
         }
+
+
+def split_inputs(fields: Any, kind: Any, **options: Any) -> list[Config]:
+    """Return configs of the training and the held-out input of files.
+
+    Args:
+      fields: Experiment with MAX_SEQ_LEN and PERCORE_BATCH_SIZE.
+      kind: Class of the inputs.
+      **options: Other fields of the class.
+    """
+    options |= {"seq_length": fields.MAX_SEQ_LEN, "percore_batch_size": fields.PERCORE_BATCH_SIZE}
+    return [
+        kind.HParams.config(name="train", split="train", is_training=True, **options),
+        kind.HParams.config(name="heldout", split="heldout", **options),
+    ]
+
+
+def prompt_input(fields: Any, kind: Any, **options: Any) -> Config:
+    """Return the config of NUM_PROMPTS held-out prompts of at most PROMPT_LENGTH ids.
+
+    Arguments are those of `split_inputs`.
+    """
+    config: Config = kind.HParams.config(
+        name="prompts",
+        prompt_length=fields.PROMPT_LENGTH,
+        num_prompts=fields.NUM_PROMPTS,
+        percore_batch_size=float(fields.NUM_PROMPTS),
+        **options,
+    )
+    return config

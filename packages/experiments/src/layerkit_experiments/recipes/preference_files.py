@@ -10,6 +10,7 @@ from layerkit.config.checks import require
 from layerkit.layers.quantization.lora import is_lora
 from layerkit.models import KtoModel, PreferenceModel, RewardModel
 from layerkit_experiments.recipes.chat_files import ChatFiles
+from layerkit_experiments.recipes.local_files import split_inputs
 from layerkit_experiments.recipes.training import TrainedExperiment
 from layerkit_inputs import JudgementInput, PairInput
 
@@ -55,7 +56,7 @@ class PreferenceFiles(ChatFiles, TrainedExperiment, abstract=True):
     unused_fields: ClassVar[tuple[str, ...]] = ("LOSS_ON", "PACKING", "TOO_LONG")
 
     def task(self) -> Config:
-        """Return the config of the task, in which a reference with weights of its own is frozen."""
+        """Return the config of the task, whose model learns by LOSS."""
         task, model_class = super().task(), _MODELS.get(self.LOSS, PreferenceModel)
         names = [name for name in _MODEL_FIELDS if name in field_names(model_class)]
         unread = [name.upper() for name in _MODEL_FIELDS if name not in names]
@@ -78,10 +79,6 @@ class PreferenceFiles(ChatFiles, TrainedExperiment, abstract=True):
         if self.LOSS == "orpo":
             task.loss_weights = {"odds_ratio": 1.0, "xent": 1.0}
         task.model = task.model.with_class(model_class, **fields)
-        if fields.get("reference") == "frozen" and learner.trainable is None:
-            learner.frozen = [*learner.frozen, "reference_lm/.*"]
-        elif fields.get("reference") == "frozen":
-            learner.trainable = [f"(?!reference_lm/){one}" for one in learner.trainable]
         return task
 
     def _reference(self, model: Config) -> str:
@@ -98,16 +95,8 @@ class PreferenceFiles(ChatFiles, TrainedExperiment, abstract=True):
         """Return configs of the training and the held-out input."""
         from layerkit_runner.init_from.sources import weights_digest
 
-        rows = {
-            **self._conversations(),
-            "seq_length": self.MAX_SEQ_LEN,
-            "percore_batch_size": self.PERCORE_BATCH_SIZE,
-        }
-        kind: Any = JudgementInput if self.LOSS == "kto" else PairInput
-        inputs = [
-            kind.HParams.config(name="train", split="train", is_training=True, **rows),
-            kind.HParams.config(name="heldout", split="heldout", **rows),
-        ]
+        kind = JudgementInput if self.LOSS == "kto" else PairInput
+        inputs = split_inputs(self, kind, **self._conversations())
         if self.REFERENCE_FOLDER is not None:
             folder = getattr(self, "HF_FOLDER", None)
             reference_id = "" if folder is None else weights_digest(folder)
