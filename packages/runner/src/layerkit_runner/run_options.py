@@ -316,7 +316,7 @@ class RunOptions:
         ("plan", "inspect"),
     )
     html: str | None = _option(
-        "write --inspect=batches to this file, as a page for a browser with whole texts",
+        "write --inspect=batches to this file, as a page for a browser",
         "FILE",
         _INSPECT,
         read=html_file,

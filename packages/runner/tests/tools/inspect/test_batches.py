@@ -13,7 +13,8 @@ import pytest
 from layerkit_runner import cli
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import SpmdPartitioner
-from layerkit_runner.tools.inspect.batches import input_lines, simulated_hosts
+from layerkit_runner.tools.inspect.batch_forms import text_lines
+from layerkit_runner.tools.inspect.batches import read_input, simulated_hosts
 
 
 def lines_of(config: Any, *, num_hosts: int, kind: str = "eval", num_batches: int = 3) -> list[str]:
@@ -21,7 +22,7 @@ def lines_of(config: Any, *, num_hosts: int, kind: str = "eval", num_batches: in
     partitioner = SpmdPartitioner(ici_mesh_shape=[8, 1, 1])
     partitioner.start()
     hosts = simulated_hosts(jax.devices(), num_hosts)
-    lines = input_lines(config, kind, partitioner, hosts, num_batches)
+    lines = text_lines(read_input(config, kind, partitioner, hosts, num_batches))
     return [re.sub(r"in [\d.]+ s", "in … s", line) for line in lines]
 
 
