@@ -114,7 +114,10 @@ BROWSER_TOOLS = ("playwright",)
 LINT_TOOLS = ("ruff", "mypy", "import-linter")
 BUILD_TOOLS = ("hatchling",)
 RELEASE_TOOLS = (*BUILD_TOOLS, "twine")
-DOCS_TOOLS = ("sphinx", "myst-nb", "furo", "sphinx-copybutton", "sphinx-external-toc")
+DOCS_TOOLS = (
+    *("sphinx", "myst-nb", "furo", "sphinx-copybutton", "sphinx-design"),
+    "sphinx-external-toc",
+)
 # Tests of the code on pages of the documentation, those marked slow included.
 DOCS_SUITES = ("integration_tests/test_documented_code.py",)
 # The packages after the first two belong to extras that the notebooks use.
@@ -201,11 +204,12 @@ def plans(session: nox.Session) -> None:
 @nox.session
 def compilers(session: nox.Session) -> None:
     """Compile kernels, meshes and plans for TPUs and GPUs, without the devices."""
-    install_sources(session, TEST_TOOLS)
+    install_sources(session, (*TEST_TOOLS, *NOTEBOOK_TOOLS))
     install_compilers(session)
     # Most of these tests are marked slow or experiments.
     every = ["python", "-m", "pytest", "-m", "not chaos"]
     session.run(*every, *(session.posargs or COMPILER_SUITES))
+    session.run("python", "scripts/run_notebooks.py", "docs/gallery/plan_70b.ipynb")
 
 
 @nox.session

@@ -75,6 +75,22 @@ def test_the_code_of_a_page_runs(page: str, monkeypatch: pytest.MonkeyPatch):
             made.start_notes()
 
 
+def test_the_code_of_a_gallery_task_trains_and_checks_its_result(monkeypatch: pytest.MonkeyPatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    shown: list[int] = []
+    monkeypatch.setattr(pyplot, "show", lambda: shown.append(pyplot.gcf().number))
+    cells = json.loads((DOCS / "gallery" / "csv_regression.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    for whole, smoke in (("MAX_STEPS = 2500", "MAX_STEPS = 100"), ("> 0.9", "> 0.3")):
+        assert whole in code
+        code = code.replace(whole, smoke)
+    module = types.ModuleType("documented")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    exec(compile(code, "csv_regression.ipynb", "exec"), vars(module))
+    assert len(shown) == 1
+    pyplot.close("all")
+
+
 @pytest.mark.slow
 def test_page_on_the_python_interface_runs_in_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,4 +1,4 @@
-"""Run the notebooks of docs/notebooks, each in a new kernel.
+"""Run the notebooks of docs/notebooks and docs/gallery, each in a new kernel.
 
     python scripts/run_notebooks.py [--update] [NOTEBOOK ...]
 
@@ -6,12 +6,17 @@ A cell that fails, that writes a warning or anything else to stderr, or whose st
 of date ends the run with exit code 1. Stored outputs are compared without numbers, checksums and
 temporary folders, which differ; those of cells with the tag `sampled` are not compared. The last
 lines give the seconds of each notebook. `--update` writes the outputs into the notebooks, which
-show them where they are not run, as on the site.
+show them where they are not run, as on the site, with pictures of at most 256 colors, and the first
+picture of each notebook of the gallery into docs/gallery/pictures. A notebook whose metadata has
+modules in `requires` that are not installed is skipped.
 """
 
 from __future__ import annotations
 
 import argparse
+import base64
+import importlib.util
+import io
 import re
 import sys
 import tempfile
@@ -20,8 +25,9 @@ from pathlib import Path
 
 import nbclient
 import nbformat
+from PIL import Image
 
-NOTEBOOKS = Path(__file__).resolve().parents[1] / "docs" / "notebooks"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 CELL_TIMEOUT_S = 300
 # Progress bars, and notes about the decoding of a loaded model.
 _NOTE = re.compile("step/s|s/step|^(generation|end tokens)  ")
@@ -33,12 +39,17 @@ def main(arguments: list[str]) -> int:
     """Run the notebooks and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--update", action="store_true", help="write the outputs into the files")
-    parser.add_argument("notebooks", nargs="*", type=Path, help="default: all of docs/notebooks")
+    parser.add_argument("notebooks", nargs="*", type=Path, help="default: all")
     options = parser.parse_args(arguments)
     failed, seconds = [], {}
-    for path in options.notebooks or sorted(NOTEBOOKS.glob("*.ipynb")):
+    notebooks = [*DOCS.glob("notebooks/*.ipynb"), *DOCS.glob("gallery/*.ipynb")]
+    for path in options.notebooks or sorted(notebooks):
         started = time.monotonic()
         notebook = nbformat.read(path, as_version=4)
+        required = notebook.metadata.get("requires", ())
+        if missing := [name for name in required if not importlib.util.find_spec(name)]:
+            print(f"skipped {path.stem}, which needs {', '.join(missing)}")
+            continue
         stored = printed_outputs(notebook)
         problem = run(notebook)
         seconds[path.stem] = time.monotonic() - started
@@ -46,7 +57,11 @@ def main(arguments: list[str]) -> int:
             failed.append(path.stem)
             print(f"{path.name}: {problem}", file=sys.stderr)
         elif options.update:
+            pictures = shrink_pictures(notebook)
             nbformat.write(notebook, path)
+            if path.parent.name == "gallery":
+                file = path.parent / "pictures" / f"{path.stem}.png"
+                file.write_bytes(base64.b64decode(pictures[0]))
         elif cells := [c for c, text in printed_outputs(notebook).items() if text != stored[c]]:
             failed.append(path.stem)
             print(f"{path.name}: renew the outputs by --update; cells {cells}", file=sys.stderr)
@@ -94,6 +109,19 @@ def printed_outputs(notebook: nbformat.NotebookNode) -> dict[int, str]:
             )
             texts[index] = _VARIES.sub(" ", text)
     return texts
+
+
+def shrink_pictures(notebook: nbformat.NotebookNode) -> list[str]:
+    """Reduce the pictures of the outputs to 256 colors; return them as base64."""
+    pictures = []
+    for output in [output for cell in notebook.cells for output in cell.get("outputs", ())]:
+        if picture := output.get("data", {}).get("image/png"):
+            image = Image.open(io.BytesIO(base64.b64decode(picture))).convert("RGB")
+            shrunk = io.BytesIO()
+            image.quantize(256, dither=Image.Dither.NONE).save(shrunk, "PNG", optimize=True)
+            output.data["image/png"] = base64.b64encode(shrunk.getvalue()).decode()
+            pictures.append(output.data["image/png"])
+    return pictures
 
 
 def drop_run_log(cell: nbformat.NotebookNode) -> None:
