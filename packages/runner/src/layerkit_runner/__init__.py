@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     from layerkit_runner.run_options import RunOptions as RunOptions
     from layerkit_runner.step.task import SingleTask as SingleTask
     from layerkit_runner.step.train_hparams import TrainHParams as TrainHParams
+    from layerkit_runner.tools.report.command import ReportPage as ReportPage
+    from layerkit_runner.tools.report.page import report as report
 
 # A function called as its module (`resolve`) cannot be here: once the module is imported, Python
 # would find that under the name.

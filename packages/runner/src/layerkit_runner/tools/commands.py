@@ -130,4 +130,11 @@ QUANTIZE = Command(
     "store the weights of a trained model in 8 or 4 bits",
     _late("quantize:run_quantize"),
 )
+REPORT = Command(
+    "write curves, times, samples and configurations of runs as one HTML file",
+    _late("report.command:run_report"),
+)
+STATUS = Command(
+    "print state, speed, loss and last errors of runs", _late("report.command:run_status")
+)
 SCORE = Command("print perplexity and bits per byte of a text file", _late("score:run_score"))

@@ -3,7 +3,7 @@
    data.charts[name] = {title, unit, log, over, curves}: `log` is whether the y axis begins logarithmic,
    `over` names the x axis ("step" if absent). A curve is {label, color, dashed, x, y, bad, run}: x holds
    the first value and then differences, all positive; y numbers or null (a gap); `bad` x values that
-   are marked by a triangle, since y is not finite there; an unchecked `input[data-run=run]` hides it.
+   are marked by a triangle, since y is not finite there; `faint` for values under a smoothed curve; an unchecked `input[data-run=run]` hides it.
    A figure with `data-chart=name` (the macro `curves` of drawings.html.jinja) receives the chart. */
 "use strict";
 (() => {
@@ -69,7 +69,7 @@
     const isLog = figure.querySelector("button").ariaPressed === "true";
     const tables = chart.curves.map(({ x, y }) => [x, isLog ? y.map((v) => (v > 0 ? v : null)) : y]);
     const axis = {
-      stroke: color("--soft"), font: "12px system-ui", labelFont: "12px system-ui",
+      stroke: color("--soft"), font: "12px system-ui", labelFont: "12px system-ui", labelGap: 0,
       grid: { stroke: color("--grid"), width: 1 }, ticks: { show: false },
       values: (_, values) => values.map(text),
     };
@@ -80,12 +80,13 @@
       width: place.clientWidth,
       height: figure.classList.contains("wide") ? 300 : 220,
       scales: { x: { time: false }, y: { distr: isLog ? 3 : 1 } },
-      axes: [{ ...axis, size: 30, space: 70, incrs: whole }, { ...axis, size: 56 }],
+      axes: [{ ...axis, size: 26, space: 70, incrs: whole, label: over, labelSize: 18 }, { ...axis, size: 56 }],
       legend: { markers: { width: 0, fill: (plot, series) => stripes(chart.curves[series - 1]) } },
       series: [
         { label: over, value: (plot, v) => (v ?? last(plot, 0))?.toLocaleString("en") },
         ...chart.curves.map((curve) => ({
-          label: curve.label, stroke: color(`--c${curve.color}`), width: 1.5, show: isShown(curve),
+          label: curve.label, class: curve.faint ? "faint" : "drawn", width: curve.faint ? 1 : 1.75,
+          stroke: color(`--c${curve.color}`) + (curve.faint ? "55" : ""), show: isShown(curve),
           dash: curve.dashed ? [6, 4] : undefined,
           points: { ...(curve.dashed && { show: true }), size: 5, fill: color(`--c${curve.color}`) },
           value: (plot, v, series, index) => text(index == null ? last(plot, series) : v) || "–",

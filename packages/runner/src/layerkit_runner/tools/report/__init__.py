@@ -1,0 +1,1 @@
+"""Reports of runs: `runner report`, `runner status`, `layerkit_runner.report` and a status page."""

@@ -1,0 +1,103 @@
+"""`runner report`, `runner status`, and the observer that keeps a report of a running job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+from layerkit.config.checks import require
+from layerkit_runner.config.flags import read_flags
+from layerkit_runner.config.help import flag_rows, table
+from layerkit_runner.files.text import color_text, draw_table, size_text
+from layerkit_runner.observers.base import Observer, RunInfo
+from layerkit_runner.run_options import Flag, positive
+from layerkit_runner.tools.report.page import Report, summarize
+from layerkit_runner.tools.report.record import JobRecord, read_jobs
+
+_FLAGS = (
+    Flag("html", str, "file of the page", "FILE", default="report.html"),
+    Flag("refresh_secs", positive, "time after which a browser reads the file again", "SECONDS"),
+    Flag("help", bool, "print these flags"),
+)
+
+
+def run_report(words: Sequence[str]) -> int:
+    """Write the report of job folders as one HTML file; return the exit code."""
+    values, folders = read_flags(words, _FLAGS, takes_words=True)
+    if values.get("help"):
+        usage = "runner report DIR [DIR …] [--html=FILE]"
+        print("\n".join([usage, "", *table(flag_rows(_FLAGS))]))
+        return 0
+    require(bool(folders), "`runner report`", "DIR", folders, "at least one job folder")
+    report = Report(read_jobs(folders), refresh_secs=values.get("refresh_secs"))
+    path = report.save(values.get("html", "report.html"))
+    print(f"wrote {path} ({size_text(len(report.html.encode()))})", flush=True)
+    return 0
+
+
+def run_status(words: Sequence[str]) -> int:
+    """Print the state of job folders; return 1 if a run failed or was killed."""
+    _, folders = read_flags(words, (), takes_words=True)
+    require(bool(folders), "`runner status`", "DIR", folders, "at least one job folder")
+    jobs = read_jobs(folders)
+    print("\n".join(line for job in jobs for line in _status_lines(job)), flush=True)
+    return int(any(job.state in ("failed", "killed") for job in jobs))
+
+
+def _status_lines(job: JobRecord) -> list[str]:
+    texts, seconds = summarize(job), job.goodput.get("seconds", {})
+    title, kind, notes = (
+        f"{texts.pop('name')}: {texts['state']}",
+        texts.pop("kind"),
+        texts.pop("notes"),
+    )
+    shares = {phase: value / max(sum(seconds.values()), 1e-9) for phase, value in seconds.items()}
+    texts["time"] = ", ".join(
+        f"{name} {share:.0%}" for name, share in shares.items() if share > 0.005
+    )
+    texts |= {"checkpoints": ", ".join(map(str, job.checkpoints[-3:])), "folder": job.folder}
+    rows = [(name.replace("_", " "), text or "–") for name, text in texts.items()]
+    rows += [("to look at", note) for note in notes]
+    style = {"good": "bold green", "bad": "bold red"}.get(kind, "bold cyan")
+    errors = [color_text(line, "red") for line in job.errors]
+    return [color_text(title, style), *draw_table(rows), *errors, ""]
+
+
+class ReportPage(Observer):
+    """An observer that writes the report of a running job into its folder.
+
+    A process of low priority makes the page, so that training steps do not wait for it.
+    """
+
+    def __init__(self, *, file: str = "report.html", interval_secs: float = 60.0) -> None:
+        """Store the name of the file in the job folder, and the seconds between two writes."""
+        self.file, self.interval_secs = file, interval_secs
+        self._folder: str | None = None
+        self._next = 0.0
+
+    def start(self, info: RunInfo) -> None:
+        """Store the folder of a training run."""
+        if info.job_log_dir is not None and info.mode == "train":
+            self._folder = os.fspath(info.job_log_dir)
+
+    def progress(self, step: int) -> None:
+        """Write the page if it is due; a browser that shows it reads it again."""
+        del step
+        if self._folder is not None and time.monotonic() >= self._next:
+            self._write(f"--refresh_secs={max(round(self.interval_secs), 1)}")
+            self._next = time.monotonic() + self.interval_secs
+
+    def close(self) -> None:
+        """Write the last page."""
+        if self._folder is not None:
+            self._write()
+
+    def _write(self, *flags: str) -> None:
+        words = ["report", str(self._folder), f"--html={self._folder}/{self.file}", *flags]
+        command = ["nice", sys.executable, "-m", "layerkit_runner.cli", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{self.file} was not written: {done.stderr[-1000:]}")

@@ -1,0 +1,189 @@
+"""What a job folder holds about its training, as plain values. JAX is not needed to read it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import shlex
+import socket
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from etils import epath
+
+from layerkit_runner.config.recorded import RecordedConfig, read_recorded_config
+from layerkit_runner.errors import UsageError
+from layerkit_runner.files.atomic_write import absolute, is_remote
+from layerkit_runner.files.text import near_folders
+from layerkit_runner.observers.metrics_log import Metrics, Record, metrics_path, read_metrics
+
+_SECONDS_UNTIL_SILENT = 600.0
+_MAX_SAMPLES, _MAX_SAMPLE_CHARACTERS = 60, 600
+_LOG_BYTES, _MAX_ERRORS = 100_000, 10
+
+
+@dataclasses.dataclass(frozen=True)
+class JobRecord:
+    """The record of one job folder.
+
+    Attributes:
+      folder: Absolute path of the folder.
+      name: Short name that differs from those of other runs of a report.
+      metrics: Series of training and of evaluations, those of other modes included.
+      config: Recorded configuration; None without config.json.
+      goodput: Content of goodput.json; empty without it.
+      samples: (step, data set, prompt, continuation) of the first decoded example, newest first.
+      checkpoints: Steps of the checkpoints in ascending order.
+      state: "running", "finished", "stopped", "failed", "killed", "silent" (nothing was written for
+        ten minutes, and the process cannot be seen from here) or "not started".
+      errors: Reason of a failure, and last lines of the logs that name an error.
+    """
+
+    folder: str
+    name: str
+    metrics: Metrics
+    config: RecordedConfig | None
+    goodput: dict[str, Any]
+    samples: list[tuple[int, str, str, str]]
+    checkpoints: list[int]
+    state: str = ""
+    errors: tuple[str, ...] = ()
+
+    @property
+    def newest(self) -> Record:
+        """Scalars of the newest training step that was recorded; empty without steps."""
+        return self.metrics.train[-1] if self.metrics.train else {}
+
+    @property
+    def num_steps(self) -> int | None:
+        """Number of steps at which training ends; None if it is unknown."""
+        return self.metrics.info.get("num_train_steps")
+
+    @property
+    def updated(self) -> float | None:
+        """Unix time of the newest line in seconds; None without lines."""
+        series = [self.metrics.train, self.metrics.events, *self.metrics.evals.values()]
+        return max((records[-1]["time"] for records in series if records), default=None)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Remaining seconds at the mean speed since the newest start; None if unknown."""
+        began = self.metrics.info.get("step", 0)
+        timed = [record for record in self.metrics.train if record["step"] > began]
+        if self.num_steps is None or len(timed) < 2:
+            return None
+        seconds, steps = (timed[-1][key] - timed[0][key] for key in ("time", "step"))
+        return seconds / steps * (self.num_steps - timed[-1]["step"])
+
+    @property
+    def command(self) -> str:
+        """Command that repeats the run; empty if no configuration is recorded."""
+        words = [] if self.config is None else self.config.arguments
+        return shlex.join(["runner", *words, f"--job_log_dir={self.folder}"]) if words else ""
+
+    def notes(self) -> list[str]:
+        """Return what a reader should look at first: a loss that rose, skipped steps, slow data."""
+        notes = []
+        losses = [(r["loss"], r["step"]) for r in self.metrics.train if "loss" in r]
+        best = min((pair for pair in losses if math.isfinite(pair[0])), default=None)
+        if best and not losses[-1][0] < best[0] + max(0.5 * abs(best[0]), 0.1):
+            notes.append(f"loss {losses[-1][0]:.4g}, after {best[0]:.4g} at step {best[1]:,}")
+        if skipped := self.newest.get("learning/skipped_steps"):
+            notes.append(f"{skipped:,.0f} skipped steps")
+        seconds = self.goodput.get("seconds", {"input_wait": 0.0, "steps": 1.0})
+        waiting = seconds["input_wait"] / max(seconds["input_wait"] + seconds["steps"], 1e-9)
+        if waiting > 0.1:
+            notes.append(f"devices wait for input {waiting:.0%} of the step time")
+        return notes
+
+
+def read_jobs(folders: Iterable[str | os.PathLike[str]]) -> list[JobRecord]:
+    """Read the records of job folders; a folder of a sweep stands for its trials.
+
+    Raises:
+      UsageError: A folder holds neither metrics.jsonl nor config.json.
+    """
+    paths: list[epath.Path] = []
+    for folder in folders:
+        path = absolute(folder)
+        jobs = [p for p in [path, *sorted((path / "trials").glob("*"))] if _is_job(p)]
+        if not jobs:
+            expected = "a job folder with metrics.jsonl, which a training run writes"
+            choices = near_folders(os.fspath(folder))
+            raise UsageError(field="DIR", value=str(path), expected=expected, choices=choices)
+        paths += [job for job in jobs if job not in paths]
+    root = os.path.commonpath(paths) if len(paths) > 1 else os.path.dirname(paths[0])
+    return [_read(path, os.path.relpath(path, root)) for path in paths]
+
+
+def _is_job(path: epath.Path) -> bool:
+    return metrics_path(path).exists() or (path / "config.json").exists()
+
+
+def _read(path: epath.Path, name: str) -> JobRecord:
+    metrics = Metrics(info={}, train=[], evals={}, events=[])
+    if metrics_path(path).exists():
+        metrics = read_metrics(path)
+    for other in sorted(path.glob("metrics_*.jsonl")):  # of other modes, such as eval
+        for dataset, records in read_metrics(other).evals.items():
+            rows = {row["step"]: row for row in [*metrics.evals.get(dataset, []), *records]}
+            metrics.evals[dataset] = [rows[step] for step in sorted(rows)]
+    goodput = path / "goodput.json"
+    steps = [p.name.rpartition("_")[2] for p in (path / "checkpoints").glob("checkpoint_*")]
+    record = JobRecord(
+        folder=str(path),
+        name=name,
+        metrics=metrics,
+        config=read_recorded_config(str(path)),
+        goodput=json.loads(goodput.read_text()) if goodput.exists() else {},
+        samples=_samples(path),
+        checkpoints=sorted(int(step) for step in steps if step.isdecimal()),
+    )
+    reason = metrics.events[-1].get("reason", "") if metrics.events else ""
+    state = _state(path, record, reason)
+    errors = (*_log_errors(path), reason) if state in ("failed", "killed", "not started") else ()
+    return dataclasses.replace(record, state=state, errors=tuple(filter(None, errors)))
+
+
+def _state(path: epath.Path, record: JobRecord, reason: str) -> str:
+    if reason:
+        endings = {"finished": "finished", "stopped by a signal": "stopped"}
+        return endings.get(reason, "failed")
+    running, updated = path / ".running", record.updated
+    holder = json.loads(running.read_text() or "{}") if running.exists() else {}
+    is_seen = holder.get("host") == socket.gethostname()
+    if is_seen and os.path.exists(f"/proc/{holder['pid']}"):
+        return "running"
+    if record.num_steps is not None and record.newest.get("step", -1) >= record.num_steps:
+        return "finished"
+    if updated is None:
+        return "not started"
+    if is_seen or not (holder or is_remote(path)):
+        return "killed"
+    return "running" if time.time() - updated < _SECONDS_UNTIL_SILENT else "silent"
+
+
+def _samples(path: epath.Path) -> list[tuple[int, str, str, str]]:
+    files = sorted(path.glob("decode/*/step_*.jsonl"), key=lambda file: file.stem, reverse=True)
+    samples = []
+    for file in files[:_MAX_SAMPLES]:
+        with file.open() as lines:
+            record = json.loads(next(iter(lines), "{}"))
+        prompt, text = record.get("prompt", ""), record.get("continuation", json.dumps(record))
+        step, size = int(file.stem.rpartition("_")[2]), _MAX_SAMPLE_CHARACTERS
+        samples.append((step, file.parent.name, prompt[-size:], text[:size]))
+    return samples
+
+
+def _log_errors(path: epath.Path) -> list[str]:
+    lines: list[str] = []
+    for file in [*sorted(path.glob("logs/process_*.log")), path / "output.txt"]:
+        if file.exists():
+            with file.open("rb") as log:
+                log.seek(max(0, file.stat().length - _LOG_BYTES))
+                texts = log.read().decode(errors="replace").splitlines()
+            lines += [text for text in texts if "Error" in text or "runner: " in text]
+    return lines[-_MAX_ERRORS:]
