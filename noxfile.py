@@ -116,7 +116,7 @@ BUILD_TOOLS = ("hatchling",)
 RELEASE_TOOLS = (*BUILD_TOOLS, "twine")
 DOCS_TOOLS = (
     *("sphinx", "myst-nb", "furo", "sphinx-copybutton", "sphinx-design"),
-    "sphinx-external-toc",
+    *("sphinx-external-toc", "sphinxext-opengraph"),
 )
 # Tests of the code on pages of the documentation, those marked slow included.
 DOCS_SUITES = ("integration_tests/test_documented_code.py",)
@@ -295,15 +295,22 @@ def bounds(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Build the documentation site, check it and run its code; open it where a browser is."""
-    install_sources(session, (*TEST_TOOLS, *DOCS_TOOLS))
+    """Build the documentation site, check it, and open it where a browser is."""
+    install_sources(session, DOCS_TOOLS)
     site = ROOT / "docs" / "_build" / "html"
     strict = ("--fail-on-warning", "--keep-going", "--quiet")
     session.run("sphinx-build", *strict, *session.posargs, "docs", str(site))
     session.run("python", "scripts/check_site.py", str(site))
-    session.run("python", "-m", "doctest", "docs/pipelines.md")
-    session.run("python", "-m", "pytest", "-m", "slow or not slow", *DOCS_SUITES)
     session.run("python", "scripts/check_site.py", "--open", str(site))
+
+
+@nox.session
+def docs_code(session: nox.Session) -> None:
+    """Run the code on the pages of the documentation; arguments go to pytest."""
+    install_sources(session, TEST_TOOLS)
+    session.run("python", "-m", "doctest", "docs/pipelines.md")
+    every = ["python", "-m", "pytest", "-m", "slow or not slow"]
+    session.run(*every, *(session.posargs or DOCS_SUITES))
 
 
 @nox.session

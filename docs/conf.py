@@ -10,6 +10,8 @@ from pathlib import Path
 DOCS = Path(__file__).resolve().parent
 sys.path.insert(0, str(DOCS / "_extensions"))
 
+from source_pages import link_source as linkcode_resolve  # noqa: E402, F401 - read by Sphinx
+
 project = "layerkit"
 author = "The layerkit authors"
 copyright = author  # noqa: A001 - a name that Sphinx reads
@@ -17,14 +19,17 @@ copyright = author  # noqa: A001 - a name that Sphinx reads
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.linkcode",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "sphinx_design",
     "sphinx_external_toc",
+    "sphinxext.opengraph",
     "api_reference",
     "api_links",
     "command_lexer",
     "repository_links",
+    "source_pages",
 ]
 external_toc_path = "_toc.yml"
 nb_execution_mode = "off"  # the notebooks hold their outputs
@@ -54,6 +59,8 @@ html_theme = "furo"
 html_title = "layerkit"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+ogp_site_name = "layerkit"
+ogp_social_cards = {"enable": False}  # a picture for each page, which takes as long as the rest
 html_search_scorer = str(DOCS / "_static" / "search_scorer.js")
 html_copy_source = False
 html_show_sourcelink = False

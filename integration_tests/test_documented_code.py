@@ -92,6 +92,21 @@ def test_the_code_of_a_gallery_task_trains_and_checks_its_result(monkeypatch: py
 
 
 @pytest.mark.slow
+def test_first_page_trains_a_model_that_prefers_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    module = types.ModuleType("documented")
+    monkeypatch.setitem(sys.modules, module.__name__, module)  # where dataclasses look
+    names: dict[str, Any] = vars(module)
+    (code,) = BLOCK.findall((DOCS / "index.md").read_text())
+    assert sum(map(bool, map(str.strip, code.splitlines()))) <= 15
+    exec(compile(code, "index.md", "exec"), names)
+    assert names["run"].metrics["loss"][-1] < 2.5 < names["run"].metrics["loss"][0]
+    assert names["code"].log_likelihood > names["noise"].log_likelihood
+
+
+@pytest.mark.slow
 def test_page_on_the_python_interface_runs_in_one_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -2,6 +2,7 @@
 
 - docs/pictures/architecture.svg: the folders of the packages and the imports between them;
 - the table of commands in CONTRIBUTING.md, from the docstrings of noxfile.py;
+- the table of planned models in docs/results.md, from the figures in docs/results/plans.json;
 - the families of Hugging Face in docs/hugging_face.md and README.md, from the first lines of the
   families' files (`MODELS (SOURCE): WHAT.`) and the errors that `nox -s parity` measured.
 
@@ -26,7 +27,9 @@ from layerkit.interop.hugging_face.family import Family
 
 PICTURE = ROOT / "docs/pictures/architecture.svg"
 CONTRIBUTING, README = ROOT / "CONTRIBUTING.md", ROOT / "README.md"
-HUGGING_FACE = ROOT / "docs/hugging_face.md"
+HUGGING_FACE, RESULTS = ROOT / "docs/hugging_face.md", ROOT / "docs/results.md"
+# Figures of `--mode=plan`, with their dates.
+PLANS = ROOT / "docs/results/plans.json"
 # Largest error of the logits that `nox -s parity` measured, by `model_type`.
 ERRORS = ROOT / "packages/layerkit/tests/interop/hugging_face/parity.json"
 SUMMARY = re.compile(r"(?P<models>[^(:]+?)( \([^:]+\))?: (?P<what>.+)\.")
@@ -131,6 +134,31 @@ def write_commands() -> str:
     return _replace(CONTRIBUTING, "the docstrings of noxfile.py", "\n" + table)
 
 
+def write_plans() -> str:
+    """Return docs/results.md with a row for each stored plan, and its GPU hours for 1B tokens."""
+    rows = [
+        "| plan | weights | peak memory | tokens a step | tokens/s | MFU | GPU hours, 1B tokens |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for plan in json.loads(PLANS.read_text()):
+        speeds = sorted(plan["tokens_per_sec"])
+        hours = [1e9 / speed / 3600 * plan["num_devices"] for speed in reversed(speeds)]
+        flags = f" `{plan['flags']}`" if plan["flags"] else ""
+        bound = "" if plan["limited_by"] == "compute" else f", by the {plan['limited_by']}"
+        mfu = sorted(plan["mfu_percent"])
+        cells = (
+            f"`{plan['experiment']}`{flags} `--target={plan['target']}`, {plan['mesh']}",
+            f"{plan['num_params'] / 1e9:.3g}B",
+            f"{plan['peak_gb']:g} GB",
+            f"{plan['tokens_per_step'] / 1e6:.3g}M",
+            f"{speeds[0]:,} to {speeds[1]:,}",
+            f"{mfu[0]} to {mfu[1]} %{bound}",
+            " to ".join(f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in hours),
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return _replace(RESULTS, "docs/results/plans.json", "\n" + "\n".join([*rows, ""]))
+
+
 def _replace(path: Path, source: str, part: str) -> str:
     """Return the text of a page in which the part made from `source` is another."""
     begin = BEGIN.format(source)
@@ -193,6 +221,7 @@ def main() -> int:
     models = list_families()
     parts: dict[Path, str] = {PICTURE: draw_architecture(), CONTRIBUTING: write_commands()}
     parts |= {HUGGING_FACE: write_table(models), README: write_features(models)}
+    parts[RESULTS] = write_plans()
     stale = [path for path, text in parts.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         print(f"{path.relative_to(ROOT)} is not current. Run `python scripts/renew_docs.py`.")

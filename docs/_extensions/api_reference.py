@@ -18,6 +18,7 @@ import public_names
 from flax import linen as nn
 from sphinx.application import Sphinx
 
+from layerkit.base.base_layer import BaseLayer
 from layerkit.base.sharding import ShardingRules
 from layerkit.errors import UserError
 
@@ -27,7 +28,7 @@ TITLES = {
     "attention": "Attention",
     "models": "Models",
     "decoding": "Decoding",
-    "interop": "Hugging Face and Praxis",
+    "interop": "Hugging Face, PEFT and Praxis",
     "inputs": "Inputs",
     "runner": "Runner",
     "observers": "Observers",
@@ -54,8 +55,9 @@ def write_reference(folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     pages = dict(public_names.PAGES)
     pages["recipes"] = tuple(public_names.recipe_modules())
-    documented: dict[str, str] = {}
+    documented = {path: path for path in public_names.experiments()}
     texts = {page: api_page(page, modules, documented) for page, modules in pages.items()}
+    texts["layer_table"] = layer_table()
     texts["flags"] = flags_page()
     texts["experiments"] = experiments_page()
     for name, text in texts.items():
@@ -101,6 +103,30 @@ def api_page(page: str, modules: tuple[str, ...], documented: dict[str, str]) ->
         if elsewhere:
             links = ", ".join(f":py:obj:`{path}`" for path in elsewhere)
             lines += [f"Also exported here: {links}.", ""]
+    return "\n".join(lines).lstrip() + "\n"
+
+
+def layer_table() -> str:
+    """Return the page with a line for each layer, in a table for each folder of `layers/`."""
+    lines = heading("All layers at a glance", "=")
+    lines += ["The first sentence of each layer's documentation, by folder of ``layerkit/layers``."]
+    lines += [
+        "Each name leads to the fields of the layer. :doc:`/first_layer` writes a new one.",
+        "",
+    ]
+    folders: dict[str, list[tuple[str, str]]] = {}
+    for name in public_names.names_of("layerkit.layers"):
+        value = getattr(importlib.import_module("layerkit.layers"), name)
+        if inspect.isclass(value) and issubclass(value, BaseLayer):
+            text = " ".join(inspect.cleandoc(value.__doc__ or "").partition("\n\n")[0].split())
+            sentence = re.split(r"(?<=\.) (?=[A-Z`])", text)[0]
+            folders.setdefault(value.__module__.split(".")[2], []).append((name, sentence))
+    for folder, rows in sorted(folders.items()):
+        lines += heading(folder, "-")
+        lines += [summary(f"layerkit.layers.{folder}"), "", ".. list-table::", "   :widths: 30 70"]
+        lines += ["   :class: layer-table", ""]
+        for name, sentence in rows:
+            lines += [f"   * - :py:obj:`~layerkit.layers.{name}`", f"     - {escape(sentence)}"]
     return "\n".join(lines).lstrip() + "\n"
 
 
@@ -167,7 +193,8 @@ def experiments_page() -> str:
         groups.setdefault(path.rpartition(".")[0], []).append(path)
     for module, paths in groups.items():
         lines += heading(f"``{module.partition('.')[2]}``", "-")
-        lines += [f".. py:module:: {module}", "", summary(module), ""]
+        elsewhere = ["   :no-index:"] if module in public_names.recipe_modules() else []
+        lines += [f".. py:module:: {module}", *elsewhere, "", summary(module), ""]
         for path in paths:
             row = rows[path]
             lines += [f".. autoclass:: {path}", ""]

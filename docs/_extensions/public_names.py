@@ -40,7 +40,11 @@ PAGES: dict[str, tuple[str, ...]] = {
     ),
     "models": ("layerkit.models", "layerkit.models.weighted_metrics"),
     "decoding": ("layerkit.decoding",),
-    "interop": ("layerkit.interop.hugging_face", "layerkit.interop.praxis"),
+    "interop": (
+        "layerkit.interop.hugging_face",
+        "layerkit.interop.peft",
+        "layerkit.interop.praxis",
+    ),
     "inputs": (
         "layerkit_inputs",
         "layerkit_inputs.base.base_input",
@@ -67,10 +71,13 @@ PAGES: dict[str, tuple[str, ...]] = {
 
 
 def recipe_modules() -> list[str]:
-    """Return the modules of the recipes that experiments call, and of the base class of Pax's."""
+    """Return the modules of the recipes that experiments call, and of base classes beside these."""
     recipes = importlib.import_module("layerkit_experiments.recipes")
     found = pkgutil.iter_modules(recipes.__path__, f"{recipes.__name__}.")
-    return [*(module.name for module in found), "layerkit_experiments.lm.pax"]
+    return [
+        *(module.name for module in found),
+        *(f"layerkit_experiments.lm.{name}" for name in ("distill", "pax")),
+    ]
 
 
 def experiments() -> dict[str, dict]:
