@@ -10,15 +10,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from layerkit.config.checks import require
 from layerkit_runner.config.flags import read_flags
 from layerkit_runner.config.help import flag_rows, table
 from layerkit_runner.errors import as_usage_error
 from layerkit_runner.files.text import check_utf8
-from layerkit_runner.run_options import Flag, non_negative, positive
+from layerkit_runner.run_options import Flag, html_file, non_negative, positive
+from layerkit_runner.tools.pages.page import render_page, write_page
+from layerkit_runner.tools.pages.tokens import escaped, read_tokens
+
+if TYPE_CHECKING:
+    from layerkit_inputs.base.tokenizer_interface import Tokenizer
+
+_TOKENS_SHOWN = 6000
+_BARS = 100
 
 _FLAGS = (
     Flag("model", str, "folder of a job, of a checkpoint, or of Hugging Face", "DIR"),
@@ -27,6 +38,7 @@ _FLAGS = (
     Flag("stride", positive, "tokens from window to window; by default half a window", "N"),
     Flag("batch_size", positive, "windows that are scored together", "N", default=8),
     Flag("json", bool, "print JSON"),
+    Flag("html", html_file, "write the loss of each token to this file, as a page", "FILE"),
     Flag("help", bool, "print these flags"),
 )
 
@@ -57,19 +69,56 @@ def run_score(words: Sequence[str]) -> int:
         for begin in range(0, max(len(ids) - length, 0) + stride, stride)
         for done in [begin + length - stride if begin else 1]  # end of the window before
     ]
-    log_likelihood, size = 0.0, values.get("batch_size", 8)
+    log_probs, size = [], values.get("batch_size", 8)
     for start in range(0, len(windows), size):
         prompts, texts = zip(*windows[start : start + size], strict=True)
-        log_likelihood += sum(s.log_likelihood for s in model.score_ids(texts, prompts=prompts))
-    nats = -log_likelihood / (len(ids) - 1)
+        log_probs += [s.token_log_probs for s in model.score_ids(texts, prompts=prompts)]
+    losses = -np.concatenate(log_probs).astype(np.float64)
+    nats = float(losses.mean())
     num_bytes = len(text.encode())
     scores = {
-        "tokens": len(ids) - 1,
+        "tokens": len(losses),
         "bytes": num_bytes,
         "nats_per_token": nats,
         "perplexity": math.exp(nats),
-        "bits_per_byte": -log_likelihood / math.log(2) / num_bytes,
+        "bits_per_byte": float(losses.sum()) / math.log(2) / num_bytes,
     }
     lines = [f"{name.replace('_', ' '):<16}{value:,.6g}" for name, value in scores.items()]
+    if "html" in values:
+        page = score_page(Path(files[0]).name, scores, ids, losses, model.tokenizer)
+        lines.append(f"wrote {write_page(values['html'], page)}")
     print(json.dumps(scores) if values.get("json") else "\n".join(lines), flush=True)
     return 0
+
+
+def score_page(
+    name: str,
+    scores: Mapping[str, float],
+    ids: Sequence[int],
+    losses: np.ndarray,
+    tokenizer: Tokenizer,
+) -> str:
+    """Return the page of the losses of a text.
+
+    Args:
+      name: Name of the file.
+      scores: Figures of the text by name.
+      ids: Token ids `[tokens + 1]`, of which the first is only read.
+      losses: Loss of each other token in nats, float64 `[tokens]`.
+      tokenizer: Tokenizer of the text.
+    """
+    shown = np.asarray(ids[:_TOKENS_SHOWN], np.int64)
+    names = getattr(tokenizer, "special_tokens", {})
+    tokens = read_tokens(shown, tokenizer.decode, names)
+    nats = [None, *losses.tolist()]
+    pieces = np.array_split(np.arange(len(losses)), min(_BARS, len(losses)))
+    means = [(piece[0] + 1, piece[-1] + 1, float(losses[piece].mean())) for piece in pieces]
+    return render_page(
+        "pages/score.html.jinja",
+        title=f"Loss of each token of {escaped(name)}",
+        scores=scores,
+        tokens=[token._replace(nats=loss) for token, loss in zip(tokens, nats, strict=False)],
+        # The full color is that of the largest losses, of which some tokens have more.
+        full=max(float(np.percentile(losses, 98)), 1e-6),
+        bars=[(f"tokens {first} to {last}: {mean:.4g} nats", mean) for first, last, mean in means],
+    )

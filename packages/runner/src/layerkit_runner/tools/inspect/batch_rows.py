@@ -65,16 +65,16 @@ class Histogram(NamedTuple):
         low, high, middle = self.values.min(), self.values.max(), np.median(self.values)
         return f"{low:,.6g} to {high:,.6g}, median {middle:,.6g}"
 
-    def bins(self) -> list[tuple[float, float, int]]:
-        """Return the first and last value of each bin, and how many values it has."""
+    def bins(self) -> list[tuple[str, int, float, float]]:
+        """Return the text of each bin, the number of its values, and its first and last one."""
         edges: np.ndarray = np.linspace(0, 100, _BINS + 1)
         if is_whole := self.values.dtype.kind == "i":
             low, high = int(self.values.min()), int(self.values.max())
             width = -(-(high - low + 1) // _BINS)
             edges = np.arange(low, high + width + 1, width)
-        counts, _ = np.histogram(self.values, edges)
-        lasts = edges[1:] - is_whole
-        return list(zip(edges[:-1].tolist(), lasts.tolist(), counts.tolist(), strict=True))
+        counts, firsts = np.histogram(self.values, edges)[0].tolist(), edges[:-1].tolist()
+        bins = zip(counts, firsts, (edges[1:] - is_whole).tolist(), strict=True)
+        return [(f"{first} to {last}: {n}", n, first, last) for n, first, last in bins]
 
 
 def real_rows(batch: NestedMap) -> np.ndarray:
