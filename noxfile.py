@@ -111,6 +111,8 @@ PARITY_TOOLS = ("lm-eval", "torch", "transformers", "accelerate", "bitsandbytes"
 GGUF_TOOLS = ("gguf", "tokenizers")
 # Drives the Chromium of the system; playwright's own browsers are not downloaded.
 BROWSER_TOOLS = ("playwright",)
+# Their pins of other libraries differ from those of constraints.txt.
+TRACKER_TOOLS = ("tensorboard", "trackio")
 LINT_TOOLS = ("ruff", "mypy", "import-linter")
 BUILD_TOOLS = ("hatchling",)
 RELEASE_TOOLS = (*BUILD_TOOLS, "twine")
@@ -256,6 +258,15 @@ def pages(session: nox.Session) -> None:
         session.error("chromium is not installed. Install it: apt install chromium")
     install_sources(session, (*TEST_TOOLS, *BROWSER_TOOLS))
     session.run("python", "-m", "pytest", "-k", "in_browser", *(session.posargs or PAGES_SUITES))
+
+
+@nox.session
+def trackers(session: nox.Session) -> None:
+    """Report runs to the newest TensorBoard and trackio, and to W&B; arguments go to pytest."""
+    install_sources(session, TEST_TOOLS)
+    session.install(*TRACKER_TOOLS)
+    suites = session.posargs or ["packages/runner/tests/observers"]
+    session.run("python", "-m", "pytest", *suites)
 
 
 @nox.session

@@ -359,6 +359,9 @@ class RunOptions:
     wandb_project: str | None = _option(
         "project of Weights & Biases to report to", "NAME", (*_TRAIN, *_LM_EVAL)
     )
+    trackio_project: str | None = _option(
+        "project of trackio to report to", "NAME", (*_TRAIN, *_LM_EVAL)
+    )
     study: str | None = _option(
         "search over fields as this TOML or JSON file says; each trial is a run in DIR/trials."
         " Commands that are started at the same time share the trials",

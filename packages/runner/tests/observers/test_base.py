@@ -20,7 +20,7 @@ from layerkit_runner.observers import (
     TensorBoard,
     base,
 )
-from layerkit_runner.observers.weights_and_biases import WeightsAndBiases
+from layerkit_runner.observers.trackers import WeightsAndBiases
 
 
 class Recorder(Observer):
@@ -107,7 +107,7 @@ def test_failed_optional_observer_is_reported_once_closed_and_removed():
         TensorBoard,
         lambda: GoodputLog(Goodput()),
         pytest.param(
-            lambda: WeightsAndBiases("toy", config={}, report=print),
+            lambda: WeightsAndBiases("toy", report=print),
             marks=pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed"),
         ),
     ],

@@ -83,6 +83,80 @@ def test_texts_are_written_verbatim(board, tmp_path):
     assert value.tensor.string_val[0].decode() == "    def f():\n        return *x*"
 
 
+def record_two_starts(run_info, folder, **fields):
+    """Report steps 1 and 2, the second one after a resume."""
+    config = {
+        "experiment": "lm.Toy",
+        "fields": {"NUM_LAYERS": 2, "MESH": [1, 2], "TIED": True, "INIT": None, **fields},
+        "overrides": {"NUM_LAYERS": "2", "task.train.random_seed": "7"},
+        "config": {"task.name": "lm", "task.train.random_seed": 7},
+    }
+    for step in (1, 2):
+        board = TensorBoard()
+        board.start(run_info(job_log_dir=epath.Path(folder), start_step=step - 1, config=config))
+        board.train_metrics(step, {"loss": 3.0 - step})
+        board.eval_metrics(step, "held_out", {"loss": 4.0 - step})
+        board.close()
+
+
+def test_hyperparameters_and_configuration_are_equal_across_a_resume(run_info, tmp_path):
+    from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
+
+    record_two_starts(run_info, tmp_path)
+    cards = values(tmp_path / "summaries")
+    assert [(step, value.tag) for step, value in cards] == [
+        (step, tag)
+        for step in (0, 1)
+        for tag in ("_hparams_/session_start_info", "config/text_summary")
+    ]
+    assert [value for _, value in cards[:2]] == [value for _, value in cards[2:]]
+    data = HParamsPluginData.FromString(cards[0][1].metadata.plugin_data.content)
+    shown = {
+        name: getattr(value, value.WhichOneof("kind"))
+        for name, value in data.session_start_info.hparams.items()
+    }
+    assert shown == {
+        "experiment": "lm.Toy",
+        "NUM_LAYERS": 2,
+        "MESH": "[1, 2]",
+        "TIED": True,
+        "INIT": "None",
+        "task.train.random_seed": 7,
+    }
+    text = cards[1][1].tensor.string_val[0].decode()
+    assert "    NUM_LAYERS = 2\n" in text and "    task.name = 'lm'" in text
+
+
+def test_tensorboard_lists_hyperparameters_with_the_last_metrics_of_each_job(run_info, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard import context
+    from tensorboard.backend.event_processing import data_provider, plugin_event_multiplexer
+    from tensorboard.plugins import base_plugin
+    from tensorboard.plugins.hparams import api_pb2, backend_context, list_session_groups
+
+    for layers in (2, 4):
+        record_two_starts(run_info, tmp_path / f"job{layers}", NUM_LAYERS=layers)
+    events = plugin_event_multiplexer.EventMultiplexer()
+    events.AddRunsFromDirectory(str(tmp_path))
+    events.Reload()
+    provider = data_provider.MultiplexerDataProvider(events, str(tmp_path))
+    backend = backend_context.Context(base_plugin.TBContext(data_provider=provider))
+    asked = context.RequestContext()
+    cards = backend.hparams_metadata(asked, "")
+    experiment = backend.experiment_from_metadata(asked, "", True, cards, [])  # noqa: FBT003
+    metrics = {(one.name.group, one.name.tag) for one in experiment.metric_infos}
+    assert metrics == {("train", "loss"), ("eval_test_held_out", "loss")}
+    request = api_pb2.ListSessionGroupsRequest(
+        slice_size=9, allowed_statuses=[api_pb2.STATUS_UNKNOWN], include_metrics=True
+    )
+    handler = list_session_groups.Handler(asked, backend, "", request)
+    groups = sorted(handler.run().session_groups, key=lambda group: group.name)
+    assert [group.hparams["NUM_LAYERS"].number_value for group in groups] == [2, 4]
+    for group in groups:
+        last = {one.name.group: (one.training_step, one.value) for one in group.metric_values}
+        assert last == {"train": (2, 1.0), "eval_test_held_out": (2, 2.0)}
+
+
 def test_histograms_and_their_norms_are_written(board, tmp_path):
     edges, counts = np.array([-1.0, 0.0, 2.0]), np.array([3.0, 1.0])
     broken = Histogram(np.full(3, math.nan), np.zeros(2), sum=math.nan, sum_of_squares=math.nan)

@@ -53,6 +53,8 @@ class RunInfo:
       peak_flops_per_device: Dense bfloat16 FLOP/s (see `peak_flops`); None if it is unknown.
       train_programs: Names of the training programs if there are several, else empty.
       environment: Versions of packages, host name, and the commit of the working folder, by name.
+      config: The experiment as `config.json` of the job folder has it, with `fields`, `overrides`
+        and `config`, the values of all fields by path; empty if it is unknown.
     """
 
     job_log_dir: epath.Path | None
@@ -69,6 +71,7 @@ class RunInfo:
     peak_flops_per_device: float | None
     train_programs: tuple[str, ...] = ()
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

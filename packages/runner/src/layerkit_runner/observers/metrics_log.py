@@ -57,7 +57,7 @@ class MetricsLog(Observer):
         facts = {
             field.name: getattr(info, field.name)
             for field in dataclasses.fields(info)
-            if field.name not in ("job_log_dir", "start_step")
+            if field.name not in ("job_log_dir", "start_step", "config")
         }
         self._write({"event": "resume" if resumes else "start", "step": info.start_step}, facts)
 

@@ -2,6 +2,7 @@
 
 Folders below the job's folder, as in Pax:
 
+    summaries                          hyperparameters and the configuration of a training run
     summaries/train                    scalars, histograms and images of the training steps
     summaries/eval_train               evaluation on the training data
     summaries/eval_test_<name>         evaluation on the held-out data set <name>
@@ -14,6 +15,7 @@ import contextlib
 import os
 import re
 import socket
+import textwrap
 import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -50,6 +52,8 @@ class TensorBoard(Observer):
             self._summaries = info.job_log_dir / "summaries"
             # Only a resumed training run repeats steps, whose earlier events must be hidden.
             self._purge_step = info.start_step + 1 if info.mode == "train" else None
+        if info.mode == "train" and info.config:
+            self._add_config(info.start_step, info.config)
 
     def train_metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         """Write the scalars to `summaries/train`."""
@@ -78,9 +82,8 @@ class TensorBoard(Observer):
         """Write the text, verbatim, to the folder of the decoded data set."""
         from tensorboardX import summary
 
-        # TensorBoard renders Markdown, in which four spaces mark verbatim text.
-        verbatim = "\n".join("    " + line for line in text.splitlines())
-        self._add(eval_folder(DECODE_PREFIX + name), step, summary.text("sample", verbatim))
+        folder = eval_folder(DECODE_PREFIX + name)
+        self._add(folder, step, summary.text("sample", _verbatim(text)))
 
     def flush(self) -> None:
         """Flush all files."""
@@ -95,6 +98,26 @@ class TensorBoard(Observer):
         with contextlib.ExitStack() as stack:  # closes all, even if one fails
             while self._files:
                 stack.callback(self._files.popitem()[1].close)
+
+    def _add_config(self, step: int, config: Mapping[str, Any]) -> None:
+        """Write the hyperparameters of a run and a text of its configuration.
+
+        The tab HPARAMS shows them with the last values of all scalars below the folder.
+        """
+        from tensorboardX import summary
+
+        values, overrides = config["config"], config["overrides"]
+        deep = {path: values.get(path, text) for path, text in overrides.items() if "." in path}
+        chosen = {"experiment": config["experiment"], **config["fields"], **deep}
+        hparams = {
+            name: value if isinstance(value, bool | int | float | str) else repr(value)
+            for name, value in chosen.items()
+        }
+        # Without a list of metrics TensorBoard shows all, also those of jobs beside this one.
+        _, session, _ = summary.hparams(hparams, {})
+        self._add("", step, session)
+        lines = [f"{path} = {value!r}" for path, value in {**chosen, **values}.items()]
+        self._add("", step, summary.text("config", _verbatim("\n".join(lines))))
 
     def _add_scalars(self, folder: str, step: int, scalars: Mapping[str, float]) -> None:
         from tensorboardX.proto.summary_pb2 import Summary
@@ -139,7 +162,7 @@ class TensorBoard(Observer):
         from tensorboardX.record_writer import RecordWriter, directory_check
 
         directory_check(path)
-        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        name = f"events.out.tfevents.{time.time():.6f}.{socket.gethostname()}.{os.getpid()}"
         self._files[folder] = RecordWriter(os.path.join(path, name))
         self._next_flush = 0.0  # flush the first event, so that TensorBoard shows the run
         self._write(folder, file_version="brain.Event:2")
@@ -152,6 +175,11 @@ class TensorBoard(Observer):
 
         with naming_path(self._summaries or ""):
             self._files[folder].write(Event(wall_time=time.time(), **fields).SerializeToString())
+
+
+def _verbatim(text: str) -> str:
+    # TensorBoard renders Markdown, in which four spaces mark verbatim text.
+    return textwrap.indent(text, "    ")
 
 
 def _tag(name: str) -> str:

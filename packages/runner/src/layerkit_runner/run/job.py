@@ -27,7 +27,7 @@ from layerkit_runner.checkpointing import (
     stored_state,
 )
 from layerkit_runner.checkpointing.folders import step_folder
-from layerkit_runner.config.config_tree import check_class, config_json
+from layerkit_runner.config.config_tree import check_class
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.distributed.devices import (
     check_devices,
@@ -229,7 +229,7 @@ def start_job(
     partitioner.start()
     partitioner.bind(task)
     if jax.process_index() == 0:
-        built_in = _built_in_observers(resolved, options, goodput, quiet=quiet)
+        built_in = _built_in_observers(options, goodput, quiet=quiet)
         observers = [*built_in, *observers]
     else:
         observers = []
@@ -237,21 +237,20 @@ def start_job(
     return Job(mode, resolved, options, directory, task, partitioner, watched, goodput)
 
 
-def _built_in_observers(
-    resolved: ResolvedExperiment, options: RunOptions, goodput: Goodput, *, quiet: bool
-) -> list[Observer]:
+def _built_in_observers(options: RunOptions, goodput: Goodput, *, quiet: bool) -> list[Observer]:
     progress = Progress()
     observers: list[Observer] = [MetricsLog()] if quiet else [progress, MetricsLog()]
     if options.enable_summary_writer:
         observers.append(TensorBoard())
     observers.append(GoodputLog(goodput))
-    if options.wandb_project is not None:
-        from layerkit_runner.observers.weights_and_biases import WeightsAndBiases
+    for project, name in (
+        (options.wandb_project, "WeightsAndBiases"),
+        (options.trackio_project, "Trackio"),
+    ):
+        if project is not None:
+            from layerkit_runner.observers import trackers
 
-        config = config_json(resolved)["config"]
-        observers.append(
-            WeightsAndBiases(options.wandb_project, config=config, report=progress.message)
-        )
+            observers.append(getattr(trackers, name)(project, report=progress.message))
     return observers
 
 

@@ -19,6 +19,7 @@ from layerkit.base.weight_formats import scale_path
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.prefetch import Prefetch
 from layerkit_inputs.base.tokenizer_interface import end_disagreement
+from layerkit_runner.config.config_tree import config_json
 from layerkit_runner.data.host_inputs import cast_text, peek_batch
 from layerkit_runner.data.train_inputs import TrainInputs
 from layerkit_runner.distributed.devices import flag_lines, unused_plugins
@@ -227,6 +228,7 @@ def run_info(job: Job, *, start_step: int) -> RunInfo:
         device_kind=jax.devices()[0].device_kind,
         peak_flops_per_device=None,
         environment=environment(),
+        config=config_json(job.resolved),
     )
 
 

@@ -39,7 +39,7 @@ _PACKAGES = (
     *("layerkit", "layerkit-inputs", "layerkit-runner", "layerkit-experiments"),
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorstore", "fiddle", "numpy"),
     *(*_PLUGINS, "nvidia-cudnn-cu13", "nvidia-cudnn-cu12", "nvidia-nccl-cu13", "nvidia-nccl-cu12"),
-    *("libtpu", "grain", "seqio", "tensorflow", "transformers", "wandb"),
+    *("libtpu", "grain", "seqio", "tensorflow", "transformers", "wandb", "trackio"),
 )
 _LITTLE_SPACE = 10e9
 _NO_SPACE = 1e8

@@ -1,7 +1,8 @@
-"""Runs of wandb in its offline mode, read from its files."""
+"""Runs of wandb in its offline mode, read from its files, and of trackio, from its database."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import struct
@@ -14,13 +15,14 @@ from etils import epath
 
 from layerkit_runner import UsageError
 from layerkit_runner.observers import Histogram
-from layerkit_runner.observers.weights_and_biases import WeightsAndBiases
+from layerkit_runner.observers.trackers import Tracker, Trackio, WeightsAndBiases
 
 
-def test_missing_wandb_raises(raises: Any, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("tracker", [WeightsAndBiases, Trackio])
+def test_missing_library_raises(raises: Any, monkeypatch: pytest.MonkeyPatch, tracker: Any):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with raises(UsageError, field="--wandb_project", value="toy"):
-        WeightsAndBiases("toy", config={}, report=print)
+    with raises(UsageError, field=f"--{tracker.library}_project", value="toy"):
+        tracker("toy", report=print)
 
 
 @pytest.mark.parametrize("netrc", ["", "machine api.wandb.ai login user password 0123"])
@@ -34,10 +36,10 @@ def test_missing_key_raises_before_the_run(
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
     if netrc:
-        WeightsAndBiases("toy", config={}, report=print)
+        WeightsAndBiases("toy", report=print)
         return
     with raises(UsageError, field="--wandb_project", value="toy"):
-        WeightsAndBiases("toy", config={}, report=print)
+        WeightsAndBiases("toy", report=print)
 
 
 @pytest.fixture
@@ -85,19 +87,58 @@ def history(found: list[Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def record(board: Tracker, info: Any) -> None:
+    """Report one step of a run."""
+    step = info.start_step + 1
+    board.start(info)
+    board.train_metrics(step, {"loss": 2.5})
+    board.eval_metrics(step, "held_out", {"loss": 3.0})
+    board.eval_metrics(step, "decode/prompts", {"bleu": 0.5})
+    spread = Histogram(np.array([0.0, 1.0, 3.0]), np.array([1.0, 2.0]), 5.0, 9.0)
+    board.histograms(step, {"vars/w": spread})
+    board.text(step, "prompts", "<a>")
+    board.images(step, {"map": np.zeros((2, 2, 3), np.uint8)})
+    board.close()
+
+
+CONFIG = {"config": {"task.train.random_seed": 7}}
+
+
+def test_trackio_continues_the_run_of_a_resumed_job(
+    run_info: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read at the import
+    trackio = pytest.importorskip("trackio")
+    job = epath.Path(tmp_path) / "job"
+    job.mkdir()
+    for start_step, mode in enumerate(("train", "lm_eval", "eval")):
+        info = run_info(job_log_dir=job, start_step=start_step, mode=mode, config=CONFIG)
+        record(Trackio("toy", report=print), info)
+    (run,) = trackio.Api().runs("toy")
+    assert run.name == f"job-{(job / 'trackio_run_id.txt').read_text().strip()}"
+    assert run.config["task.train.random_seed"] == 7 and run.config["num_params"] == 10
+    rows = trackio.SQLiteStorage.get_logs("toy", run.name)
+    assert [row.pop("step") for row in rows if row.pop("timestamp")] == [1] * 6 + [2] * 6
+    for first in (0, 6):
+        assert rows[first : first + 3] == [
+            {"train/loss": 2.5},
+            {"eval/held_out/loss": 3.0},
+            {"decode/prompts/bleu": 0.5},
+        ]
+        spread, page, image = rows[first + 3 : first + 6]
+        assert spread["vars/w/norm"] == 3 and spread["vars/w"]["values"] == [1, 2]
+        media = tmp_path / "trackio" / "media"
+        html = media / page["decode/prompts/sample"]["file_path"]
+        assert "<pre>&lt;a&gt;</pre>" in html.read_text()
+        assert (media / image["train/map"]["file_path"]).stat().st_size
+
+
 @pytest.mark.usefixtures("offline")
 def test_resumed_job_continues_the_same_run(run_info: Any, tmp_path: Path):
     for start_step, mode in enumerate(("train", "lm_eval")):
-        config = {"task.train.random_seed": 7}
-        board = WeightsAndBiases("toy", config=config, report=[].append)
-        board.start(run_info(job_log_dir=epath.Path(tmp_path), start_step=start_step, mode=mode))
-        board.train_metrics(start_step + 1, {"loss": 2.5})
-        board.eval_metrics(start_step + 1, "held_out", {"loss": 3.0})
-        board.eval_metrics(start_step + 1, "decode/prompts", {"bleu": 0.5})
-        spread = Histogram(np.array([0.0, 1.0, 3.0]), np.array([1.0, 2.0]), 5.0, 9.0)
-        board.histograms(start_step + 1, {"vars/w": spread})
-        board.text(start_step + 1, "prompts", "<a>")
-        board.close()
+        info = run_info(job_log_dir=epath.Path(tmp_path), start_step=start_step, mode=mode)
+        board = WeightsAndBiases("toy", report=[].append)
+        record(board, dataclasses.replace(info, config=CONFIG))
     runs = sorted((tmp_path / "wandb").glob("offline-run-*"))
     run_id = (tmp_path / "wandb_run_id.txt").read_text().strip()
     starts = []
