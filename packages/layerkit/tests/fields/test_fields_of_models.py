@@ -12,6 +12,7 @@ from layerkit.base.base_model import BaseModel
 from layerkit.config import Config
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import SampleDecoder
+from layerkit.models.language_model import DecodedLm
 from layerkit.models.preference_model import PolicyModel
 from layerkit.testing import Change, Example, dead_fields, ignored_fields
 
@@ -185,4 +186,8 @@ def test_ignored_field_raises(example, sharding):
 
 
 def test_every_model_has_an_example(layers_in):
-    assert layers_in(M) <= {example.layer_class for example in EXAMPLES} | {BaseModel, PolicyModel}
+    assert layers_in(M) <= {example.layer_class for example in EXAMPLES} | {
+        BaseModel,
+        DecodedLm,
+        PolicyModel,
+    }

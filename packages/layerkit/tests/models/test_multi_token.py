@@ -24,7 +24,6 @@ from layerkit.layers import (
     Transformer,
 )
 from layerkit.models import LanguageModel, TransformerLm
-from layerkit.models.language_model import prompts_of_batch
 
 VOCAB, LENGTH, DEPTH, WEIGHT = 11, 9, 2, 0.3
 IDS = jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (2, LENGTH + 1)), jnp.int32)
@@ -155,7 +154,7 @@ def test_drafts_change_no_token(noise, has_latents, eos):
     steps: list[int] = []
 
     def decode(model):
-        prompts = prompts_of_batch(model, model.lm, batch)
+        prompts = model._prompts(batch)
 
         def counted(cache, ids, time_step, method="extend_step"):
             if method == "extend_step":

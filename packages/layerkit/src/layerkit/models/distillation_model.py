@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
 from layerkit.base.base_layer import INTERMEDIATES, NON_TRAINABLE, PARAMS, RANDOM, BaseLayer
-from layerkit.base.base_model import NATS_PER_TOKEN, BaseModel, Metrics, WeightedScalar
+from layerkit.base.base_model import NATS_PER_TOKEN, Metrics, WeightedScalar
 from layerkit.base.step_reports import REPORTS
 from layerkit.base.weights import is_box
-from layerkit.config import Config, instance_field, sub_config_field
+from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_positive, require
 from layerkit.config.hparams import Conditions
 from layerkit.config.nested_map import NestedMap
-from layerkit.decoding.decoder import Decoder
-from layerkit.decoding.loop import SampleDecoder, SampledRows
 from layerkit.layers.basic.linears import Linear
-from layerkit.models.language_model import prompts_of_batch
-from layerkit.models.transformer_lm import TransformerLm
+from layerkit.models.language_model import DecodedLm
 from layerkit.models.weighted_metrics import token_metrics
 from layerkit.ops.distillation import divergence, top_divergence
 from layerkit.ops.losses import weighted_mean
@@ -35,7 +32,7 @@ TEACHER_WEIGHTS = "teacher/(.*)"
 """Pattern of the paths of the teacher's weights."""
 
 
-class DistillationModel(BaseModel):
+class DistillationModel(DecodedLm):
     """A language model, the student, that is trained towards a teacher.
 
     A batch is that of `LanguageModel`. The loss of a token is α·divergence + (1 − α)·cross-entropy,
@@ -43,7 +40,6 @@ class DistillationModel(BaseModel):
     for the weights of the teacher, and so for other axes.
 
     Attributes:
-      lm_tpl: Network of the student.
       teacher_tpl: Network of the teacher, whose weights, `teacher/`, are not trained. None
         reads the results of `top_log_probs` in the batch: `teacher_ids` `[batch, length, k]` and
         `teacher_log_probs` `[batch, length, k + 1]`.
@@ -59,7 +55,6 @@ class DistillationModel(BaseModel):
       features: Pairs of a layer of the student, whose outputs learn through a linear map, and the
         layer of the teacher whose outputs they learn; both count from 0.
       feature_weight: Factor of the mean squared distance of features in the loss.
-      decoder: Decoder of the student, a `SampleDecoder` for samples.
 
     Raises:
       ConfigError: A number is out of range, or `teacher_tpl` is needed and None.
@@ -72,7 +67,6 @@ class DistillationModel(BaseModel):
     reported_metric: ClassVar[str | None] = "xent"
     metric_units: ClassVar[Mapping[str, str]] = {"xent": NATS_PER_TOKEN}
 
-    lm_tpl: Config[BaseLayer] = sub_config_field(TransformerLm.HParams)
     teacher_tpl: Config[BaseLayer] | None = sub_config_field(None)
     num_ids: int | None = None
     beta: float = 0.0
@@ -82,7 +76,6 @@ class DistillationModel(BaseModel):
     prompt_length: int = 32
     features: tuple[tuple[int, int], ...] = ()
     feature_weight: float = 1.0
-    decoder: Annotated[Any, Decoder] = instance_field(SampleDecoder.HParams)
 
     def setup(self) -> None:
         """Check the fields, and create the networks and the maps of features."""
@@ -93,7 +86,7 @@ class DistillationModel(BaseModel):
         needs_network = bool(self.features) or self.on_policy_fraction > 0
         expected = "a network, since features and samples need one"
         require(self.teacher_tpl or not needs_network, self, "teacher_tpl", None, expected)
-        self.create_child("lm", self.lm_tpl)
+        super().setup()
         if self.teacher_tpl is not None:
             self.create_child("teacher", self.teacher_tpl, train=False)
         for layer, other in self.features:
@@ -176,14 +169,6 @@ class DistillationModel(BaseModel):
             metrics = {}
         reported = {n: WeightedScalar.of(means[n], total) for n in means.keys() - {"xent"}}
         return metrics | reported, rows
-
-    def decode(self, batch: NestedMap) -> NestedMap:
-        """Continue prompts with the student; see `LanguageModel.decode`."""
-        return prompts_of_batch(self, self.lm, batch).decode()
-
-    def start_decoding(self, batch: NestedMap) -> SampledRows:
-        """Return the rows of a batch of prompts; see `LanguageModel.start_decoding`."""
-        return prompts_of_batch(self, self.lm, batch).start()
 
     @property
     def _samples(self) -> bool:

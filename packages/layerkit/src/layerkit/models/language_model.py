@@ -21,22 +21,87 @@ from layerkit.models.transformer_lm import TransformerLm
 from layerkit.models.weighted_metrics import token_metrics, token_weights
 
 
-class LanguageModel(BaseModel):
+class DecodedLm(BaseModel):
+    """Base class of models with a network that predicts the next token, and a decoder.
+
+    For decoding, a batch has left-aligned prompts: `ids` `[batch, prompt]` and `prompt_lengths`
+    int32 `[batch]`, which is 0 for rows of padding.
+
+    Attributes:
+      lm_tpl: Network.
+      decoder: Decoder that continues prompts, a `SampleDecoder` or `BeamSearch`.
+    """
+
+    lm_tpl: Config[BaseLayer] = sub_config_field(TransformerLm.HParams)
+    decoder: Annotated[Any, Decoder] = instance_field(SampleDecoder.HParams)
+
+    def setup(self) -> None:
+        """Create the network."""
+        self.create_child("lm", self.lm_tpl)
+
+    def decode(self, batch: NestedMap) -> NestedMap:
+        """Continue the prompts of a batch.
+
+        Args:
+          batch: `ids` `[batch, prompt]`, `prompt_lengths` `[batch]` if prompts do not fill their
+            rows, and optionally `max_steps`, `temperature`, `top_k`, `top_p` and
+            `row_ids` `[batch]`; see `extend_prompts` and `RowOptions`.
+
+        Returns:
+          Outputs of `layerkit.decoding.extend_prompts`: `ids`, `lengths`, `log_probs`, `scores`,
+          `prompt_lengths` and, if the decoder returns several continuations, `candidates`.
+
+        Raises:
+          ConfigError: The decoder draws but has no random key, rows are packed, there is padding
+            without `prompt_lengths`, or the model has fewer positions than tokens.
+        """
+        return self._prompts(batch).decode()
+
+    def start_decoding(self, batch: NestedMap) -> SampledRows:
+        """Return the rows of a batch of prompts `[batch, prompt]` before their first token.
+
+        `layerkit.decoding.advance_rows` continues them.
+        """
+        return self._prompts(batch).start()
+
+    def _prompts(self, batch: NestedMap) -> CachedPrompts:
+        """Return the prompts of a batch, with an empty cache."""
+        for name in ("segment_ids", "segment_pos"):
+            require(name not in batch, self, name, "packed rows", "a batch with a prompt per row")
+        lengths = batch.get("prompt_lengths")
+        if lengths is None:
+            expected = "the length of each prompt, since the batch has paddings"
+            require("paddings" not in batch, self, "prompt_lengths", None, expected)
+            rows, width = batch.ids.shape
+            lengths = jnp.full((rows,), width, jnp.int32)
+        options = {"drafts": True} if self.decoder.drafts else {}
+
+        def init_cache(lm: TransformerLm, ids: jax.Array, max_length: int) -> None:
+            lm.init_cache(ids.shape[0], max_length, **options)
+
+        return cache_prompts(
+            self,
+            self.lm,
+            batch,
+            init_cache=init_cache,
+            inputs=batch.ids,
+            prompts=(batch.ids, lengths),
+            prefix_lengths=lengths if getattr(self, "is_prefix_lm", False) else None,
+        )
+
+
+class LanguageModel(DecodedLm):
     """A model that predicts the next token.
 
     A batch has `ids`, `labels` int32 and `weights` float32 `[batch, length]`, and for packed rows
     `segment_ids` and `segment_pos`. Instead of `labels` it may have soft targets, such as those of
-    a teacher: `class_probabilities` float32 `[batch, length, vocab]`. For decoding it has
-    left-aligned prompts: `ids` `[batch, prompt]` and `prompt_lengths` int32 `[batch]`, which is 0
-    for rows of padding.
+    a teacher: `class_probabilities` float32 `[batch, length, vocab]`.
 
     Attributes:
-      lm_tpl: Network.
       is_prefix_lm: Use bidirectional attention within the inputs of a row, and causal attention for
         its targets (prefix language models; Raffel et al., 2020, arXiv:1910.10683). A batch then
         also has `inputs_indicator` `[batch, length]`, which is 1 on inputs. The SeqIO converter
         `prefix_lm`, for example, provides it. Prompts are inputs.
-      decoder: Decoder that continues prompts, a `SampleDecoder` or `BeamSearch`.
       apply_eval_sample_weights: True to multiply the weights of tokens by `eval_sample_weights`
         `[batch]`, where a batch has them, as evaluations do.
     """
@@ -44,14 +109,8 @@ class LanguageModel(BaseModel):
     reported_metric: ClassVar[str | None] = "xent"
     metric_units: ClassVar[Mapping[str, str]] = {"xent": NATS_PER_TOKEN}
 
-    lm_tpl: Config[BaseLayer] = sub_config_field(TransformerLm.HParams)
     is_prefix_lm: bool = False
-    decoder: Annotated[Any, Decoder] = instance_field(SampleDecoder.HParams)
     apply_eval_sample_weights: bool = False
-
-    def setup(self) -> None:
-        """Create the network."""
-        self.create_child("lm", self.lm_tpl)
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
         """Return the outputs of `TransformerLm.fprop` for a batch.
@@ -75,69 +134,3 @@ class LanguageModel(BaseModel):
         """Compute `loss` (with label smoothing), `xent` (cross-entropy in nats) and `accuracy`."""
         apply = self.apply_eval_sample_weights
         return token_metrics(predictions, token_weights(batch.weights, batch, apply=apply))
-
-    def decode(self, batch: NestedMap) -> NestedMap:
-        """Continue the prompts of a batch.
-
-        Args:
-          batch: `ids` `[batch, prompt]`, `prompt_lengths` `[batch]` if prompts do not fill their
-            rows, and optionally `max_steps`, `temperature`, `top_k`, `top_p` and
-            `row_ids` `[batch]`; see `extend_prompts` and `RowOptions`.
-
-        Returns:
-          Outputs of `layerkit.decoding.extend_prompts`: `ids`, `lengths`, `log_probs`, `scores`,
-          `prompt_lengths` and, if the decoder returns several continuations, `candidates`.
-
-        Raises:
-          ConfigError: The decoder draws but has no random key, rows are packed, there is padding
-            without `prompt_lengths`, or the model has fewer positions than tokens.
-        """
-        return prompts_of_batch(self, self.lm, batch, is_prefix_lm=self.is_prefix_lm).decode()
-
-    def start_decoding(self, batch: NestedMap) -> SampledRows:
-        """Return the rows of a batch of prompts `[batch, prompt]` before their first token.
-
-        `layerkit.decoding.advance_rows` continues them.
-        """
-        return prompts_of_batch(self, self.lm, batch, is_prefix_lm=self.is_prefix_lm).start()
-
-
-def prompts_of_batch(
-    model: Any, lm: TransformerLm, batch: NestedMap, *, is_prefix_lm: bool = False
-) -> CachedPrompts:
-    """Return the prompts of a batch, with an empty cache.
-
-    Args:
-      model: Model with a field `decoder`.
-      lm: Network that continues the prompts, a child of the model.
-      batch: `ids` `[batch, prompt]`, `prompt_lengths` `[batch]` if prompts do not fill their rows,
-        and optionally `max_steps`, `temperature`, `top_k`, `top_p` and
-        `row_ids` `[batch]`; see `Prompts` and `RowOptions`.
-      is_prefix_lm: True if each position of a prompt attends to the whole prompt.
-
-    Raises:
-      ConfigError: Rows are packed, or there is padding without `prompt_lengths`.
-    """
-    for name in ("segment_ids", "segment_pos"):
-        require(name not in batch, model, name, "packed rows", "a batch with a prompt per row")
-    lengths = batch.get("prompt_lengths")
-    if lengths is None:
-        expected = "the length of each prompt, since the batch has paddings"
-        require("paddings" not in batch, model, "prompt_lengths", None, expected)
-        rows, width = batch.ids.shape
-        lengths = jnp.full((rows,), width, jnp.int32)
-
-    def init_cache(lm: TransformerLm, ids: jax.Array, max_length: int) -> None:
-        lm.init_cache(
-            ids.shape[0], max_length, **({"drafts": True} if model.decoder.drafts else {})
-        )
-
-    return cache_prompts(
-        model,
-        lm,
-        batch,
-        init_cache=init_cache,
-        inputs=batch.ids,
-        prompts=(batch.ids, lengths),
-        prefix_lengths=lengths if is_prefix_lm else None,
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +16,12 @@ import jax.numpy as jnp
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.base.weights import WeightInit
-from layerkit.config import Config, instance_field, sub_config_field, walk_configs
+from layerkit.config import Config, sub_config_field, walk_configs
 from layerkit.config.checks import check_positive, require
 from layerkit.config.nested_map import NestedMap
-from layerkit.decoding.decoder import Decoder
-from layerkit.decoding.loop import SampleDecoder, SampledRows
 from layerkit.layers.basic.linears import Linear
 from layerkit.layers.quantization.lora import is_lora, zero_adapters
-from layerkit.models.language_model import prompts_of_batch
+from layerkit.models.language_model import DecodedLm
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.models.weighted_metrics import example_weights, row_scores
 from layerkit.ops.losses import weighted_mean
@@ -44,29 +42,25 @@ _ENTRIES = ("ids", "labels", "weights", "segment_ids", "segment_pos")
 _PER_TOKEN = ("ipo", "orpo", "simpo")
 
 
-class PolicyModel(BaseModel):
+class PolicyModel(DecodedLm):
     """Base class of models that train a language model, the policy, near a fixed reference.
 
     Rows have the arrays of `LanguageModel` `[batch, length]`, with prompt and answer in one row and
-    `weights` of 0 on the prompt and on padding. For decoding, a batch is that of `LanguageModel`.
+    `weights` of 0 on the prompt and on padding.
 
     Attributes:
-      lm_tpl: Trained network, the policy.
       reference: Source of the log-probabilities of the reference model. `frozen` keeps a second
         network, `reference_lm`, a copy of the initial `lm`, which is not trained. `base`
         is the policy without its LoRA adapters, for learners that train these alone. `batch` reads
         precomputed values from the batch. `none` uses 0.
       beta: Strength β of the penalty on deviations from the reference; a positive number.
-      decoder: Decoder of the policy, a `SampleDecoder` or `BeamSearch`.
 
     Raises:
       ConfigError: `reference` is `base` without adapters, or `beta` is not positive.
     """
 
-    lm_tpl: Config[BaseLayer] = sub_config_field(TransformerLm.HParams)
     reference: Literal["frozen", "base", "batch", "none"] = "frozen"
     beta: float = 0.1
-    decoder: Annotated[Any, Decoder] = instance_field(SampleDecoder.HParams)
 
     def setup(self) -> None:
         """Check the fields and create the networks."""
@@ -90,14 +84,6 @@ class PolicyModel(BaseModel):
     def initial_copies(self) -> Mapping[str, str]:
         """Map of the copy `reference_lm` to its original `lm`; empty without a `reference_lm`."""
         return {"reference_lm": "lm"} if self.reference == "frozen" else {}
-
-    def decode(self, batch: NestedMap) -> NestedMap:
-        """Continue prompts with the policy; see `LanguageModel.decode`."""
-        return prompts_of_batch(self, self.lm, batch).decode()
-
-    def start_decoding(self, batch: NestedMap) -> SampledRows:
-        """Return the rows of a batch of prompts; see `LanguageModel.start_decoding`."""
-        return prompts_of_batch(self, self.lm, batch).start()
 
     def _reference_log_probs(self, rows: NestedMap) -> jax.Array:
         """Return log p of the answers under the reference, float32 `[rows]`, without gradient."""
