@@ -98,17 +98,11 @@ def score_page(
     losses: np.ndarray,
     tokenizer: Tokenizer,
 ) -> str:
-    """Return the page of the losses of a text.
+    """Return the page of a text: its figures, ids `[tokens + 1]`, and losses in nats `[tokens]`.
 
-    Args:
-      name: Name of the file.
-      scores: Figures of the text by name.
-      ids: Token ids `[tokens + 1]`, of which the first is only read.
-      losses: Loss of each other token in nats, float64 `[tokens]`.
-      tokenizer: Tokenizer of the text.
+    The first id is only read.
     """
-    shown = np.asarray(ids[:_TOKENS_SHOWN], np.int64)
-    names = getattr(tokenizer, "special_tokens", {})
+    shown, names = np.asarray(ids[:_TOKENS_SHOWN]), getattr(tokenizer, "special_tokens", {})
     tokens = read_tokens(shown, tokenizer.decode, names)
     nats = [None, *losses.tolist()]
     pieces = np.array_split(np.arange(len(losses)), min(_BARS, len(losses)))

@@ -16,7 +16,9 @@ import pytest
 from PIL import Image
 
 from layerkit.config import build
+from layerkit.config.nested_map import NestedMap
 from layerkit_inputs import (
+    BaseInput,
     ByteTokenizer,
     ChatInput,
     GeneratedDigits,
@@ -25,8 +27,8 @@ from layerkit_inputs import (
     PairInput,
 )
 from layerkit_runner.partitioning import SpmdPartitioner
-from layerkit_runner.tools.inspect.batch_forms import batch_page, image_data
-from layerkit_runner.tools.inspect.batch_rows import token_sides
+from layerkit_runner.tools.inspect.batch_forms import batch_page, image_data, turns
+from layerkit_runner.tools.inspect.batch_rows import read_row, token_sides
 from layerkit_runner.tools.inspect.batches import read_input, simulated_hosts
 from layerkit_runner.tools.pages.tokens import Token, read_tokens
 
@@ -129,6 +131,16 @@ def test_images_of_page_are_those_of_batch(tmp_path: Path):
     for number, data in enumerate(images):
         pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
         np.testing.assert_array_equal(pixels, np.rint(255 * batch.inputs[number, :, :, 0]))
+
+
+def test_ids_and_labels_of_other_tokens_are_two_sequences():
+    masked = {"labels": np.array([[9, 8, 7]]), "weights": np.array([[0, 1, 0]])}
+    batch = NestedMap(ids=np.array([[9, 1, 7]]))
+    names = []
+    for fields in ({}, masked):
+        row = read_row(BaseInput(batch_size=1), NestedMap(batch, **fields), 0)
+        names.append([(name, [t.id for t in part]) for name, _, part in turns(row.segments[0])])
+    assert names == [[("", [9, 1, 7])], [("ids", [9, 1, 7]), ("labels", [9, 8, 7])]]
 
 
 @pytest.mark.parametrize("shape", [(300, 200, 3), (8, 8, 4), (8, 300, 1)])

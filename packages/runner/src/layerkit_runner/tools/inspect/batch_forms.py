@@ -116,9 +116,10 @@ def turns(segment: Segment) -> Iterator[tuple[str, bool | None, list[Token]]]:
     Labels that are the ids of the next positions are one sequence with the first id. The loss is
     None, and the tokens are all, if it changes often or not at all.
     """
-    sequences = {"ids": segment.ids, "labels": segment.labels or []}
-    if [token.id for token in segment.ids[1:]] == [token.id for token in sequences["labels"][:-1]]:
-        sequences = {"": [*segment.ids[:1], *sequences["labels"]]}
+    ids, labels = segment.ids, segment.labels or []
+    sequences = {"ids": ids, "labels": labels}
+    if segment.labels is None or [t.id for t in ids[1:]] == [t.id for t in labels[:-1]]:
+        sequences = {"": [*ids[:1], *labels] if labels else ids}
     for name, tokens in sequences.items():
         groups = [(k, [*g]) for k, g in itertools.groupby(tokens, lambda token: bool(token.weight))]
         has_first = bool(groups) and len(groups[0][1]) == 1  # The first id alone is no turn.

@@ -14,20 +14,15 @@ from layerkit_inputs.base.tokenizer_interface import Tokenizer
 from layerkit_runner.tools.pages.tokens import Token, read_tokens
 
 _BINS = 25
+_PAGE_TOKENS = 512
 
 
 class Segment(NamedTuple):
-    """A document of a row.
-
-    Attributes:
-      side: Part of the batch, such as `src` or `chosen`; "" for the batch itself.
-      number: Segment id, from 1; None if it is the only one of its row.
-      ids: Tokens that the model reads.
-      labels: Tokens that it predicts from them; None if the batch has none.
-    """
+    """A document of a row, of one side of the batch, such as `src`; "" for the batch itself."""
 
     side: str
     number: int | None
+    """Segment id, from 1; None if it is the only one of its row."""
     ids: list[Token]
     labels: list[Token] | None
 
@@ -39,7 +34,6 @@ class Row(NamedTuple):
     values: Mapping[str, np.ndarray]
     segments: list[Segment]
     num_left_out: int = 0
-    """Number of tokens that `max_tokens` left out."""
 
 
 class BatchView(NamedTuple):
@@ -121,7 +115,7 @@ def read_row(
     row: int,
     tokenizer: Tokenizer | None = None,
     *,
-    max_tokens: int | None = None,
+    is_page: bool = False,
 ) -> Row:
     """Return the record of a row.
 
@@ -130,7 +124,8 @@ def read_row(
       batch: Arrays `[batch, ...]`.
       row: Number of the row.
       tokenizer: Tokenizer of the ids that `dataset` cannot decode.
-      max_tokens: Number of tokens of a side after which the rest is left out. None: no limit.
+      is_page: Whether the row is drawn on a page, which has its first tokens. Lines of text have
+        only the ends of a long document.
     """
     if not real_rows(batch)[row]:
         return Row(f"row {row}: padding", {}, [])
@@ -140,11 +135,13 @@ def read_row(
         valid = valid_tokens(part)
         here = np.ones(part.ids.shape[1], bool) if valid is None else valid[row]
         numbers = part.segment_ids[row] if "segment_ids" in part else here.astype(np.int32)
-        places = np.flatnonzero(here)[:max_tokens]
+        places = np.flatnonzero(here)[: _PAGE_TOKENS if is_page else None]
         num_left_out += int(here.sum()) - len(places)
         read = _reader(dataset, side or None, tokenizer)
         for segment in np.unique(numbers[places]):
             columns = places[numbers[places] == segment]
+            if len(columns) > _PAGE_TOKENS:
+                columns = np.r_[columns[: _PAGE_TOKENS // 2], columns[-_PAGE_TOKENS // 2 :]]
             tokens, labels = read(part.ids[row][columns]), None
             ids = [t._replace(position=int(p)) for t, p in zip(tokens, columns, strict=True)]
             if "labels" in part and "weights" in part:

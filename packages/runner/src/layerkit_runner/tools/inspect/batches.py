@@ -54,9 +54,8 @@ from layerkit_runner.tools.inspect.batch_rows import (
 from layerkit_runner.tools.pages.page import write_page
 from layerkit_runner.tools.plan.targets import start_simulated
 
-# Batches, rows, rows of tokens, and tokens of such a row that a page draws.
-_PAGE_LIMITS = (4, 12, 4, 512)
-_ROWS_SHOWN = 2
+_TEXT_ROWS, _PAGE_ROWS, _PAGE_IMAGES = 2, 4, 12
+_PAGE_BATCHES = 4
 
 
 def print_batches(resolved: ResolvedExperiment, options: RunOptions) -> None:
@@ -124,7 +123,6 @@ def read_input(
         names = "host" if len(feed.processes) == 1 else "hosts"
         yield f"{names} {', '.join(map(str, feed.processes))}: rows {rows} of each batch"
     sizes: dict[str, list[np.ndarray]] = {}
-    most_batches, most_rows, most_of_tokens, most_tokens = _PAGE_LIMITS
     for number in range(1, num_batches + 1):
         began = time.perf_counter()
         batches = {host: _next_batch(source) for host, source in zip(feeding, inputs, strict=True)}
@@ -136,22 +134,22 @@ def read_input(
         for one in filter(None, batches.values()):
             for title, values in sizes_of(one):
                 sizes.setdefault(title, []).append(values)
-        if is_page and number > most_batches:
+        if is_page and number > _PAGE_BATCHES:
             continue
-        most = most_of_tokens if any(token_sides(batch)) else most_rows
+        on_page = _PAGE_ROWS if any(token_sides(batch)) else _PAGE_IMAGES
         yield BatchView(
             f"batch {number}, read in {seconds:.3f} s: {summary(batch)}",
             field_table(batch) if number == 1 else [],
             num_rows_of(batch),
             [
-                read_row(first, batch, row, tokenizer, max_tokens=most_tokens if is_page else None)
-                for row in range(min(most if is_page else _ROWS_SHOWN, num_rows_of(batch)))
+                read_row(first, batch, row, tokenizer, is_page=is_page)
+                for row in range(min(on_page if is_page else _TEXT_ROWS, num_rows_of(batch)))
             ],
             [*_host_lines(batches)],
             isinstance(first, ConversationFiles),
         )
-    if is_page and num_batches > most_batches:
-        yield f"only the first {most_batches} batches are drawn; histograms count all"
+    if is_page and num_batches > _PAGE_BATCHES:
+        yield f"only the first {_PAGE_BATCHES} batches are drawn; histograms count all"
     yield from (Histogram(title, np.concatenate(values)) for title, values in sizes.items())
     yield f"state: {len(json.dumps(first.get_state())):,} bytes, scope {first.state_scope}"
     if skipped := sum(source.num_skipped for source in inputs):
