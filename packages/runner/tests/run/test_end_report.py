@@ -21,7 +21,7 @@ from layerkit_runner import BaseExperiment
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.distributed.peers import LOST_PROCESS_EXIT_CODE
 from layerkit_runner.errors import UsageError
-from layerkit_runner.observers.metrics_log import draw_loss_curve
+from layerkit_runner.observers.loss_curve import draw_loss_curve
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.run.inference import run_inference
 from layerkit_runner.run.resolve import resolve

@@ -1,4 +1,4 @@
-"""metrics.jsonl, the record of a run as JSON lines in the order of events, and its plot.
+"""metrics.jsonl, the record of a run as JSON lines in the order of events.
 
     {"event": "start", "step": 0, "time": …, "experiment": …, "num_params": …, …}
     {"step": 1, "time": …, "loss": …, "tokens_per_sec": …, "mfu": …, …}
@@ -8,15 +8,11 @@
 
 `time` is Unix time in seconds. After `resume`, earlier lines of later steps come from lost work,
 which `read_metrics` omits. Other modes than training write metrics_<mode>.jsonl.
-
-loss_curve.png is the plot of the losses. The extra `plots` installs matplotlib, which is imported
-when a picture is drawn.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import itertools
 import json
 import math
@@ -26,8 +22,7 @@ from typing import Any
 
 from etils import epath
 
-from layerkit.errors import ConfigError, pip_install
-from layerkit_inputs.base.errors import MissingExtraError
+from layerkit.errors import ConfigError
 from layerkit_runner.files.atomic_write import atomic_write, is_remote, naming_path, open_append
 from layerkit_runner.observers.base import Background, Observer, RunInfo
 
@@ -264,78 +259,6 @@ def _sort_by_step(series: dict[int, Record]) -> list[Record]:
     return [series[step] for step in sorted(series)]
 
 
-_POINTS_PER_HALF_WIDTH = 40
-
-
-def draw_loss_curve(
-    metrics_path: epath.PathLike,
-    picture_path: epath.PathLike | None = None,
-    *,
-    baselines: Mapping[str, float] | None = None,
-    key: str = "loss",
-    y_label: str | None = None,
-) -> epath.Path:
-    """Draw training loss (raw and smoothed) and held-out loss over the steps; return the path.
-
-    Args:
-      metrics_path: metrics.jsonl, or the job folder that holds it.
-      picture_path: Path of the PNG; None for loss_curve.png beside the record.
-      baselines: Reference losses by name, each drawn as a dashed line.
-      key: Scalar to draw.
-      y_label: Label of the y axis; None for `key`.
-
-    Raises:
-      ConfigError: The record has no finite value of `key`.
-      MissingExtraError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import EngFormatter
-    except ModuleNotFoundError as error:
-        raise MissingExtraError(
-            f"drawing requires matplotlib. Run {pip_install('layerkit-runner', 'plots')} and then"
-            " the same command."
-        ) from error
-    record_path = epath.Path(metrics_path)
-    folder = record_path if record_path.is_dir() else record_path.parent
-    metrics = read_metrics(record_path)
-    figure = Figure(figsize=(8, 4.8), dpi=120, layout="constrained")
-    axes = figure.add_subplot()
-    programs = metrics.info.get("train_programs") or []
-    names = {f"train {name}": f"{name}/{key}" for name in programs} or {"train": key}
-    raw = []
-    for label, name in names.items():
-        if points := _points(metrics.train, name):
-            xs, ys = zip(*points, strict=True)
-            half_width = len(ys) // _POINTS_PER_HALF_WIDTH
-            label += " (smoothed)" if half_width else ""
-            marker = "." if len(xs) < 3 else ""
-            (line,) = axes.plot(xs, smooth(ys, half_width=half_width), label=label, marker=marker)
-            raw.append((xs, ys, line.get_color()))
-    for name, records in metrics.evals.items():
-        if points := _points(records, key):
-            xs, ys = zip(*points, strict=True)
-            axes.plot(xs, ys, marker="o", markersize=4, linewidth=1, label=f"{name} {ys[-1]:.3f}")
-    if not axes.lines:
-        raise ConfigError(
-            owner=str(record_path), field="key", value=key, expected="a scalar with finite values"
-        )
-    for name, value in (baselines or {}).items():
-        axes.axhline(value, color="0.35", linestyle="--", linewidth=1, label=f"{name} {value:.2f}")
-    axes.set_ylim(*axes.get_ylim())  # single spikes of the raw values do not flatten the curve
-    for xs, ys, color in raw:
-        axes.plot(xs, ys, alpha=0.25, linewidth=0.8, color=color, zorder=1)
-    axes.grid(alpha=0.3)
-    axes.legend(frameon=False)
-    axes.set(xlabel="steps", ylabel=y_label or key, title=str(metrics.info.get("experiment", "")))
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 2k steps
-    png = io.BytesIO()
-    figure.savefig(png, format="png")
-    picture = epath.Path(picture_path) if picture_path is not None else folder / "loss_curve.png"
-    atomic_write(picture, png.getvalue())
-    return picture
-
-
 def smooth(values: Sequence[float], *, half_width: int) -> list[float]:
     """Return the means over a window of up to `half_width` values on either side of each value.
 
@@ -351,7 +274,3 @@ def smooth(values: Sequence[float], *, half_width: int) -> list[float]:
         high = min(i + half_width, 2 * i, len(values) - 1)
         smoothed.append((sums[high + 1] - sums[low]) / (high + 1 - low))
     return smoothed
-
-
-def _points(records: Sequence[Record], key: str) -> list[tuple[float, float]]:
-    return [(r["step"], r[key]) for r in records if math.isfinite(r.get(key, math.nan))]

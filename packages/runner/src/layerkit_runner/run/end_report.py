@@ -12,8 +12,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
-
 from layerkit.base.base_model import NATS_PER_TOKEN
 from layerkit.errors import UserError, error_text
 from layerkit_inputs.base.errors import MissingExtraError
@@ -21,7 +19,8 @@ from layerkit_runner.distributed.cluster import all_arrive
 from layerkit_runner.distributed.watchdog import phase
 from layerkit_runner.errors import exits_as_errors, naming_line
 from layerkit_runner.files.text import size_text
-from layerkit_runner.observers import memory_scalars, metrics_path
+from layerkit_runner.observers import memory_scalars
+from layerkit_runner.observers.loss_curve import LossCurve
 from layerkit_runner.observers.metrics_log import encode
 from layerkit_runner.run.executor import Executor
 from layerkit_runner.run.job import Job
@@ -65,9 +64,8 @@ def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
             job.observers.message(f"memory: peak of {size_text(peak)} on one device")
 
     parts.make("summary", report_summary)
-    if jax.process_index() == 0:
-        token_unit = executor.train_programs.inputs.inputs[0].dataset.token_unit
-        parts.make("loss curve", lambda: _draw(job, baselines, token_unit))
+    if (curve := executor.loss_curve) is not None:
+        parts.make("loss curve", lambda: _finish_curve(job, curve, baselines))
         parts.make("commands to try next", lambda: _suggest(job, executor, step))
     if parts.unshared_failure is not None:
         raise parts.unshared_failure
@@ -142,24 +140,20 @@ def _report_speed(job: Job, executor: Executor) -> None:
     job.observers.message(f"speed: {speed}")
 
 
-def _draw(job: Job, baselines: dict[str, float], token_unit: str) -> None:
-    """Draw the loss curve and report its path, or why there is none."""
-    from layerkit_runner.observers.metrics_log import draw_loss_curve
-
-    name = "loss_curve.png"
+def loss_curve(job: Job, token_unit: str) -> LossCurve:
+    """Return the picture of the metric that reports show; `token_unit` is that of the data."""
     metric = ReportedMetric.of(job.task, token_unit=token_unit)
+    return LossCurve(job.directory, key=metric.name, y_label=metric.axis_label)
+
+
+def _finish_curve(job: Job, curve: LossCurve, baselines: dict[str, float]) -> None:
+    """Draw the whole loss curve and report its path, or why there is none."""
     try:
-        draw_loss_curve(
-            metrics_path(job.directory),
-            job.directory / name,
-            baselines=baselines,
-            key=metric.name,
-            y_label=metric.axis_label,
-        )
+        curve.finish(baselines)
     except (ValueError, MissingExtraError) as error:  # no finite value or no matplotlib
         job.observers.message(f"no loss curve: {error}")
         return
-    job.observers.message(f"loss curve: {job.given_directory / name}")
+    job.observers.message(f"loss curve: {job.given_directory / 'loss_curve.png'}")
 
 
 def sample_text(name: str, record: Mapping[str, Any]) -> str:

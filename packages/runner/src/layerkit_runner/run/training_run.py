@@ -448,6 +448,7 @@ class TrainingRun:
     def _build_executor(self) -> Executor:
         """Build the training programs on the compiled steps, and the executor that runs them."""
         job, train = self.job, self.job.task.train
+        unit = self.inputs.inputs[0].dataset.token_unit
         throughput = Throughput(self.info, job.goodput)
         reports = [StepReports(job.observers, throughput, work) for work in self.works]
         skipped = SkippedSteps(
@@ -476,6 +477,7 @@ class TrainingRun:
             early_stop=self.early_stop,
             decode_interval_steps=self._decode_interval,
             after_first_step=self._trace_rest,
+            loss_curve=None if jax.process_index() else end_report.loss_curve(job, unit),
         )
 
 
