@@ -130,7 +130,7 @@ def test_report_shows_what_differs_and_marks_spikes_and_nan_steps_in_browser(tmp
     text = page.locator("main").inner_text()
     assert re.search(r"RATE\s+0.001\s+0.5", text)
     assert "DEPTH" not in text
-    assert "high_rate, start 2" in text
+    assert "high_rate, start 2 of 2" in text
     assert "devices wait for input 33% of the step time" in text
     assert "Once<b>upon</b>" in text
     assert "runner --exp=lm.Toy" in text
@@ -161,7 +161,7 @@ def test_states_of_runs(tmp_path, monkeypatch):
     )
     (tmp_path / "trials" / "0000" / "output.txt").write_text("step 1\nrunner: no such file\n")
     (job,) = read_jobs([tmp_path])  # a sweep, with one trial that failed before its first step
-    assert (job.name, job.state, job.errors) == ("0000", "not started", ("runner: no such file",))
+    assert (job.name, job.state, job.errors) == ("0000", "not started", ["runner: no such file"])
     assert "No step was recorded." in report([tmp_path]).html
 
 

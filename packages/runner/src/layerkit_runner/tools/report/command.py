@@ -48,22 +48,16 @@ def run_status(words: Sequence[str]) -> int:
 
 
 def _status_lines(job: JobRecord) -> list[str]:
-    texts, seconds = summarize(job), job.goodput.get("seconds", {})
-    title, kind, notes = (
-        f"{texts.pop('name')}: {texts['state']}",
-        texts.pop("kind"),
-        texts.pop("notes"),
-    )
+    seconds = job.goodput.get("seconds", {})
     shares = {phase: value / max(sum(seconds.values()), 1e-9) for phase, value in seconds.items()}
-    texts["time"] = ", ".join(
-        f"{name} {share:.0%}" for name, share in shares.items() if share > 0.005
-    )
-    texts |= {"checkpoints": ", ".join(map(str, job.checkpoints[-3:])), "folder": job.folder}
-    rows = [(name.replace("_", " "), text or "–") for name, text in texts.items()]
-    rows += [("to look at", note) for note in notes]
-    style = {"good": "bold green", "bad": "bold red"}.get(kind, "bold cyan")
-    errors = [color_text(line, "red") for line in job.errors]
-    return [color_text(title, style), *draw_table(rows), *errors, ""]
+    texts = summarize(job) | {
+        "time": ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share > 0.005),
+        "checkpoints": ", ".join(map(str, job.checkpoints[-3:])),
+        "folder": job.folder,
+    }
+    styles = {"finished": "bold green", "failed": "bold red", "killed": "bold red"}
+    title = color_text(f"{job.name}: {texts['state']}", styles.get(job.state, "bold cyan"))
+    return [title, *draw_table([*texts.items()]), *(color_text(e, "red") for e in job.errors), ""]
 
 
 class ReportPage(Observer):
@@ -87,8 +81,11 @@ class ReportPage(Observer):
         """Write the page if it is due; a browser that shows it reads it again."""
         del step
         if self._folder is not None and time.monotonic() >= self._next:
+            began = time.monotonic()
             self._write(f"--refresh_secs={max(round(self.interval_secs), 1)}")
-            self._next = time.monotonic() + self.interval_secs
+            # A page of a long run takes seconds of a core, and at most a tenth of the time.
+            took = time.monotonic() - began
+            self._next = began + max(self.interval_secs, 10 * took)
 
     def close(self) -> None:
         """Write the last page."""

@@ -33,7 +33,6 @@ _COLORS: dict[str, int | str] = {
     "other": 7,
 }
 _MAX_STARTS, _MAX_ROWS, _MAX_CELL, _MAX_SAMPLES = 20, 200, 300, 60
-_TIMED_RECORDS = 20  # for the speed now, since single values vary
 
 
 class Report:
@@ -88,41 +87,37 @@ def _page(jobs: Sequence[JobRecord], refresh_secs: int | None) -> str:
         phases={p["name"].replace("_", " "): p["color"] for bar in bars for p in bar["parts"]},
         differences=_table(_differing(fields)),
         derived=_table(_differing([{} if c is None else c.config for c in configs])),
+        max_rows=_MAX_ROWS,
         evaluations=_table([dict(_evaluations(job)) for job in jobs]),
-        samples=sorted(samples, key=lambda sample: (-sample[0], *sample[1:])),
+        samples=sorted(samples, key=lambda one: (-one[0], one[1], one[-1])),
         facts=_table([_facts(job) for job in jobs]),
     )
 
 
-def summarize(job: JobRecord) -> dict[str, Any]:
+def summarize(job: JobRecord) -> dict[str, str]:
     """Return the texts that describe the state of a run, for a page or a terminal."""
-    newest, total = job.newest, job.num_steps
+    newest, info, left = job.newest, job.metrics.info, job.seconds_left
     held_out = [rows[-1]["loss"] for rows in job.metrics.evals.values() if "loss" in rows[-1]]
-    units = {"tokens_per_sec": "tokens/s", "examples_per_sec": "examples/s"}
-    speeds = [
-        f"{statistics.median(values):,.0f} {unit}"
-        for name, unit in units.items()
-        if (values := [r[name] for r in job.metrics.train[-_TIMED_RECORDS:] if name in r])
-    ]
+    unit = "tokens" if "tokens_per_sec" in newest else "examples"
+    speeds = [r[name] for r in job.metrics.train[-20:] if (name := f"{unit}_per_sec") in r]
     seconds = job.goodput.get("seconds", {"steps": 0.0})
-    is_ending = job.state != "running" or job.seconds_left is None
-    return {
-        "name": job.name,
-        "experiment": job.metrics.info.get("experiment", "").rpartition(".")[2],
-        "state": job.state + ("" if is_ending else f", {_span(job.seconds_left or 0)} left"),
-        "kind": {"finished": "good", "running": "", "stopped": ""}.get(job.state, "bad"),
-        "step": f"{newest.get('step', 0):,}" + ("" if total is None else f" of {total:,}"),
-        "loss": f"{newest['loss']:.4g}" if "loss" in newest else "–",
-        "held_out": ", ".join(f"{loss:.4g}" for loss in held_out) or "–",
-        "speed": "".join(speeds[:1]) or "–",
+    is_running = job.state == "running" and left is not None
+    texts = {
+        "experiment": info.get("experiment", "").rpartition(".")[2],
+        "state": f"running, {_span(left or 0)} left" if is_running else job.state,
+        "step": f"{newest.get('step', 0):,} of {info.get('num_train_steps', 0):,}",
+        "loss": f"{newest['loss']:.4g}" if "loss" in newest else "",
+        "held out": ", ".join(f"{loss:.4g}" for loss in held_out),
+        "speed": f"{statistics.median(speeds):,.0f} {unit}/s" if speeds else "",
         "goodput": f"{seconds['steps'] / max(sum(seconds.values()), 1e-9):.0%}",
-        "notes": job.notes(),
-        "updated": "–" if job.updated is None else _time_text(job.updated),
+        "to look at": "; ".join(job.notes()),
+        "last step at": _time_text(newest["time"]) if newest else "",
     }
+    return {name: text or "–" for name, text in texts.items()}
 
 
 def _time_text(seconds: float) -> str:
-    return datetime.datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
+    return datetime.datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M %Z")
 
 
 def _span(seconds: float) -> str:
@@ -134,26 +129,27 @@ def _bars(job: JobRecord) -> Iterator[dict[str, Any]]:
     runs = job.goodput.get("runs") or [s for s in [job.goodput.get("seconds")] if s]
     for number, seconds in [*enumerate(runs, start=1)][-_MAX_STARTS:]:
         total = max(sum(seconds.values()), 1e-9)
-        label = job.name if len(runs) == 1 else f"{job.name}, start {number}"
         spent = {n: seconds[n] for n in _COLORS if seconds.get(n, 0.0) > 0}
         texts = {n: f"{n.replace('_', ' ')} {value / total:.0%}" for n, value in spent.items()}
-        parts = [
-            {"name": n, "color": _COLORS[n], "value": value, "text": f"{texts[n]}, {_span(value)}"}
-            for n, value in spent.items()
-        ]
-        main = [texts[name] for name in ("steps", "input_wait") if name in texts]
-        yield {"label": label, "parts": parts, "note": ", ".join([_span(total), *main])}
+        yield {
+            "label": job.name + (f", start {number} of {len(runs)}" if len(runs) > 1 else ""),
+            "note": ", ".join([_span(total), *list(texts.values())[:2]]),
+            "parts": [
+                {"name": n, "color": _COLORS[n], "value": v, "text": f"{texts[n]}, {_span(v)}"}
+                for n, v in spent.items()
+            ],
+        }
 
 
 def _table(sides: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
     """Return the texts of all sides by name; a side without the name has a dash."""
-    names = [*dict.fromkeys(name for side in sides for name in side)][:_MAX_ROWS]
-    return {name: [_cell(side.get(name, "–")) for side in sides] for name in names}
 
+    def cell(value: Any) -> str:
+        text = value if isinstance(value, str) else json.dumps(value)
+        return text if len(text) <= _MAX_CELL else f"{text[:_MAX_CELL]}…"
 
-def _cell(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= _MAX_CELL else f"{text[:_MAX_CELL]}…"
+    names = dict.fromkeys(name for side in sides for name in side)
+    return {name: [cell(side.get(name, "–")) for side in sides] for name in names}
 
 
 def _differing(sides: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

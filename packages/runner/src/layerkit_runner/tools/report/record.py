@@ -9,7 +9,7 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from etils import epath
@@ -37,9 +37,8 @@ class JobRecord:
       goodput: Content of goodput.json; empty without it.
       samples: (step, data set, prompt, continuation) of the first decoded example, newest first.
       checkpoints: Steps of the checkpoints in ascending order.
-      state: "running", "finished", "stopped", "failed", "killed", "silent" (nothing was written for
-        ten minutes, and the process cannot be seen from here) or "not started".
-      errors: Reason of a failure, and last lines of the logs that name an error.
+      state: State of the run, as docs/reports.md lists them.
+      errors: Last lines of the logs that name an error, and the reason of a failure.
     """
 
     folder: str
@@ -49,8 +48,8 @@ class JobRecord:
     goodput: dict[str, Any]
     samples: list[tuple[int, str, str, str]]
     checkpoints: list[int]
-    state: str = ""
-    errors: tuple[str, ...] = ()
+    state: str
+    errors: list[str]
 
     @property
     def newest(self) -> Record:
@@ -58,46 +57,33 @@ class JobRecord:
         return self.metrics.train[-1] if self.metrics.train else {}
 
     @property
-    def num_steps(self) -> int | None:
-        """Number of steps at which training ends; None if it is unknown."""
-        return self.metrics.info.get("num_train_steps")
-
-    @property
-    def updated(self) -> float | None:
-        """Unix time of the newest line in seconds; None without lines."""
-        series = [self.metrics.train, self.metrics.events, *self.metrics.evals.values()]
-        return max((records[-1]["time"] for records in series if records), default=None)
-
-    @property
     def seconds_left(self) -> float | None:
         """Remaining seconds at the mean speed since the newest start; None if unknown."""
-        began = self.metrics.info.get("step", 0)
-        timed = [record for record in self.metrics.train if record["step"] > began]
-        if self.num_steps is None or len(timed) < 2:
+        start, last = self.metrics.info, self.newest
+        first = next((r for r in self.metrics.train if r["step"] > start.get("step", 0)), last)
+        if "num_train_steps" not in start or first is last:
             return None
-        seconds, steps = (timed[-1][key] - timed[0][key] for key in ("time", "step"))
-        return seconds / steps * (self.num_steps - timed[-1]["step"])
+        seconds, steps = (last[key] - first[key] for key in ("time", "step"))
+        return seconds / steps * (start["num_train_steps"] - last["step"])
 
     @property
     def command(self) -> str:
-        """Command that repeats the run; empty if no configuration is recorded."""
-        words = [] if self.config is None else self.config.arguments
-        return shlex.join(["runner", *words, f"--job_log_dir={self.folder}"]) if words else ""
+        """Command that repeats the run; without its fields if no configuration is recorded."""
+        words = self.config.arguments if self.config is not None else []
+        return shlex.join(["runner", *words, f"--job_log_dir={self.folder}"])
 
-    def notes(self) -> list[str]:
-        """Return what a reader should look at first: a loss that rose, skipped steps, slow data."""
-        notes = []
+    def notes(self) -> Iterator[str]:
+        """Yield what a reader should look at first: a loss that rose, skipped steps, slow data."""
         losses = [(r["loss"], r["step"]) for r in self.metrics.train if "loss" in r]
         best = min((pair for pair in losses if math.isfinite(pair[0])), default=None)
         if best and not losses[-1][0] < best[0] + max(0.5 * abs(best[0]), 0.1):
-            notes.append(f"loss {losses[-1][0]:.4g}, after {best[0]:.4g} at step {best[1]:,}")
+            yield f"loss {losses[-1][0]:.4g}, after {best[0]:.4g} at step {best[1]:,}"
         if skipped := self.newest.get("learning/skipped_steps"):
-            notes.append(f"{skipped:,.0f} skipped steps")
+            yield f"{skipped:,.0f} skipped steps"
         seconds = self.goodput.get("seconds", {"input_wait": 0.0, "steps": 1.0})
         waiting = seconds["input_wait"] / max(seconds["input_wait"] + seconds["steps"], 1e-9)
         if waiting > 0.1:
-            notes.append(f"devices wait for input {waiting:.0%} of the step time")
-        return notes
+            yield f"devices wait for input {waiting:.0%} of the step time"
 
 
 def read_jobs(folders: Iterable[str | os.PathLike[str]]) -> list[JobRecord]:
@@ -109,7 +95,11 @@ def read_jobs(folders: Iterable[str | os.PathLike[str]]) -> list[JobRecord]:
     paths: list[epath.Path] = []
     for folder in folders:
         path = absolute(folder)
-        jobs = [p for p in [path, *sorted((path / "trials").glob("*"))] if _is_job(p)]
+        jobs = [
+            one
+            for one in [path, *sorted((path / "trials").glob("*"))]
+            if metrics_path(one).exists() or (one / "config.json").exists()
+        ]
         if not jobs:
             expected = "a job folder with metrics.jsonl, which a training run writes"
             choices = near_folders(os.fspath(folder))
@@ -119,63 +109,58 @@ def read_jobs(folders: Iterable[str | os.PathLike[str]]) -> list[JobRecord]:
     return [_read(path, os.path.relpath(path, root)) for path in paths]
 
 
-def _is_job(path: epath.Path) -> bool:
-    return metrics_path(path).exists() or (path / "config.json").exists()
-
-
 def _read(path: epath.Path, name: str) -> JobRecord:
-    metrics = Metrics(info={}, train=[], evals={}, events=[])
-    if metrics_path(path).exists():
-        metrics = read_metrics(path)
+    has_metrics = metrics_path(path).exists()
+    metrics = read_metrics(path) if has_metrics else Metrics(info={}, train=[], evals={}, events=[])
     for other in sorted(path.glob("metrics_*.jsonl")):  # of other modes, such as eval
         for dataset, records in read_metrics(other).evals.items():
             rows = {row["step"]: row for row in [*metrics.evals.get(dataset, []), *records]}
             metrics.evals[dataset] = [rows[step] for step in sorted(rows)]
     goodput = path / "goodput.json"
     steps = [p.name.rpartition("_")[2] for p in (path / "checkpoints").glob("checkpoint_*")]
-    record = JobRecord(
+    reason = metrics.events[-1].get("reason", "") if metrics.events else ""
+    state = _state(path, metrics, reason)
+    has_failed = state in ("failed", "killed", "not started")
+    return JobRecord(
         folder=str(path),
         name=name,
         metrics=metrics,
         config=read_recorded_config(str(path)),
         goodput=json.loads(goodput.read_text()) if goodput.exists() else {},
-        samples=_samples(path),
+        samples=[*_samples(path)],
         checkpoints=sorted(int(step) for step in steps if step.isdecimal()),
+        state=state,
+        errors=[line for line in (*_log_errors(path), reason) if line] if has_failed else [],
     )
-    reason = metrics.events[-1].get("reason", "") if metrics.events else ""
-    state = _state(path, record, reason)
-    errors = (*_log_errors(path), reason) if state in ("failed", "killed", "not started") else ()
-    return dataclasses.replace(record, state=state, errors=tuple(filter(None, errors)))
 
 
-def _state(path: epath.Path, record: JobRecord, reason: str) -> str:
+def _state(path: epath.Path, metrics: Metrics, reason: str) -> str:
     if reason:
-        endings = {"finished": "finished", "stopped by a signal": "stopped"}
-        return endings.get(reason, "failed")
-    running, updated = path / ".running", record.updated
+        return {"finished": "finished", "stopped by a signal": "stopped"}.get(reason, "failed")
+    running = path / ".running"
     holder = json.loads(running.read_text() or "{}") if running.exists() else {}
     is_seen = holder.get("host") == socket.gethostname()
     if is_seen and os.path.exists(f"/proc/{holder['pid']}"):
         return "running"
-    if record.num_steps is not None and record.newest.get("step", -1) >= record.num_steps:
-        return "finished"
-    if updated is None:
+    if not metrics.events:
         return "not started"
+    series = [metrics.train, metrics.events, *metrics.evals.values()]
+    if metrics.train and metrics.train[-1]["step"] >= metrics.info["num_train_steps"]:
+        return "finished"
     if is_seen or not (holder or is_remote(path)):
         return "killed"
-    return "running" if time.time() - updated < _SECONDS_UNTIL_SILENT else "silent"
+    silent = time.time() - max(records[-1]["time"] for records in series if records)
+    return "running" if silent < _SECONDS_UNTIL_SILENT else "silent"
 
 
-def _samples(path: epath.Path) -> list[tuple[int, str, str, str]]:
+def _samples(path: epath.Path) -> Iterator[tuple[int, str, str, str]]:
     files = sorted(path.glob("decode/*/step_*.jsonl"), key=lambda file: file.stem, reverse=True)
-    samples = []
     for file in files[:_MAX_SAMPLES]:
         with file.open() as lines:
             record = json.loads(next(iter(lines), "{}"))
         prompt, text = record.get("prompt", ""), record.get("continuation", json.dumps(record))
         step, size = int(file.stem.rpartition("_")[2]), _MAX_SAMPLE_CHARACTERS
-        samples.append((step, file.parent.name, prompt[-size:], text[:size]))
-    return samples
+        yield step, file.parent.name, prompt[-size:], text[:size]
 
 
 def _log_errors(path: epath.Path) -> list[str]:
