@@ -19,6 +19,8 @@ from layerkit.errors import ConfigError
 from layerkit_experiments.lm import preference
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_experiments.recipes.preference_files import PreferenceFiles
+from layerkit_inputs.base.errors import MissingFileError
+from layerkit_inputs.chat.preference_input import reference_log_probs
 from layerkit_runner import cli
 from layerkit_runner.init_from import plan_first_state
 from layerkit_runner.run.job import build_parts
@@ -148,13 +150,13 @@ def test_stored_reference_replaces_the_second_network(raises, base: Path, tmp_pa
     stored = make("Dpo", base, **fields)
     model = layerkit_runner.load(base)
     for config in stored.datasets():
-        build(config.set(batch_size=1)).store_reference(model.score_ids)
-    assert resolve(stored).task.train.learner.frozen == ()
+        build(config.set(batch_size=4)).write(reference_log_probs(model.score_ids))
+    assert resolve(stored).task.model.reference == "batch"
     other = shutil.copytree(base, tmp_path / "other")
     tensors = safetensors.load_file(other / "model.safetensors")
     doubled = {name: 2 * tensor for name, tensor in tensors.items()}
     safetensors.save_file(doubled, other / "model.safetensors", metadata={"format": "pt"})
-    with raises(ConfigError, field="reference_file"):
+    with raises(MissingFileError, field="file"):
         losses("Dpo", other, [1, 1, 1], **fields)
     all_losses, expected = (losses("Dpo", base, [1, 1, 1], **one) for one in (fields, {}))
     np.testing.assert_allclose(all_losses, expected, rtol=1e-4)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from layerkit_inputs.chat.chat_input import ChatPrompts as ChatPrompts
     from layerkit_inputs.chat.preference_input import JudgementInput as JudgementInput
     from layerkit_inputs.chat.preference_input import PairInput as PairInput
+    from layerkit_inputs.chat.preference_input import reference_log_probs as reference_log_probs
     from layerkit_inputs.grain.array_records import ArrayRecordFiles as ArrayRecordFiles
     from layerkit_inputs.grain.iter_input import GrainIterInput as GrainIterInput
     from layerkit_inputs.grain.map_input import ArrayRecordRows as ArrayRecordRows
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
     )
     from layerkit_inputs.mixing.mixture import Mixture as Mixture
     from layerkit_inputs.mixing.multi_input import MultiInput as MultiInput
-    from layerkit_inputs.mixing.teacher_rows import TeacherRows as TeacherRows
+    from layerkit_inputs.mixing.stored_rows import StoredRows as StoredRows
     from layerkit_inputs.packing.first_fit import cut_documents as cut_documents
     from layerkit_inputs.packing.first_fit import plan_packing as plan_packing
     from layerkit_inputs.packing.model_features import (

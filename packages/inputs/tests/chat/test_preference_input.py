@@ -11,12 +11,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layerkit.errors import ConfigError
+from layerkit.config import build
+from layerkit_inputs.base.errors import MissingFileError
 from layerkit_inputs.chat.chat_input import ChatPrompts
 from layerkit_inputs.chat.conversations import read_judgement, read_pair
-from layerkit_inputs.chat.preference_input import JudgementInput, PairInput
+from layerkit_inputs.chat.preference_input import (
+    JudgementInput,
+    PairInput,
+    reference_log_probs,
+)
 from layerkit_inputs.chat.template import load_chat_template
 from layerkit_inputs.chat.token_masks import encode_conversation
+from layerkit_inputs.mixing.stored_rows import StoredRows, add_stored_arrays
 from layerkit_inputs.testing import laws
 from layerkit_inputs.text.tokenizers import ByteTokenizer
 
@@ -114,22 +120,20 @@ def score_ids(rows: list[np.ndarray]) -> list[Score]:
     return [Score(-np.asarray(ids[1:], np.float32) / 100) for ids in rows]
 
 
-def test_stored_reference_is_read_with_its_pairs_and_refused_for_others(make, raises, tmp_path):
-    fields = {"reference_file": str(tmp_path / "train.npz")}
-    for content in (None, b"", b"PK\x03\x04"):
-        if content is not None:
-            Path(fields["reference_file"]).write_bytes(content)
-        with raises(ConfigError, field="reference_file", value=fields["reference_file"]):
-            make(PairInput, **fields).get_next()
-    make(PairInput, **fields).store_reference(score_ids)
-    source = make(PairInput, is_training=True, **fields)
+def test_stored_reference_is_read_with_its_pairs_and_missing_for_others(make, raises, tmp_path):
+    def stored(rows: list[Any] | None = None, *, is_training: bool = False) -> StoredRows:
+        source = make(PairInput.HParams.config, rows, name="train", is_training=is_training)
+        return build(add_stored_arrays(source, folder=str(tmp_path), about={"reference": "a"}))
+
+    with raises(MissingFileError, field="file"):
+        stored().get_next()
+    stored().write(reference_log_probs(score_ids))
+    source = stored(is_training=True)
     for _ in range(7):
         batch = source.get_next()
         for side in ("chosen", "rejected"):
             expected = -(batch[side].labels * batch[side].weights).sum(-1) / 100
             log_probs = batch[f"{side}_reference_log_probs"]
             np.testing.assert_allclose(log_probs, expected, rtol=1e-5)
-    with raises(ConfigError, field="reference_file"):
-        make(PairInput, [*PAIRS[1:], PAIRS[0]], **fields).get_next()
-    law = next(law for law in laws.LAWS if "peek" in law.__name__)
-    law(lambda **options: make(PairInput, **fields, **options))
+    with raises(MissingFileError, field="file"):
+        stored([*PAIRS[1:], PAIRS[0]]).get_next()

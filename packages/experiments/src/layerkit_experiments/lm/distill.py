@@ -14,8 +14,8 @@ from layerkit.models.distillation_model import TEACHER_WEIGHTS, DistillationMode
 from layerkit_experiments.lm.fine_tune import HuggingFaceLm, folder_vocab_size
 from layerkit_experiments.recipes.chat_files import ChatFiles
 from layerkit_experiments.recipes.local_files import LocalFiles
-from layerkit_inputs import TeacherRows
 from layerkit_inputs.base.tokenizer_interface import first_difference
+from layerkit_inputs.mixing.stored_rows import add_stored_arrays
 from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.init_from.settings import InitFrom, Source
 
@@ -113,12 +113,7 @@ class Distilled(BaseExperiment, abstract=True):
             "temperature": self.KL_TEMPERATURE,
             "num_ids": self._num_ids(),
         }
-        fields: dict[str, Any] = {"folder": self.TEACHER_LOGITS, "about": about}
-        names = ("name", "is_training", "percore_batch_size", "batch_size")
-        return [
-            TeacherRows.HParams.config(source=c, **{n: getattr(c, n) for n in names}, **fields)
-            for c in configs
-        ]
+        return [add_stored_arrays(c, folder=self.TEACHER_LOGITS, about=about) for c in configs]
 
     def partitioner(self) -> Config:
         """Return the config of the partitioner, with the rules of the teacher."""

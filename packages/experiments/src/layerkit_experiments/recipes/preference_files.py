@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from layerkit.config import Config, field_names, walk_configs
@@ -13,6 +12,7 @@ from layerkit_experiments.recipes.chat_files import ChatFiles
 from layerkit_experiments.recipes.local_files import split_inputs
 from layerkit_experiments.recipes.training import TrainedExperiment
 from layerkit_inputs import JudgementInput, PairInput
+from layerkit_inputs.mixing.stored_rows import add_stored_arrays
 
 # Losses with a reference that can be stored; and the models of other losses than those of pairs.
 _STORED = ("sigmoid", "hinge", "ipo")
@@ -44,8 +44,8 @@ class PreferenceFiles(ChatFiles, TrainedExperiment, abstract=True):
     CENTERING: float = 0.0
     """Weight of the squared sum of both rewards, for `reward`."""
     REFERENCE_FOLDER: str | None = None
-    """Folder with train.npz and heldout.npz, log-probabilities of pairs that
-    `PairInput.store_reference` wrote. None computes them in each step."""
+    """Folder of log-probabilities of pairs, which `reference_log_probs` computed for `StoredRows`.
+    None computes them in each step."""
 
     PERCORE_BATCH_SIZE = 4.0
     LEARNING_RATE = 1e-6
@@ -97,13 +97,11 @@ class PreferenceFiles(ChatFiles, TrainedExperiment, abstract=True):
 
         kind = JudgementInput if self.LOSS == "kto" else PairInput
         inputs = split_inputs(self, kind, **self._conversations())
-        if self.REFERENCE_FOLDER is not None:
-            folder = getattr(self, "HF_FOLDER", None)
-            reference_id = "" if folder is None else weights_digest(folder)
-            for one in inputs:
-                file = str(Path(self.REFERENCE_FOLDER, f"{one.split}.npz"))
-                one.set(reference_file=file, reference_id=reference_id)
-        return inputs
+        if (stored := self.REFERENCE_FOLDER) is None:
+            return inputs
+        folder = getattr(self, "HF_FOLDER", None)
+        about = {"reference": "" if folder is None else weights_digest(folder)}
+        return [add_stored_arrays(config, folder=stored, about=about) for config in inputs]
 
     def decode_datasets(self) -> list[Config]:
         """Return the config of held-out prompts; a reward model has none."""

@@ -5,11 +5,7 @@ Files, templates and splits are those of `chat_input`; `read_pair` and `read_jud
 
 from __future__ import annotations
 
-import functools
-import json
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,8 +17,6 @@ from layerkit_inputs.chat.chat_input import ConversationFiles
 from layerkit_inputs.chat.conversations import Conversation, read_judgement, read_pair
 from layerkit_inputs.chat.token_masks import ChatTokens, encode_conversation
 from layerkit_inputs.packing.documents import RowPlan
-
-_ROWS_AT_A_TIME = 16
 
 
 class _Answers(ConversationFiles):
@@ -68,15 +62,9 @@ class _Answers(ConversationFiles):
 class PairInput(_Answers):
     """An input of pairs of answers, of which one is preferred.
 
-    Batches hold `chosen` and `rejected` with the arrays of a row. With a `reference_file` they also
-    hold `chosen_reference_log_probs` and `rejected_reference_log_probs`, float32 `[batch]`.
-    Evaluation batches have `provenance` and `eval_sample_weights`, each `[batch]`.
+    Batches hold `chosen` and `rejected` with the arrays of a row. Evaluation batches also have
+    `provenance` and `eval_sample_weights`, each `[batch]`.
     """
-
-    reference_file: str | None = None
-    """File of log-probabilities under a reference, which `store_reference` writes. None: none."""
-    reference_id: str = ""
-    """Text that identifies the reference. The file is refused under another one."""
 
     _noun = "pair"
     _sides = ("chosen", "rejected")
@@ -90,45 +78,6 @@ class PairInput(_Answers):
         if not reasons and np.array_equal(sides[0].ids, sides[1].ids):
             reasons = ["pairs dropped with equal answers"]
         return reasons[0] if reasons else sides
-
-    def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        batch = super()._read_rows(rows)
-        for number, side in enumerate(self._sides if self.reference_file is not None else ()):
-            batch[f"{side}_reference_log_probs"] = self._reference[rows, number]
-        return batch
-
-    def store_reference(self, score_ids: Callable[[list[np.ndarray]], Sequence[Any]]) -> None:
-        """Write `reference_file`: log-probabilities of all answers under a model.
-
-        Args:
-          score_ids: Method of the model, such as `layerkit_runner.load(FOLDER).score_ids`.
-        """
-        arrays = (self._documents.ids, self._documents.has_loss)
-        begins = self._documents.begins[1:]
-        ids, has_loss = (np.split(np.asarray(array), begins) for array in arrays)
-        firsts = range(0, len(ids), _ROWS_AT_A_TIME)
-        scores = (score for i in firsts for score in score_ids(ids[i : i + _ROWS_AT_A_TIME]))
-        sums = [s.token_log_probs @ one[1:] for s, one in zip(scores, has_loss, strict=True)]
-        log_probs = np.array(sums, np.float32).reshape(-1, 2)
-        with Path(str(self.reference_file)).open("wb") as file:
-            np.savez(file, log_probs=log_probs, data=np.array(self._reference_data()))
-
-    @functools.cached_property
-    def _reference(self) -> np.ndarray:
-        """Log-probabilities of the chosen and the rejected answers, float32 `[pairs, 2]`."""
-        file, problem = str(self.reference_file), "log-probabilities of other data or references"
-        try:
-            with Path(file).open("rb") as opened, np.load(opened, allow_pickle=False) as stored:
-                if str(stored["data"]) == self._reference_data():
-                    return np.asarray(stored["log_probs"])
-        except (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            problem = f"cannot read the log-probabilities of a reference ({error})"
-        hint = "Write it anew with PairInput.store_reference; see docs/preferences.md."
-        raise self._config_error(problem, field="reference_file", value=file, hint=hint)
-
-    def _reference_data(self) -> str:
-        """Return what identifies the reference and the tokens of all answers."""
-        return json.dumps([self.reference_id, self._fingerprint()], sort_keys=True)
 
 
 class JudgementInput(_Answers):
@@ -167,3 +116,27 @@ class JudgementInput(_Answers):
         return NestedMap(
             super()._read_rows(rows), is_desirable=np.array([self._labels[row] for row in rows])
         )
+
+
+def reference_log_probs(score_ids: Callable[[list[np.ndarray]], Sequence[Any]]) -> Any:
+    """Return the function with which `StoredRows.write` stores a reference of a `PairInput`.
+
+    It computes `chosen_reference_log_probs` and `rejected_reference_log_probs`, float32 `[batch]`.
+
+    Args:
+      score_ids: Method of the model, such as `layerkit_runner.load(FOLDER).score_ids`.
+    """
+
+    def compute(batch: NestedMap) -> dict[str, np.ndarray]:
+        arrays = {}
+        for side in PairInput._sides:
+            sizes, rows = batch[side].segment_ids.sum(axis=1), batch[side].ids
+            scores = score_ids([ids[: size + 1] for ids, size in zip(rows, sizes, strict=True)])
+            log_probs = [
+                score.token_log_probs @ weights[:size]
+                for score, weights, size in zip(scores, batch[side].weights, sizes, strict=True)
+            ]
+            arrays[f"{side}_reference_log_probs"] = np.array(log_probs, np.float32)
+        return arrays
+
+    return compute

@@ -13,7 +13,7 @@ import jax
 from layerkit.config import target_of
 from layerkit.config.checks import require
 from layerkit.ops.distillation import top_log_probs
-from layerkit_inputs.mixing.teacher_rows import TeacherRows
+from layerkit_inputs.mixing.stored_rows import StoredRows
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.init_from import InitFrom, Source, plan_first_state
 from layerkit_runner.interface.loading import start_reading
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 def write_top_logits(resolved: ResolvedExperiment, options: RunOptions) -> int:
-    """Write the files of the data sets, which are `TeacherRows`; return the exit code.
+    """Write the files of the data sets, which are `StoredRows`; return the exit code.
 
     The experiment has a `teacher`, whose weights are in the folder TEACHER, as in `lm.distill`.
     """
     experiment: Any = resolved.experiment
-    stored = [config for config in resolved.datasets if target_of(config) is TeacherRows]
-    expected = "TeacherRows, such as those of lm.distill with a folder of a teacher's logits"
+    stored = [config for config in resolved.datasets if target_of(config) is StoredRows]
+    expected = "StoredRows, such as those of lm.distill with a folder of a teacher's logits"
     require(stored, None, "datasets", len(resolved.datasets), expected)
     folder: str = stored[0].folder
     teacher = dataclasses.replace(experiment.teacher, partitioner=resolved.partitioner)
@@ -62,8 +62,6 @@ def write_top_logits(resolved: ResolvedExperiment, options: RunOptions) -> int:
             return jax.device_get({"teacher_ids": ids, "teacher_log_probs": log_probs})
 
         for config in stored:
-            data = config.clone().set(is_training=False)
-            data.source.set(is_training=False, eval_loop_num_batches=None)
-            cast(TeacherRows, make_input(data, job.partitioner)).write(compute)
-            print(f"wrote {folder}/{data.name}", flush=True)
+            cast(StoredRows, make_input(config, job.partitioner)).write(compute)
+            print(f"wrote {folder}/{config.name}", flush=True)
     return 0

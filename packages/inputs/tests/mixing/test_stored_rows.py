@@ -1,4 +1,4 @@
-"""TeacherRows: rows of another input with the arrays that were written for them."""
+"""StoredRows: rows of another input with the arrays that were written for them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from layerkit_inputs import TeacherRows
+from layerkit_inputs import StoredRows
 from layerkit_inputs.base.errors import MissingFileError
 from layerkit_inputs.testing import laws
 from layerkit_inputs.text.local_text import LocalText
@@ -31,18 +31,18 @@ def arrays_of(rows: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def write(folder: Path, source: Any, **fields: Any) -> None:
-    teacher_rows(folder, source, **fields).write(lambda batch: arrays_of(batch.provenance))
+    stored_rows(folder, source, **fields).write(lambda batch: arrays_of(batch.provenance))
 
 
-def teacher_rows(folder: Path, source: Any, **fields: Any) -> TeacherRows:
+def stored_rows(folder: Path, source: Any, **fields: Any) -> StoredRows:
     fields = {"name": "train", "batch_size": 4, "about": {"teacher": "digest"}, **fields}
-    return TeacherRows.HParams.config(source=source, folder=str(folder), **fields).Instantiate()
+    return StoredRows.HParams.config(source=source, folder=str(folder), **fields).Instantiate()
 
 
 def test_rows_have_their_own_arrays_in_any_order_and_after_a_restore(tmp_path: Path, source: Any):
     write(tmp_path, source)
     first = {int(n): row for n, row in _rows(source.clone(batch_size=1).Instantiate())}
-    training = teacher_rows(tmp_path, source, is_training=True)
+    training = stored_rows(tmp_path, source, is_training=True)
     state = None
     for _ in range(2 * len(first) // 4):
         batch = training.get_next()
@@ -52,9 +52,9 @@ def test_rows_have_their_own_arrays_in_any_order_and_after_a_restore(tmp_path: P
         for number, row in zip(numbers.tolist(), batch.ids, strict=True):
             np.testing.assert_array_equal(row, first[number])
         state = state or training.get_state()
-    resumed = teacher_rows(tmp_path, source, is_training=True)
+    resumed = stored_rows(tmp_path, source, is_training=True)
     resumed.set_state(state or {})
-    again = teacher_rows(tmp_path, source, is_training=True)
+    again = stored_rows(tmp_path, source, is_training=True)
     again.get_next()
     np.testing.assert_array_equal(resumed.get_next().ids, again.get_next().ids)
 
@@ -75,11 +75,11 @@ def test_missing_or_stale_files_raise(
     write(tmp_path, source)
     changed = source.clone(**{"name": fields.get("name", "train"), **changes})
     with raises(MissingFileError, field="file"):
-        teacher_rows(tmp_path, changed, **fields).get_next()
+        stored_rows(tmp_path, changed, **fields).get_next()
 
 
 def test_unfinished_files_raise(tmp_path: Path, source: Any, raises: Any):
-    reader = teacher_rows(tmp_path, source)
+    reader = stored_rows(tmp_path, source)
 
     def stop(batch: Any) -> Any:
         if batch.provenance[0] > 0:
@@ -94,10 +94,10 @@ def test_unfinished_files_raise(tmp_path: Path, source: Any, raises: Any):
 
 @pytest.mark.parametrize("is_training", [True, False], ids=["training", "epoch"])
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-def test_teacher_rows_obey_the_laws_of_inputs(
+def test_stored_rows_obey_the_laws_of_inputs(
     law: Any, is_training: bool, tmp_path: Path, source: Any, check_law: Any
 ):
     write(tmp_path, source)
     fields = {"name": "train", "batch_size": 4, "is_training": is_training, "source": source}
     fields["about"] = {"teacher": "digest"}
-    check_law(law, lambda **more: TeacherRows(folder=str(tmp_path), **{**fields, **more}))
+    check_law(law, lambda **more: StoredRows(folder=str(tmp_path), **{**fields, **more}))

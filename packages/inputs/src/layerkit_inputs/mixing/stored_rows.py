@@ -1,8 +1,8 @@
-"""TeacherRows, the rows of another input with the most likely tokens of a teacher, from a file.
+"""StoredRows, the rows of another input with arrays that a model computed for them, from a file.
 
-FOLDER/NAME-DIGEST.npy has a record of each row, in the order of their numbers: `teacher_ids` int32
-`[length, k]` and `teacher_log_probs` float32 `[length, k + 1]`. DIGEST identifies the teacher, the
-rows, and how the tokens were computed.
+Examples are the most likely tokens of a teacher, and log-probabilities under a reference model.
+FOLDER/NAME-DIGEST.npy has a record of each row, in the order of their numbers. DIGEST identifies
+the model, the rows, and how the arrays were computed.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.mixing.components import build_components
 
 
-class TeacherRows(IndexedInput):
-    """An input of the rows of another one, with `teacher_ids` and `teacher_log_probs`."""
+class StoredRows(IndexedInput):
+    """An input of the rows of another one, with arrays `[batch, ...]` of a file."""
 
     source: Config[BaseInput] | None = sub_config_field(None)
     """Config of the other input, which reads rows by their numbers."""
     folder: str
-    """Folder that `--mode=top_logits` wrote."""
+    """Folder of the file."""
     about: Mapping[str, Any] | None = None
-    """JSON values that identify the teacher's tokens, such as their temperature."""
+    """JSON values that identify the arrays, such as a digest of the weights of the model."""
 
     def __post_init__(self) -> None:
         """Check the fields and build the other input."""
@@ -45,18 +45,25 @@ class TeacherRows(IndexedInput):
         self.token_unit = source.token_unit  # type: ignore[misc]
 
     def write(self, compute: Callable[[NestedMap], Mapping[str, np.ndarray]]) -> None:
-        """Write the file from the arrays `[batch, length, ...]` of each batch of an epoch."""
-        unfinished, rows = self._path.with_suffix(".tmp"), None
+        """Write the file.
+
+        Args:
+          compute: Function from a batch of the other input, with the numbers of the rows as
+            `provenance` `[batch]`, to arrays `[batch, ...]` by name.
+        """
+        unfinished, records = self._path.with_suffix(".tmp"), None
         unfinished.parent.mkdir(parents=True, exist_ok=True)
-        for batch in self._source.eval_batches():
-            arrays, is_row = compute(batch), batch.provenance >= 0
-            if rows is None:
+        num_rows, size = self._source._num_rows(), self.local_batch_size
+        for first in range(0, num_rows, size):
+            # All batches have one shape, so the last one repeats a row.
+            rows = np.minimum(np.arange(first, first + size), num_rows - 1)
+            arrays = compute(NestedMap(self._source._read_rows(rows), provenance=rows))
+            if records is None:
                 dtype = np.dtype([(name, x.dtype, x.shape[1:]) for name, x in arrays.items()])
-                shape = (self._source._num_rows(),)
-                rows = np.lib.format.open_memmap(unfinished, "w+", dtype, shape)
+                records = np.lib.format.open_memmap(unfinished, "w+", dtype, (num_rows,))
             for name, array in arrays.items():
-                rows[name][batch.provenance[is_row]] = array[is_row]
-            rows.flush()
+                records[name][rows] = array
+            records.flush()
         unfinished.replace(self._path)
 
     @functools.cached_property
@@ -73,11 +80,11 @@ class TeacherRows(IndexedInput):
         """Records of the file, which are read when they are used."""
         if not self._path.is_file():
             raise MissingFileError(
-                f"no tokens of these rows and this teacher, {self.about}",
+                f"no arrays for these rows with {self.about}",
                 owner=self._label,
                 field="file",
                 value=str(self._path),
-                hint="Write them with the same command and --mode=top_logits.",
+                hint="Write them anew; see docs/distillation.md or docs/preferences.md.",
             )
         rows: np.ndarray = np.load(self._path, mmap_mode="r")
         return rows
@@ -94,8 +101,15 @@ class TeacherRows(IndexedInput):
         return {**self._source._fingerprint(), "about": self.about}
 
     def _data_text(self) -> str:
-        return f"{self._source._data_text()}; tokens of the teacher: {self._path}"
+        return f"{self._source._data_text()}; stored for them: {self._path}"
 
     def text_tokenizer(self, key: str | None = None) -> Any:
         """Return the tokenizer of the other input."""
         return self._source.text_tokenizer(key)
+
+
+def add_stored_arrays(config: Config, *, folder: str, about: Mapping[str, Any]) -> Config:
+    """Return the config of `StoredRows` with the rows of an input; see its fields."""
+    names = ("name", "is_training", "percore_batch_size", "batch_size")
+    fields = {name: getattr(config, name) for name in names}
+    return StoredRows.HParams.config(source=config, folder=folder, about=about, **fields)
