@@ -59,9 +59,9 @@ class Histogram(NamedTuple):
         low, high, middle = self.values.min(), self.values.max(), np.median(self.values)
         return f"{low:,.6g} to {high:,.6g}, median {middle:,.6g}"
 
-    def bins(self) -> list[tuple[str, int, float, float]]:
+    def bins(self) -> list[tuple[str, int, int, int]]:
         """Return the text of each bin, the number of its values, and its first and last one."""
-        edges: np.ndarray = np.linspace(0, 100, _BINS + 1)
+        edges = np.arange(0, 101, 100 // _BINS)
         if is_whole := self.values.dtype.kind == "i":
             low, high = int(self.values.min()), int(self.values.max())
             width = -(-(high - low + 1) // _BINS)
