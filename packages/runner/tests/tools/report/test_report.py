@@ -174,7 +174,7 @@ def test_status_prints_state_and_errors_and_fails_for_a_failed_run(tmp_path, cap
         "a: finished",
         "b: failed",
         "2 of 9",
-        "loss 9, after 3 at step 1",
+        "loss rose from 3 to 9",
         "no such token",
     ):
         assert text in output

@@ -65,7 +65,7 @@ def make_charts(jobs: Sequence[JobRecord]) -> dict[str, Any]:
         name: {
             "title": title,
             "unit": unit,
-            "log": _spans_decades(lines),
+            "log": not unit.startswith("share") and _spans_decades(lines),
             "curves": [
                 c for line in lines for c in _curves(line, buckets, name not in _UNSMOOTHED)
             ],
@@ -96,7 +96,7 @@ def _spans_decades(lines: Sequence[_Line]) -> bool:
     medians = [
         (float(np.median(values)), float(values.max())) for values in positive if len(values)
     ]
-    return bool(medians) and max(medians, key=lambda m: m[1])[1] > 30 * min(medians)[0]
+    return bool(medians) and max(medians, key=lambda m: m[1])[1] > 10 * min(medians)[0]
 
 
 def _curves(line: _Line, num_buckets: int, smooths: bool) -> Iterator[dict[str, Any]]:  # noqa: FBT001

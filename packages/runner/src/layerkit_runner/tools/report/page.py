@@ -32,7 +32,7 @@ _COLORS: dict[str, int | str] = {
     "lost": "bad",
     "other": 7,
 }
-_MAX_STARTS, _MAX_ROWS, _MAX_CELL, _MAX_SAMPLES = 20, 200, 300, 60
+_MAX_STARTS, _MAX_ROWS, _MAX_CELL, _MAX_SAMPLES = 20, 200, 1000, 60
 
 
 class Report:
@@ -84,7 +84,7 @@ def _page(jobs: Sequence[JobRecord], refresh_secs: int | None) -> str:
         rows=[summarize(job) for job in jobs],
         bars=bars,
         full=max((sum(part["value"] for part in bar["parts"]) for bar in bars), default=1.0),
-        phases={p["name"].replace("_", " "): p["color"] for bar in bars for p in bar["parts"]},
+        phases=_COLORS,
         differences=_table(_differing(fields)),
         derived=_table(_differing([{} if c is None else c.config for c in configs])),
         max_rows=_MAX_ROWS,
@@ -135,7 +135,7 @@ def _bars(job: JobRecord) -> Iterator[dict[str, Any]]:
             "label": job.name + (f", start {number} of {len(runs)}" if len(runs) > 1 else ""),
             "note": ", ".join([_span(total), *list(texts.values())[:2]]),
             "parts": [
-                {"name": n, "color": _COLORS[n], "value": v, "text": f"{texts[n]}, {_span(v)}"}
+                {"color": _COLORS[n], "value": v, "text": f"{texts[n]}, {_span(v)}"}
                 for n, v in spent.items()
             ],
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -18,7 +19,13 @@ from layerkit_runner.config.recorded import RecordedConfig, read_recorded_config
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import absolute, is_remote
 from layerkit_runner.files.text import near_folders
-from layerkit_runner.observers.metrics_log import Metrics, Record, metrics_path, read_metrics
+from layerkit_runner.observers.metrics_log import (
+    Metrics,
+    Record,
+    metrics_path,
+    read_metrics,
+    smooth,
+)
 
 _SECONDS_UNTIL_SILENT = 600.0
 _MAX_SAMPLES, _MAX_SAMPLE_CHARACTERS = 60, 600
@@ -74,10 +81,12 @@ class JobRecord:
 
     def notes(self) -> Iterator[str]:
         """Yield what a reader should look at first: a loss that rose, skipped steps, slow data."""
-        losses = [(r["loss"], r["step"]) for r in self.metrics.train if "loss" in r]
-        best = min((pair for pair in losses if math.isfinite(pair[0])), default=None)
-        if best and not losses[-1][0] < best[0] + max(0.5 * abs(best[0]), 0.1):
-            yield f"loss {losses[-1][0]:.4g}, after {best[0]:.4g} at step {best[1]:,}"
+        losses = [r["loss"] for r in self.metrics.train if math.isfinite(r.get("loss", math.nan))]
+        means = smooth(losses, half_width=len(losses) // 40)
+        if means and means[-1] - min(means) > 0.25 * (max(means) - min(means)):
+            yield f"loss rose from {min(means):.4g} to {means[-1]:.4g}"
+        if not math.isfinite(self.newest.get("loss", 0.0)):
+            yield f"loss is {self.newest['loss']}"
         if skipped := self.newest.get("learning/skipped_steps"):
             yield f"{skipped:,.0f} skipped steps"
         seconds = self.goodput.get("seconds", {"input_wait": 0.0, "steps": 1.0})
@@ -137,8 +146,9 @@ def _read(path: epath.Path, name: str) -> JobRecord:
 def _state(path: epath.Path, metrics: Metrics, reason: str) -> str:
     if reason:
         return {"finished": "finished", "stopped by a signal": "stopped"}.get(reason, "failed")
-    running = path / ".running"
-    holder = json.loads(running.read_text() or "{}") if running.exists() else {}
+    holder: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError):  # there is none, or it is being written
+        holder = json.loads((path / ".running").read_text())
     is_seen = holder.get("host") == socket.gethostname()
     if is_seen and os.path.exists(f"/proc/{holder['pid']}"):
         return "running"
@@ -156,7 +166,9 @@ def _state(path: epath.Path, metrics: Metrics, reason: str) -> str:
 def _samples(path: epath.Path) -> Iterator[tuple[int, str, str, str]]:
     files = sorted(path.glob("decode/*/step_*.jsonl"), key=lambda file: file.stem, reverse=True)
     for file in files[:_MAX_SAMPLES]:
-        with file.open() as lines:
+        record: dict[str, Any] = {}
+        # A run that decodes a step again deletes the file for a moment.
+        with contextlib.suppress(FileNotFoundError), file.open() as lines:
             record = json.loads(next(iter(lines), "{}"))
         prompt, text = record.get("prompt", ""), record.get("continuation", json.dumps(record))
         step, size = int(file.stem.rpartition("_")[2]), _MAX_SAMPLE_CHARACTERS
