@@ -10,7 +10,7 @@ from layerkit.config.nested_map import NestedMap
 from layerkit_inputs import ByteTokenizer, LocalText
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_runner.files.text import draw_table
-from layerkit_runner.tools.inspect.batch_forms import PLAIN, TERMINAL, Style, row_lines
+from layerkit_runner.tools.inspect.batch_forms import row_lines
 from layerkit_runner.tools.inspect.batch_rows import read_row, real_rows
 from layerkit_runner.tools.inspect.batches import field_table, summary
 
@@ -29,9 +29,9 @@ class Letters(BaseInput):
 LETTERS = Letters(batch_size=2)
 
 
-def lines_of(*row: Any, style: Style = PLAIN) -> list[str]:
+def lines_of(*row: Any, is_colored: bool = False) -> list[str]:
     """Return the lines of a row: its input, batch, number, and perhaps a tokenizer."""
-    return list(row_lines(read_row(*row), style=style))
+    return list(row_lines(read_row(*row), is_colored=is_colored))
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_segments_are_separate_and_labels_of_weight_0_are_marked(packed: NestedM
 
 
 def test_labels_are_green_or_dim_on_a_terminal(packed: NestedMap):
-    lines = lines_of(LETTERS, packed, 0, style=TERMINAL)
+    lines = lines_of(LETTERS, packed, 0, is_colored=True)
     assert lines[1] == "  ids[1]: “ab”"
     assert lines[2] == "  labels[1]: “\x1b[2mb\x1b[0m\x1b[32m\\n\x1b[0m”"
 

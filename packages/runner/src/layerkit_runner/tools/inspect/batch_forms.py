@@ -6,7 +6,6 @@ import base64
 import io
 import itertools
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,34 +18,24 @@ Part = str | BatchView | Histogram
 
 _MOST_CHARACTERS = 160
 _NUMBERS_SHOWN = 8
+# Forms of labels with weight 0 and of others, without and with colors.
+_FORMS = (("⟦{}⟧", "{}"), ("\x1b[2m{}\x1b[0m", "\x1b[32m{}\x1b[0m"))
 _BARS = "▁▂▃▄▅▆▇█"
 _PIXELS = 96
 # Labels with and without a loss are drawn apart if so many stand together on average.
 _TURN_TOKENS = 4
 
 
-class Style(NamedTuple):
-    """A form of labels by their weights."""
-
-    weighted: str
-    unweighted: str
-    legend: str
-
-
-PLAIN = Style("{}", "⟦{}⟧", "labels of weight 0 are in ⟦brackets⟧")
-TERMINAL = Style(
-    "\x1b[32m{}\x1b[0m", "\x1b[2m{}\x1b[0m", "labels that count for the loss are green"
-)
 SPECIAL = "⟪{}⟫"
 """Mark of special ids, which distinguishes them from the same characters in the text."""
 
 
-def text_lines(parts: Iterable[Part], *, style: Style = PLAIN) -> Iterator[str]:
+def text_lines(parts: Iterable[Part], *, is_colored: bool = False) -> Iterator[str]:
     """Yield the lines of an input and of its batches."""
     for number, part in enumerate(parts):
         if isinstance(part, BatchView):
             yield f"  {part.title}"
-            rows = (line for row in part.rows for line in row_lines(row, style=style))
+            rows = (line for row in part.rows for line in row_lines(row, is_colored=is_colored))
             head, *table = part.fields or [()]
             lines = (*draw_table(table, head=head), *rows, *part.notes)
             yield from (f"    {line}" for line in lines)
@@ -58,7 +47,7 @@ def text_lines(parts: Iterable[Part], *, style: Style = PLAIN) -> Iterator[str]:
             yield f"  {part}" if number else part
 
 
-def row_lines(row: Row, *, style: Style = PLAIN) -> Iterator[str]:
+def row_lines(row: Row, *, is_colored: bool = False) -> Iterator[str]:
     """Yield the text of each sequence of ids in a row, by segments, or else its numbers."""
     yield row.title
     for path, value in row.values.items():
@@ -68,7 +57,7 @@ def row_lines(row: Row, *, style: Style = PLAIN) -> Iterator[str]:
         prefix = f"{segment.side}." if segment.side else ""
         for name, tokens in (("ids", segment.ids), ("labels", segment.labels)):
             if tokens is not None:
-                yield f"  {prefix}{name}{suffix}: {_quoted(tokens, style)}"
+                yield f"  {prefix}{name}{suffix}: {_quoted(tokens, is_colored=is_colored)}"
 
 
 def numbers_text(x: np.ndarray) -> str:
@@ -78,9 +67,10 @@ def numbers_text(x: np.ndarray) -> str:
     return f"{list(x.shape)}, mean {x.mean():.6g}, standard deviation {x.std():.6g}"
 
 
-def _quoted(tokens: Iterable[Token], style: Style) -> str:
+def _quoted(tokens: Iterable[Token], *, is_colored: bool) -> str:
     """Return tokens in quotes on one line, without the middle of a long text."""
-    forms = {True: style.weighted, False: style.unweighted, None: "{}"}
+    unweighted, weighted = _FORMS[is_colored]
+    forms = {None: "{}", False: unweighted, True: weighted}
     line = [
         (None if token.weight is None else token.weight > 0, char)
         for token in tokens

@@ -34,14 +34,7 @@ from layerkit_runner.data.host_inputs import (
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.run_options import RunOptions
-from layerkit_runner.tools.inspect.batch_forms import (
-    PLAIN,
-    SPECIAL,
-    TERMINAL,
-    Part,
-    batch_page,
-    text_lines,
-)
+from layerkit_runner.tools.inspect.batch_forms import SPECIAL, Part, batch_page, text_lines
 from layerkit_runner.tools.inspect.batch_rows import (
     BatchView,
     Histogram,
@@ -80,11 +73,12 @@ def print_batches(resolved: ResolvedExperiment, options: RunOptions) -> None:
         page = batch_page(resolved.name, simulated, inputs)
         print(f"wrote {write_page(options.html, page)}")
         return
-    style = TERMINAL if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else PLAIN
-    print(f"{simulated}; {style.legend}, special ids in {SPECIAL.format('these')}")
+    is_colored = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    legend = "that count for the loss are green" if is_colored else "of weight 0 are in ⟦brackets⟧"
+    print(f"{simulated}; labels {legend}, special ids in {SPECIAL.format('these')}")
     for parts in inputs:
         print()
-        for line in text_lines(parts, style=style):
+        for line in text_lines(parts, is_colored=is_colored):
             print(line, flush=True)
 
 
