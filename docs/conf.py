@@ -60,6 +60,7 @@ html_title = "layerkit"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 ogp_site_name = "layerkit"
+ogp_image = "_images/report_light.webp"
 ogp_social_cards = {"enable": False}  # a picture for each page, which takes as long as the rest
 html_search_scorer = str(DOCS / "_static" / "search_scorer.js")
 html_copy_source = False

@@ -89,22 +89,31 @@ def trace() -> list[tuple[str, str, list[str]]]:
 
 
 def model_facts(task: Any, state: Any, batch: Any) -> list[str]:
-    """Return the outputs of the layers of the network, from Flax's record of a traced call."""
+    """Return the outputs of the layers of the network, in the order in which they are computed.
+
+    Flax records them in a traced call. Its record is a dictionary that JAX sorts by name.
+    """
     lm = task.model.clone(train=True)
+    order: list[tuple[str, ...]] = []
+
+    def is_output(module: Any, method: str) -> bool:
+        if method == "fprop":
+            order.append(module.path)
+        return method == "fprop"
 
     def run(params: Any) -> Any:
         _, found = lm.apply(
             {"params": params},
             batch,
             rngs={"random": jax.random.key(0)},
-            capture_intermediates=lambda module, method: method == "fprop",
+            capture_intermediates=is_output,
             mutable=["intermediates", "aux_loss"],
         )
         return found["intermediates"]
 
     found = flatten_dict(jax.eval_shape(run, state.params))
     facts = []
-    for path, values in found.items():
+    for path, values in sorted(found.items(), key=lambda item: order.index(item[0][:-1])):
         name = "/".join(path[:-1])
         value = values[0]
         if len(path) <= 4 and hasattr(value, "shape"):
