@@ -2,6 +2,7 @@
 
 - docs/pictures/architecture.svg: the folders of the packages and the imports between them;
 - the table of commands in CONTRIBUTING.md, from the docstrings of noxfile.py;
+- the order of the runner's folders in docs/life_of_an_experiment.md, from pyproject.toml;
 - the table of planned models in docs/results.md, from the figures in docs/results/plans.json;
 - the families of Hugging Face in docs/hugging_face.md and README.md, from the first lines of the
   families' files (`MODELS (SOURCE): WHAT.`) and the errors that `nox -s parity` measured.
@@ -18,6 +19,7 @@ import re
 import runpy
 import sys
 import textwrap
+import tomllib
 from pathlib import Path
 
 from measure_house import PACKAGES, ROOT, Rooms, measure_rooms
@@ -27,6 +29,7 @@ from layerkit.interop.hugging_face.family import Family
 
 PICTURE = ROOT / "docs/pictures/architecture.svg"
 CONTRIBUTING, README = ROOT / "CONTRIBUTING.md", ROOT / "README.md"
+LIFE, CONTRACTS = ROOT / "docs/life_of_an_experiment.md", ROOT / "pyproject.toml"
 HUGGING_FACE, RESULTS = ROOT / "docs/hugging_face.md", ROOT / "docs/results.md"
 # Figures of `--mode=plan`, with their dates.
 PLANS = ROOT / "docs/results/plans.json"
@@ -134,6 +137,14 @@ def write_commands() -> str:
     return _replace(CONTRIBUTING, "the docstrings of noxfile.py", "\n" + table)
 
 
+def write_order() -> str:
+    """Return docs/life_of_an_experiment.md with the folders of the runner, the importing first."""
+    contracts = tomllib.loads(CONTRACTS.read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [c["layers"] for c in contracts if c.get("containers") == ["layerkit_runner"]]
+    text = " → ".join(f"`{layer}`" for layer in layers)
+    return _replace(LIFE, "the import contracts", f"\n{textwrap.fill(text, 118)}\n")
+
+
 def write_plans() -> str:
     """Return docs/results.md with a row for each stored plan, and its GPU hours for 1B tokens."""
     rows = [
@@ -221,7 +232,7 @@ def main() -> int:
     models = list_families()
     parts: dict[Path, str] = {PICTURE: draw_architecture(), CONTRIBUTING: write_commands()}
     parts |= {HUGGING_FACE: write_table(models), README: write_features(models)}
-    parts[RESULTS] = write_plans()
+    parts |= {LIFE: write_order(), RESULTS: write_plans()}
     stale = [path for path, text in parts.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         print(f"{path.relative_to(ROOT)} is not current. Run `python scripts/renew_docs.py`.")
