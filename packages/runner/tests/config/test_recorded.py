@@ -111,7 +111,7 @@ def test_named_experiment_takes_nothing_from_the_folder(job: Path, capsys):
     "word",
     [
         *(f"--mode={mode}" for mode in ("eval", "eval_once", "decode", "decode_once", "export")),
-        *("--mode=plan", "--mode=inspect", "--print_config"),
+        *("--mode=plan", "--mode=inspect", "--mode=train", "--print_config"),
     ],
 )
 def test_command_that_reads_a_job_needs_no_experiment(job: Path, word):
@@ -128,12 +128,10 @@ def test_recorded_function_that_is_no_part_of_a_model_is_not_called(job: Path, c
     assert "--fdl.task" in capsys.readouterr().err and not made.exists()
 
 
-def test_training_requires_an_experiment(raises, job: Path):
+def test_command_without_a_folder_requires_an_experiment(raises):
     for words in ([], ["--mode=eval"], ["--fdl.NUM_LAYERS=3"]):
         with raises(UsageError, field="--exp"):
             add_recorded_experiment(parse_flags(words), lambda line: None)
-    with raises(UsageError, field="--exp", hint=f"{job} was written by --exp='recorded_lm.Small'."):
-        add_recorded_experiment(parse_flags([f"--job_log_dir={job}"]), lambda line: None)
 
 
 def test_folder_without_a_record_raises(raises, tmp_path: Path):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +24,7 @@ from layerkit_runner import BaseExperiment
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.distributed.peers import LOST_PROCESS_EXIT_CODE
 from layerkit_runner.errors import UsageError
+from layerkit_runner.observers import read_metrics
 from layerkit_runner.observers.loss_curve import draw_loss_curve
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
 from layerkit_runner.run.inference import run_inference
@@ -175,6 +179,33 @@ def test_failed_part_is_reported_and_the_others_are_made(
     assert any(line.startswith(other) for line in lines)
     # The same command neither trains nor fails.
     assert run_train(resolved, options(folder)) == 0
+
+
+def test_commands_to_try_next_are_short_and_run(tmp_path: Path):
+    here = str(Path(__file__).parents[1] / "tools")
+    environ = {**os.environ, "PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}"}
+    environ["XLA_FLAGS"] = ""  # one device
+
+    def run(*words: str) -> list[str]:
+        line = [sys.executable, "-m", "layerkit_runner.cli", *words]
+        done = subprocess.run(line, env=environ, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    folder = "--job_log_dir=runs/slope"
+    lines = run("--exp=slope_experiment.Slope", "--fdl.RATE=0.2", "--fdl.WIDTH=3", folder)
+    (first,) = [n for n, line in enumerate(lines) if line.startswith("next: ")]
+    inspect, train = lines[first + 1 :]
+    assert max(map(len, lines[first:])) <= 100
+    assert inspect == f"  runner {folder} --mode=inspect"
+    assert train == f"  runner {folder} --fdl.MAX_STEPS=12"
+    assert "experiment.WIDTH = 3" in run(*inspect.split()[1:])
+    lines = run(*train.split()[1:])
+    assert any(line.startswith("resuming from step 6") for line in lines)
+    # The learning rate is the recorded one: w = 3·(1 − 0.8¹²).
+    last = read_metrics(tmp_path / "runs/slope").evals["heldout"][-1]
+    assert last["step"] == 12
+    assert last["loss"] == pytest.approx(4.5 * 0.8**24, rel=1e-4)
 
 
 @pytest.mark.parametrize("pmap", [False, True])

@@ -218,23 +218,20 @@ def test_trainer_runs_without_locks_of_the_file_system(
 def test_command_line_parses_to_the_same_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RUNNER_COMMAND", raising=False)
     fields = {"pmap_use_tensorstore": True, "enable_checkpoint_saving": False, "init_from": "base"}
-    options, experiment = RunOptions(job_log_dir="/tmp/a b", **fields), resolved(SHAPE=[1, 2, 3])
-    command = command_line(experiment, options)
+    options = RunOptions(job_log_dir="/tmp/a b", **fields)
+    command = command_line(options)
     assert command.startswith("runner ")
     flags = parse_flags(shlex.split(command)[1:])
-    assert (flags.exp, flags.mode, flags.options) == (f"{__name__}.Mesh", "train", options)
-    assert {o.path: o.text for o in flags.overrides} == {
-        "SHAPE": "[1, 2, 3]",
-        "partitioner.dcn_mesh_shape": "[1,1,2]",
-    }
-    changes = {"SHAPE": "[4]", "partitioner.dcn_mesh_shape": None}
-    changed = command_line(experiment, options, mode="plan", changes=changes)
+    assert (flags.exp, flags.mode, flags.options) == (None, "train", options)
+    changed = command_line(options, mode="plan", changes={"SHAPE": "[4]"})
     flags = parse_flags(shlex.split(changed)[1:])
-    # Each path once, and no flag that the mode refuses.
-    assert [str(o) for o in flags.overrides] == ["--fdl.SHAPE=[4]"]
-    assert flags.mode == "plan"
+    # No flag that the mode refuses.
+    assert [str(o) for o in flags.overrides] == ["--fdl.SHAPE=[4]"] and flags.mode == "plan"
+    # The checkpoints of the folder take the place of other weights.
+    saves = dataclasses.replace(options, enable_checkpoint_saving=True)
+    assert "init_from" in command and "init_from" not in command_line(saves)
     monkeypatch.setenv("RUNNER_COMMAND", "python3 start.py train")
-    assert command_line(resolved(), options).startswith("python3 start.py train --exp=")
+    assert command_line(options).startswith("python3 start.py train '--job_log_dir=/tmp/a b'")
 
 
 @pytest.fixture

@@ -82,23 +82,17 @@ def load_recorded_config(folder: str, *, flag: str, hint: str | None = None) -> 
 def add_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) -> ParsedFlags:
     """Return flags with the experiment and overrides of the job's folder, if they name none.
 
-    Overrides of the command line replace recorded ones of the same path. A folder names the
-    experiment that was trained there, but not what to train next.
+    Overrides of the command line replace recorded ones of the same path.
     """
     folder = flags.options.job_log_dir
     if flags.exp is not None:
         return flags
-    trains = flags.mode == "train" and not flags.only_prints
-    if folder is None or trains:
-        before = None if folder is None else read_recorded_config(folder)
+    if folder is None or (flags.mode == "train" and read_recorded_config(folder) is None):
         raise UsageError(
             "missing flag",
             field="--exp",
-            expected="the name of an experiment"
-            + ("" if trains else ", or the --job_log_dir of a job that ran it"),
-            hint="`runner --list` prints all."
-            if before is None
-            else f"{folder} was written by --exp={before.experiment!r}.",
+            expected="the name of an experiment, or the --job_log_dir of a job that ran it",
+            hint="`runner --list` prints all.",
         )
     hint = "Or name the experiment by --exp."
     recorded = load_recorded_config(folder, flag="--job_log_dir", hint=hint)

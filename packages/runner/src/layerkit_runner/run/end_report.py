@@ -24,7 +24,7 @@ from layerkit_runner.observers.loss_curve import LossCurve
 from layerkit_runner.observers.metrics_log import encode
 from layerkit_runner.run.executor import Executor
 from layerkit_runner.run.job import Job
-from layerkit_runner.run.job_folder import command_line, longer
+from layerkit_runner.run.job_folder import command_line, last_step_path
 from layerkit_runner.run.programs.decode_program import record_text
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_state import TrainState
@@ -97,9 +97,7 @@ class _Parts:
         if not isinstance(error, UserError):
             reason = f"{type(error).__name__}: {reason}"
         job = self._job
-        command = command_line(
-            job.resolved, job.options, mode=repeat_mode or "train", is_recorded=True
-        )
+        command = command_line(job.options, mode=repeat_mode or "train")
         traceback.print_exception(error)
         job.observers.message(
             f"{name} failed: {reason}. The training is complete, and its exit code is unchanged."
@@ -167,16 +165,13 @@ def sample_text(name: str, record: Mapping[str, Any]) -> str:
 
 def _suggest(job: Job, executor: Executor, step: int) -> None:
     """Report commands to try next, below a line that explains them."""
-
-    def command(**more: Any) -> str:
-        return "  " + command_line(job.resolved, job.options, is_recorded=True, **more)
-
-    commands = {"print all settings": command(mode="inspect")}
+    commands = {"print all settings": command_line(job.options, mode="inspect")}
     # More steps would not continue a stopped run, and would not mend one that skipped many.
     has_many_skipped = 10 * executor.train_programs.skipped.in_all > step
     if not (executor.has_stopped_early or has_many_skipped):
-        commands["train twice as many steps"] = command(changes=longer(job.resolved, 2 * step))
-    for line in ("next: " + "; ".join(commands), *commands.values()):
+        changes = {last_step_path(job.resolved): str(2 * step)}
+        commands["train twice as many steps"] = command_line(job.options, changes=changes)
+    for line in ("next: " + "; ".join(commands), *(f"  {words}" for words in commands.values())):
         job.observers.message(line)
 
 

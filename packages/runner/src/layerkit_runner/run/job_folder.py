@@ -200,12 +200,6 @@ def recorded_num_train_steps(directory: epath.Path) -> int | None:
     return None if recorded is None else recorded.config.get("task.train.num_train_steps")
 
 
-def longer(resolved: ResolvedExperiment, num_steps: int) -> dict[str, str | None]:
-    """Return the override changes that set the number of training steps."""
-    path = "task.train.num_train_steps"
-    return {path: None, last_step_path(resolved): str(num_steps)}
-
-
 def last_step_path(resolved: ResolvedExperiment) -> str:
     """Return the override path of the number of steps: a field of the experiment, if one sets it.
 
@@ -223,27 +217,18 @@ def last_step_path(resolved: ResolvedExperiment) -> str:
 
 
 def command_line(
-    resolved: ResolvedExperiment,
-    options: RunOptions,
-    *,
-    mode: str = "train",
-    changes: Mapping[str, str | None] | None = None,
-    is_recorded: bool = False,
+    options: RunOptions, *, mode: str = "train", changes: Mapping[str, str] | None = None
 ) -> str:
-    """Return a shell command that runs this experiment in this folder.
+    """Return a shell command that runs the recorded experiment of this folder.
 
-    RUNNER_COMMAND in the environment replaces `runner`. `changes` are values by override path that
-    replace the present ones; None removes the override. If the folder records the run
-    (`is_recorded`), modes other than train take the experiment and its overrides from there.
+    RUNNER_COMMAND in the environment replaces `runner`. `changes` are values by override path.
     """
-    changes, present = changes or {}, config_json(resolved)["overrides"]
-    takes_record = is_recorded and mode != "train"
-    overrides = {**({} if takes_record else present), **changes}
-    words = [] if takes_record else [f"--exp={resolved.name}"]
-    words += [f"--fdl.{path}={text}" for path, text in overrides.items() if text is not None]
-    words.append(f"--job_log_dir={options.job_log_dir}")
-    if mode != "train":
-        words.append(f"--mode={mode}")
+    # A folder with checkpoints needs no flags of the first start.
+    first = _FIRST_START_FLAGS if options.enable_checkpoint_saving else ()
+    options = dataclasses.replace(options, **{name: getattr(RunOptions, name) for name in first})
+    words = [f"--job_log_dir={options.job_log_dir}"]
+    words += [f"--fdl.{path}={text}" for path, text in (changes or {}).items()]
+    words += [f"--mode={mode}"] * (mode != "train")
     words += to_argv(options, mode=mode)
     return " ".join([os.environ.get("RUNNER_COMMAND", "runner"), shlex.join(words)])
 
