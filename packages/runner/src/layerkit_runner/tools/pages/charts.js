@@ -1,9 +1,10 @@
 /* Draws the curves of a page with uPlot: cursors and zoom are linked, `log` switches the y axis.
 
    data.charts[name] = {title, unit, log, over, curves}: `log` is whether the y axis begins logarithmic,
-   `over` names the x axis ("step" if absent). A curve is {label, color, dashed, x, y, bad, run}: x holds
+   `over` names the x axis ("step" if absent). A curve is {label, color, dashed, faint, x, y, bad, run}: x holds
    the first value and then differences, all positive; y numbers or null (a gap); `bad` x values that
-   are marked by a triangle, since y is not finite there; `faint` for values under a smoothed curve; an unchecked `input[data-run=run]` hides it.
+   are marked by a triangle, since y is not finite there. A smoothed curve is drawn over a `faint` one.
+   An unchecked `input[data-run=run]` hides a curve.
    A figure with `data-chart=name` (the macro `curves` of drawings.html.jinja) receives the chart. */
 "use strict";
 (() => {
@@ -11,14 +12,7 @@
   const figures = [...document.querySelectorAll("figure[data-chart]")];
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });
-
   const whole = [...Array(16).keys()].flatMap((power) => [1, 2, 5].map((n) => n * 10 ** power));
-
-  /* Returns the background of a curve's mark in a legend. */
-  function stripes({ color: index, dashed }) {
-    const gaps = `repeating-linear-gradient(90deg, var(--c${index}) 0 4px, transparent 4px 6px)`;
-    return dashed ? gaps : `var(--c${index})`;
-  }
 
   function text(value) {
     if (value == null) return "";
@@ -81,7 +75,7 @@
       height: figure.classList.contains("wide") ? 300 : 220,
       scales: { x: { time: false }, y: { distr: isLog ? 3 : 1 } },
       axes: [{ ...axis, size: 26, space: 70, incrs: whole, label: over, labelSize: 18 }, { ...axis, size: 56 }],
-      legend: { markers: { width: 0, fill: (plot, series) => stripes(chart.curves[series - 1]) } },
+      legend: { markers: { width: 3, dash: (plot, series) => (plot.series[series].dash ? "dotted" : "solid") } },
       series: [
         { label: over, value: (plot, v) => (v ?? last(plot, 0))?.toLocaleString("en") },
         ...chart.curves.map((curve) => ({

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from layerkit.config.checks import require
 from layerkit_runner.config.flags import read_flags
@@ -26,25 +27,31 @@ _FLAGS = (
 
 def run_report(words: Sequence[str]) -> int:
     """Write the report of job folders as one HTML file; return the exit code."""
-    values, folders = read_flags(words, _FLAGS, takes_words=True)
-    if values.get("help"):
-        usage = "runner report DIR [DIR …] [--html=FILE]"
-        print("\n".join([usage, "", *table(flag_rows(_FLAGS))]))
-        return 0
-    require(bool(folders), "`runner report`", "DIR", folders, "at least one job folder")
-    report = Report(read_jobs(folders), refresh_secs=values.get("refresh_secs"))
-    path = report.save(values.get("html", "report.html"))
-    print(f"wrote {path} ({size_text(len(report.html.encode()))})", flush=True)
+    values, jobs = _read_words(words, _FLAGS, "runner report DIR [DIR …] [--html=FILE]")
+    if jobs:
+        report = Report(jobs, refresh_secs=values.get("refresh_secs"))
+        path = report.save(values.get("html", "report.html"))
+        print(f"wrote {path} ({size_text(len(report.html.encode()))})", flush=True)
     return 0
 
 
 def run_status(words: Sequence[str]) -> int:
     """Print the state of job folders; return 1 if a run failed or was killed."""
-    _, folders = read_flags(words, (), takes_words=True)
-    require(bool(folders), "`runner status`", "DIR", folders, "at least one job folder")
-    jobs = read_jobs(folders)
-    print("\n".join(line for job in jobs for line in _status_lines(job)), flush=True)
+    _, jobs = _read_words(words, _FLAGS[-1:], "runner status DIR [DIR …]")
+    print("\n".join(line for job in jobs for line in _status_lines(job)), end="", flush=True)
     return int(any(job.state in ("failed", "killed") for job in jobs))
+
+
+def _read_words(
+    words: Sequence[str], flags: Sequence[Flag], usage: str
+) -> tuple[dict[str, Any], list[JobRecord]]:
+    """Return the values of flags and the records of folders; print the usage for `--help`."""
+    values, folders = read_flags(words, flags, takes_words=True)
+    if values.get("help"):
+        print("\n".join([usage, "", *table(flag_rows(flags))]))
+        return values, []
+    require(bool(folders), usage, "DIR", folders, "at least one job folder")
+    return values, read_jobs(folders)
 
 
 def _status_lines(job: JobRecord) -> list[str]:

@@ -92,11 +92,9 @@ def _lines(jobs: Sequence[JobRecord], scalar: str, *, evals: bool = True) -> Ite
 
 def _spans_decades(lines: Sequence[_Line]) -> bool:
     """Return whether a linear axis would flatten a typical run beside the largest value."""
-    positive = [line.values[np.isfinite(line.values) & (line.values > 0)] for line in lines]
-    medians = [
-        (float(np.median(values)), float(values.max())) for values in positive if len(values)
-    ]
-    return bool(medians) and max(medians, key=lambda m: m[1])[1] > 10 * min(medians)[0]
+    finite = [line.values[np.isfinite(line.values) & (line.values > 0)] for line in lines]
+    finite = [values for values in finite if len(values)]
+    return bool(finite) and bool(max(map(np.max, finite)) > 10 * min(map(np.median, finite)))
 
 
 def _curves(line: _Line, num_buckets: int, smooths: bool) -> Iterator[dict[str, Any]]:  # noqa: FBT001

@@ -6,6 +6,7 @@ import datetime
 import html
 import json
 import os
+import shlex
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -166,20 +167,20 @@ def _evaluations(job: JobRecord) -> Iterator[tuple[str, str]]:
 
 
 def _facts(job: JobRecord) -> dict[str, str]:
-    info = job.metrics.info
-    environment = {**info.get("environment", {})}
-    others = {name: environment.pop(name) for name in ("host", "git") if name in environment}
+    info, words = job.metrics.info, [] if job.config is None else job.config.arguments
+    versions = {**info.get("environment", {})}
+    places = {name: versions.pop(name) for name in ("host", "git") if name in versions}
     events = [
         f"{_time_text(event['time'])} {event['event']}: {event.get('reason', event.get('step'))}"
         for event in job.metrics.events[-2 * _MAX_STARTS :]
     ]
     return {
         "folder": job.folder,
-        "command": job.command,
+        "command": shlex.join(["runner", *words, f"--job_log_dir={job.folder}"]),
         "devices": f"{info.get('num_devices', '–')} × {info.get('device_kind', '–')}",
         "parameters": f"{info['num_params']:,}" if "num_params" in info else "–",
-        **others,
-        "versions": ", ".join(f"{name} {version}" for name, version in environment.items()) or "–",
-        "checkpoints": ", ".join(map(str, job.checkpoints[-8:])) or "–",
+        **places,
+        "versions": ", ".join(map(" ".join, versions.items())),
+        "checkpoints": ", ".join(map(str, job.checkpoints[-8:])),
         "starts and ends": "\n".join(events),
     }

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import os
-import shlex
 import socket
 import time
 from collections.abc import Iterable, Iterator
@@ -72,12 +71,6 @@ class JobRecord:
             return None
         seconds, steps = (last[key] - first[key] for key in ("time", "step"))
         return seconds / steps * (start["num_train_steps"] - last["step"])
-
-    @property
-    def command(self) -> str:
-        """Command that repeats the run; without its fields if no configuration is recorded."""
-        words = self.config.arguments if self.config is not None else []
-        return shlex.join(["runner", *words, f"--job_log_dir={self.folder}"])
 
     def notes(self) -> Iterator[str]:
         """Yield what a reader should look at first: a loss that rose, skipped steps, slow data."""
