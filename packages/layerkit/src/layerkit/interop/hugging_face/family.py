@@ -9,12 +9,7 @@ from typing import Any
 from layerkit.config import Config
 from layerkit.config.checks import require
 from layerkit.errors import ConfigError
-from layerkit.interop.hugging_face.keys import (
-    ConfigFile,
-    Entry,
-    UnsupportedModelError,
-    all_layers,
-)
+from layerkit.interop.hugging_face.keys import ConfigFile, Entry, UnsupportedModelError, all_layers
 from layerkit.interop.hugging_face.tensors import EXPERT, Row
 from layerkit.models.language_model import LanguageModel
 

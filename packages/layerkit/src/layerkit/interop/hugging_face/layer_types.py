@@ -14,6 +14,20 @@ T = TypeVar("T")
 NEAR, FAR = "sliding_attention", "full_attention"
 
 
+def alternate(period: int, *, key: str | None = None) -> Callable[[ConfigFile, int], str]:
+    """Return the function by which every `period`-th layer is far, for `layer_types`.
+
+    Args:
+      period: Period of Transformers, also if the key is left out.
+      key: Key of the period; None if there is none.
+    """
+
+    def kind(file: ConfigFile, layer: int) -> str:
+        return NEAR if (layer + 1) % (period if key is None else file.get(key, period)) else FAR
+
+    return kind
+
+
 def layer_types(
     by_default: Callable[[ConfigFile, int], str],
     *,

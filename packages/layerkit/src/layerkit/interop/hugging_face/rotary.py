@@ -6,7 +6,7 @@ Export writes the older keys, which all versions of Transformers read.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from layerkit.config import Config
@@ -119,6 +119,25 @@ def read_scaling(file: ConfigFile, kind: str | None = None) -> dict[str, Any]:
     if not set(newer) <= {NEAR, FAR}:
         raise file.invalid(_SPELLINGS[1], f"keys {NEAR!r} and {FAR!r}")
     return {**(older if kind == FAR else {}), **(newer.get(kind) or {})}
+
+
+def rotary_of_kinds(
+    thetas: Mapping[str, tuple[str, float]],
+) -> tuple[Entry, Callable[[ConfigFile, Config], None]]:
+    """Return the entry of far layers' rotary positions, and `make_near` of `layer_types`.
+
+    `write_more` of `layer_types` writes both.
+
+    Args:
+      thetas: Older key of `rope_theta` and its default, by type of the layers.
+    """
+
+    def read(file: ConfigFile, template: Config, kind: str) -> None:
+        parameters = {"rope_theta": file.get(*thetas[kind]), **read_scaling(file, kind)}
+        template.attention_tpl.rotary_tpl = rotary_config(file, parameters)
+
+    far = Entry(lambda file, network: read(file, network.stack_tpl.layer_tpl, FAR))
+    return far, lambda file, template: read(file, template, NEAR)
 
 
 def rotary_config(

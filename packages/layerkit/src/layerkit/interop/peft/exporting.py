@@ -30,12 +30,7 @@ from layerkit.interop.hugging_face.exporting import (
 )
 from layerkit.interop.hugging_face.folder import write_json
 from layerkit.interop.hugging_face.tensors import Path, Piece, join_parts
-from layerkit.interop.peft.adapter_folder import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    PREFIX,
-    SUFFIXES,
-)
+from layerkit.interop.peft.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, SUFFIXES
 from layerkit.interop.peft.importing import (
     WEIGHT,
     adapter_pieces,

@@ -15,7 +15,7 @@ from layerkit.interop.hugging_face.families.cohere import (
 )
 from layerkit.interop.hugging_face.families.llama import llama_family
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, layer_templates
-from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types
+from layerkit.interop.hugging_face.layer_types import alternate, layer_types
 from layerkit.interop.hugging_face.rotary import rotary, rotary_keys
 
 _ROTARY = rotary(pairing="neighbors")
@@ -26,11 +26,6 @@ _NEUTRAL = frozenset({
     "use_embedding_sharing", "use_gated_activation", "use_parallel_block", "use_parallel_embedding",
 })
 # fmt: on
-
-
-def _one_of_four(file: ConfigFile, layer: int) -> str:
-    period = file.get("sliding_window_pattern", 4)
-    return NEAR if (layer + 1) % period else FAR
 
 
 def _remove_far_rotary(file: ConfigFile, network: Config) -> None:
@@ -50,9 +45,13 @@ COHERE2 = llama_family(
     "Cohere2ForCausalLM",
     network=cohere_network,
     entries=(
-        *cohere_entries(Entry(_ROTARY.read, lambda network: {})),  # `_write_rotary` writes it.
-        layer_types(_one_of_four, default_window=4096, write_more=_write_rotary),
-        Entry(_remove_far_rotary, lambda network: {}),
+        *cohere_entries(Entry(_ROTARY.read)),  # `_write_rotary` writes it.
+        layer_types(
+            alternate(4, key="sliding_window_pattern"),
+            default_window=4096,
+            write_more=_write_rotary,
+        ),
+        Entry(_remove_far_rotary),
     ),
     neutral=_NEUTRAL,
     token_ids=COHERE_TOKENS,

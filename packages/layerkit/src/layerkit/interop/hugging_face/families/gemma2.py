@@ -13,19 +13,14 @@ from layerkit.interop.hugging_face.families.llama import (
     llama_family,
     llama_network,
 )
-from layerkit.interop.hugging_face.keys import ConfigFile, Entry, UnsupportedModelError, key
-from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types
+from layerkit.interop.hugging_face.keys import Entry, UnsupportedModelError, key
+from layerkit.interop.hugging_face.layer_types import alternate, layer_types
 from layerkit.interop.hugging_face.parts import activation
 
 
 def gemma_network(*, qk_norm: bool = False) -> Config:
     """Return the network of Gemma 2 and 3."""
     return llama_network(scale_offset=1.0, norm_policy="pre_post", qk_norm=qk_norm)
-
-
-def _every_other(file: ConfigFile, layer: int) -> str:
-    del file
-    return FAR if layer % 2 else NEAR
 
 
 def _scale_of(scalar: float) -> float:
@@ -79,7 +74,7 @@ GEMMA2 = llama_family(
     network=gemma_network,
     entries=(
         *gemma_entries(attention_cap=50.0, final_cap=30.0),
-        layer_types(_every_other, default_window=4096),
+        layer_types(alternate(2), default_window=4096),
     ),
     # Some published folders have a second key of the window, which Transformers ignores.
     neutral=GEMMA_NEUTRAL | {"sliding_window_size"},

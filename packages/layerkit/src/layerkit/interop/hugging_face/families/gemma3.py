@@ -15,32 +15,15 @@ from layerkit.interop.hugging_face.families.gemma2 import (
     gemma_network,
 )
 from layerkit.interop.hugging_face.families.llama import llama_family
-from layerkit.interop.hugging_face.keys import ConfigFile, Entry, set_field
-from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types
-from layerkit.interop.hugging_face.rotary import read_scaling, rotary_config, rotary_keys
+from layerkit.interop.hugging_face.layer_types import FAR, NEAR, alternate, layer_types
+from layerkit.interop.hugging_face.rotary import rotary_keys, rotary_of_kinds
 
-_FAR_THETA, _NEAR_THETA = 1_000_000.0, 10_000.0
-
-
-def _one_of_six(file: ConfigFile, layer: int) -> str:
-    period = file.get("sliding_window_pattern", 6)
-    return NEAR if (layer + 1) % period else FAR
-
-
-def _far_rotary(file: ConfigFile, network: Config) -> None:
-    theta = file.get("rope_theta", _FAR_THETA)
-    rotary = rotary_config(file, {"rope_theta": theta, **read_scaling(file, FAR)})
-    set_field(network, "layer.attention_tpl.rotary_tpl", rotary)
-
-
-def _near_rotary(file: ConfigFile, template: Config) -> None:
-    theta = file.get("rope_local_base_freq", _NEAR_THETA)
-    parameters = {"rope_theta": theta, **read_scaling(file, NEAR)}
-    template.attention_tpl.rotary_tpl = rotary_config(file, parameters)
+_THETAS = {FAR: ("rope_theta", 1_000_000.0), NEAR: ("rope_local_base_freq", 10_000.0)}
+_FAR_ROTARY, _make_near = rotary_of_kinds(_THETAS)
 
 
 def _thetas(near: Config | None, far: Config | None) -> dict[str, Any]:
-    content = {"rope_theta": _FAR_THETA, "rope_local_base_freq": _NEAR_THETA}
+    content: dict[str, Any] = dict(_THETAS.values())
     if far is not None:
         content |= rotary_keys(far.attention_tpl.rotary_tpl)
     if near is not None:
@@ -57,9 +40,14 @@ GEMMA3 = llama_family(
             attention_cap=None,
             final_cap=None,
             qk_norm=True,
-            positions=Entry(_far_rotary, lambda network: {}),  # `_thetas` writes it.
+            positions=_FAR_ROTARY,
         ),
-        layer_types(_one_of_six, default_window=4096, make_near=_near_rotary, write_more=_thetas),
+        layer_types(
+            alternate(6, key="sliding_window_pattern"),
+            default_window=4096,
+            make_near=_make_near,
+            write_more=_thetas,
+        ),
     ),
     neutral=GEMMA_NEUTRAL | {"rope_local_base_freq"},
 )

@@ -114,7 +114,7 @@ GEMMA4_TEXT = llama_family(
             kv_heads=4,
             head_dim=256,
             qk_norm=True,
-            positions=Entry(lambda file, network: None, lambda network: {}),  # in `_read_layers`
+            positions=Entry(lambda file, network: None),  # in `_read_layers`
             nonlinearity=activation("hidden_activation", "gelu_pytorch_tanh"),
         ),
         key("final_logit_softcapping", "softmax_tpl.logit_soft_cap", None),

@@ -12,10 +12,7 @@ from layerkit.config import Config
 from layerkit.interop.hugging_face.expert_layers import expert_layers
 from layerkit.interop.hugging_face.families.deepseek_v3 import sigmoid_routing
 from layerkit.interop.hugging_face.families.latent_attention import DEEPSEEK_EXPERT_ROWS
-from layerkit.interop.hugging_face.families.llama import (
-    llama_entries,
-    llama_family,
-)
+from layerkit.interop.hugging_face.families.llama import llama_entries, llama_family
 from layerkit.interop.hugging_face.families.mixtral import mixture_network
 from layerkit.interop.hugging_face.families.multi_token import (
     EXTRA_LAYERS,

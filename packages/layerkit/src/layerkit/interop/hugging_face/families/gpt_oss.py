@@ -17,8 +17,8 @@ from layerkit.interop.hugging_face.families.llama import (
     llama_family,
 )
 from layerkit.interop.hugging_face.families.mixtral import mixture_network
-from layerkit.interop.hugging_face.keys import ConfigFile, fixed, get_field, key
-from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types
+from layerkit.interop.hugging_face.keys import fixed, get_field, key
+from layerkit.interop.hugging_face.layer_types import alternate, layer_types
 from layerkit.interop.hugging_face.rotary import rotary
 from layerkit.interop.hugging_face.tensors import Row
 
@@ -32,11 +32,6 @@ def _network() -> Config:
     experts.set(use_bias=True, up_offset=1.0)
     experts.router_tpl.use_bias = True
     return network
-
-
-def _near_first(file: ConfigFile, layer: int) -> str:
-    del file
-    return FAR if layer % 2 else NEAR
 
 
 _MLP, _OURS = THEIR_LAYER + "mlp.", LAYER + "feed_forward/"
@@ -55,7 +50,7 @@ GPT_OSS = llama_family(
             positions=rotary(150_000.0, default_scaling=_YARN),
             nonlinearity=fixed("hidden_act", "silu"),
         ),
-        layer_types(_near_first, default_window=128),
+        layer_types(alternate(2), default_window=128),
         key("swiglu_alpha", EXPERTS + "activation_tpl.beta", 1.702),
         key("swiglu_limit", EXPERTS + "gate_limit", 7.0),
         key("num_local_experts", EXPERTS + "num_experts", 128),

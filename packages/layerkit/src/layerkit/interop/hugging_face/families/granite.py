@@ -6,11 +6,7 @@ They multiply embeddings, attention logits and the outputs of branches, and divi
 from __future__ import annotations
 
 from layerkit.config import Config
-from layerkit.interop.hugging_face.families.llama import (
-    MLP_BIAS,
-    llama_entries,
-    llama_family,
-)
+from layerkit.interop.hugging_face.families.llama import MLP_BIAS, llama_entries, llama_family
 from layerkit.interop.hugging_face.keys import Entry, key
 
 

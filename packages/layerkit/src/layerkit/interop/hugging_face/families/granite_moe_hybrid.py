@@ -10,14 +10,7 @@ from typing import Any
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.granite import granite_entries
 from layerkit.interop.hugging_face.families.llama import llama_family, llama_rows
-from layerkit.interop.hugging_face.keys import (
-    ConfigFile,
-    Entry,
-    fixed,
-    get_field,
-    key,
-    set_field,
-)
+from layerkit.interop.hugging_face.keys import ConfigFile, Entry, fixed, get_field, key, set_field
 from layerkit.interop.hugging_face.rotary import rotary
 
 # fmt: off

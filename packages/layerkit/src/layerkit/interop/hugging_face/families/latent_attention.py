@@ -23,12 +23,7 @@ from layerkit.interop.hugging_face.keys import (
     key,
     set_field,
 )
-from layerkit.interop.hugging_face.parts import (
-    activation,
-    gated_names,
-    layer_rows,
-    tied_embedding,
-)
+from layerkit.interop.hugging_face.parts import activation, gated_names, layer_rows, tied_embedding
 from layerkit.interop.hugging_face.rotary import rotary
 from layerkit.interop.hugging_face.tensors import Row, replace_rows
 from layerkit.layers.attention.latent import MultiHeadLatentAttention

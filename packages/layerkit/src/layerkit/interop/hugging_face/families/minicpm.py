@@ -11,11 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from layerkit.config import Config
-from layerkit.interop.hugging_face.families.llama import (
-    EQUAL_HEADS,
-    llama_entries,
-    llama_family,
-)
+from layerkit.interop.hugging_face.families.llama import EQUAL_HEADS, llama_entries, llama_family
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, get_field, key, set_field
 
 

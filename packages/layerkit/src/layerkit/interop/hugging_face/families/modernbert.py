@@ -102,10 +102,8 @@ MODERNBERT = Family(
             key("classifier_bias", "head_tpl.has_bias", default=False),
             activation("classifier_activation", "gelu", "head_tpl.activation_tpl"),
         ),
-        Entry(
-            lambda file, network: _set_rotary(file, network.stack_tpl.layer_tpl, FAR),
-            lambda network: {},  # `_write_rotary` writes it.
-        ),
+        # `_write_rotary` writes it.
+        Entry(lambda file, network: _set_rotary(file, network.stack_tpl.layer_tpl, FAR)),
         layer_types(
             _every_third,
             default_window=128,

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from layerkit.interop.hugging_face.families.llama import (
-    llama_entries,
-    llama_family,
-    llama_network,
-)
+from layerkit.interop.hugging_face.families.llama import llama_entries, llama_family, llama_network
 
 OLMO2 = llama_family(
     "olmo2",

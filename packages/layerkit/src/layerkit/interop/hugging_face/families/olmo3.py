@@ -10,39 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 from layerkit.config import Config
-from layerkit.interop.hugging_face.families.llama import (
-    llama_entries,
-    llama_family,
-)
+from layerkit.interop.hugging_face.families.llama import llama_entries, llama_family
 from layerkit.interop.hugging_face.families.olmo2 import OLMO2
-from layerkit.interop.hugging_face.keys import ConfigFile, Entry, set_field
-from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types
-from layerkit.interop.hugging_face.rotary import (
-    read_scaling,
-    rotary_by_kind,
-    rotary_config,
-    rotary_keys,
-)
+from layerkit.interop.hugging_face.layer_types import FAR, NEAR, alternate, layer_types
+from layerkit.interop.hugging_face.rotary import rotary_by_kind, rotary_keys, rotary_of_kinds
 
-_THETA = 500_000.0
-
-
-def _one_of_four(file: ConfigFile, layer: int) -> str:
-    del file
-    return NEAR if (layer + 1) % 4 else FAR
-
-
-def _rotary(file: ConfigFile, kind: str) -> Config:
-    theta = file.get("rope_theta", _THETA)
-    return rotary_config(file, {"rope_theta": theta, **read_scaling(file, kind)})
-
-
-def _read_far(file: ConfigFile, network: Config) -> None:
-    set_field(network, "layer.attention_tpl.rotary_tpl", _rotary(file, FAR))
-
-
-def _read_near(file: ConfigFile, template: Config) -> None:
-    template.attention_tpl.rotary_tpl = _rotary(file, NEAR)
+_FAR_ROTARY, _make_near = rotary_of_kinds(dict.fromkeys((NEAR, FAR), ("rope_theta", 500_000.0)))
 
 
 def _write_both(near: Config | None, far: Config | None) -> dict[str, Any]:
@@ -62,10 +35,10 @@ OLMO3 = llama_family(
             epsilon=1e-5,
             qk_norm=True,
             attention_bias=False,
-            positions=Entry(_read_far, lambda network: {}),  # `_write_both` writes it.
+            positions=_FAR_ROTARY,
         ),
         layer_types(
-            _one_of_four, default_window=4096, make_near=_read_near, write_more=_write_both
+            alternate(4), default_window=4096, make_near=_make_near, write_more=_write_both
         ),
     ),
     token_ids={"eos_token_id": 50279, "pad_token_id": 1},

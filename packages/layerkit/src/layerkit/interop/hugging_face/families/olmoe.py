@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from layerkit.interop.hugging_face.families.llama import (
-    EQUAL_HEADS,
-    llama_entries,
-    llama_family,
-)
+from layerkit.interop.hugging_face.families.llama import EQUAL_HEADS, llama_entries, llama_family
 from layerkit.interop.hugging_face.families.mixtral import mixture_network
-from layerkit.interop.hugging_face.families.qwen2_moe import (
-    EXPERT_ROWS,
-    routing_entries,
-)
+from layerkit.interop.hugging_face.families.qwen2_moe import EXPERT_ROWS, routing_entries
 
 OLMOE = llama_family(
     "olmoe",

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from layerkit.interop.hugging_face.families.llama import (
-    llama_entries,
-    llama_family,
-    llama_network,
-)
+from layerkit.interop.hugging_face.families.llama import llama_entries, llama_family, llama_network
 from layerkit.interop.hugging_face.keys import ConfigFile
 from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types
 

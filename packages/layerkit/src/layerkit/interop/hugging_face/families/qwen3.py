@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from layerkit.interop.hugging_face.families.llama import (
-    llama_entries,
-    llama_family,
-    llama_network,
-)
+from layerkit.interop.hugging_face.families.llama import llama_entries, llama_family, llama_network
 from layerkit.interop.hugging_face.families.qwen2 import QWEN_LAYERS
 
 QWEN3 = llama_family(

@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from layerkit.config import Config
-from layerkit.interop.hugging_face.families.llama import (
-    llama_entries,
-    llama_family,
-)
+from layerkit.interop.hugging_face.families.llama import llama_entries, llama_family
 from layerkit.interop.hugging_face.families.mixtral import mixture_network
 from layerkit.interop.hugging_face.families.qwen2_moe import (
     EXPERT_ROWS,

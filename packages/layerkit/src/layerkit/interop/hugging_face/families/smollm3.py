@@ -8,18 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from layerkit.config import Config
-from layerkit.interop.hugging_face.families.llama import (
-    MLP_BIAS,
-    llama_entries,
-    llama_family,
-)
+from layerkit.interop.hugging_face.families.llama import MLP_BIAS, llama_entries, llama_family
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, all_layers
-from layerkit.interop.hugging_face.layer_types import (
-    FAR,
-    NEAR,
-    layer_types,
-    stack_layers,
-)
+from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types, stack_layers
 from layerkit.interop.hugging_face.rotary import rotary, rotary_keys
 
 _ROTARY = rotary(2_000_000.0)
@@ -71,7 +62,7 @@ SMOLLM3 = llama_family(
             tied=True,
             kv_heads=4,
             attention_bias=False,
-            positions=Entry(_ROTARY.read, lambda network: {}),  # `_write_rotary` writes it.
+            positions=Entry(_ROTARY.read),  # `_write_rotary` writes it.
         ),
         MLP_BIAS,
         layer_types(

@@ -11,14 +11,7 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.family import Family
-from layerkit.interop.hugging_face.keys import (
-    ConfigFile,
-    Entry,
-    fixed,
-    get_field,
-    key,
-    set_field,
-)
+from layerkit.interop.hugging_face.keys import ConfigFile, Entry, fixed, get_field, key, set_field
 from layerkit.interop.hugging_face.parts import (
     ACTIVATIONS,
     embedding_rows,
