@@ -62,12 +62,6 @@ def test_vocabulary_larger_than_that_of_the_model_raises(raises, folder: Path):
         resolve(FineTune(HF_FOLDER=str(folder), VOCAB_SIZE=400))
 
 
-def test_bytes_for_a_model_with_a_tokenizer_raise(raises, folder: Path):
-    (folder / "tokenizer.json").write_text("{}")
-    with raises(UsageError, field="TOKENIZER", value="bytes"):
-        resolve(FineTune(HF_FOLDER=str(folder)))
-
-
 def test_rows_longer_than_the_positions_of_the_model_raise(raises, folder: Path):
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(content | {"n_positions": 64}))

@@ -11,10 +11,8 @@ from typing import Any, ClassVar
 from layerkit.config import Config, build, field_names, target_of
 from layerkit.config.checks import require
 from layerkit.errors import ConfigError
-from layerkit_experiments.recipes.fine_tuning import (
-    add_adapters,
-    train_adapters,
-)
+from layerkit.layers.quantization.lora import LORA_WEIGHTS
+from layerkit_experiments.recipes.fine_tuning import add_adapters
 from layerkit_experiments.recipes.language_model import remat_policy
 from layerkit_experiments.recipes.local_files import LocalFiles
 from layerkit_experiments.recipes.training import TrainedExperiment, train_config
@@ -107,7 +105,8 @@ class HuggingFaceLm(TrainedExperiment, abstract=True):
     def learner(self) -> Config:
         """Return the config of the learner, which trains only adapters if there are any."""
         learner = super().learner()
-        return train_adapters(learner) if self.LORA_RANK or self.ADAPTERS else learner
+        has_adapters = self.LORA_RANK or self.ADAPTERS
+        return learner.set(trainable=(LORA_WEIGHTS,)) if has_adapters else learner
 
     def start_notes(self) -> list[str]:
         """Return notes, also about the decoding defaults of the folder."""
@@ -119,8 +118,7 @@ class HuggingFaceLm(TrainedExperiment, abstract=True):
     def validate(self) -> None:
         """Raise an error if the model is not supported, or does not fit the data.
 
-        A model would train without an error on bytes instead of the tokens that it knows, and on
-        longer rows than those for which it was made.
+        A model would train without an error on longer rows than those for which it was made.
         """
         from layerkit.interop import hugging_face
 
@@ -133,20 +131,10 @@ class HuggingFaceLm(TrainedExperiment, abstract=True):
         has_adapters = self.LORA_RANK or self.ADAPTERS or self.WEIGHT_FORMAT is None
         expected = "None, since weights in integers are not trained, or adapters (LORA_RANK)"
         require(has_adapters, None, "WEIGHT_FORMAT", self.WEIGHT_FORMAT, expected)
-        known = self.model().lm_tpl.vocab_size
-        tokenizer = hugging_face.tokenizer_file(self.HF_FOLDER)
-        if tokenizer is not None and getattr(self, "TOKENIZER", None) == "bytes":
-            raise ConfigError(
-                field="TOKENIZER",
-                value="bytes",
-                expected=f"the tokenizer of {self.HF_FOLDER}, with which its model was trained",
-                hint="lm.fine_tune.FineTune reads the tokenizer and its size from the folder.",
-                settings={"TOKENIZER": tokenizer, "VOCAB_SIZE": known},
-            )
+        needed, known = getattr(self, "VOCAB_SIZE", 0), self.model().lm_tpl.vocab_size
         length, positions = getattr(self, "MAX_SEQ_LEN", 0), hugging_face.max_length(self.HF_FOLDER)
         expected = f"at most {positions}, the positions in {self.HF_FOLDER}/config.json"
         require(positions is None or length <= positions, None, "MAX_SEQ_LEN", length, expected)
-        needed = getattr(self, "VOCAB_SIZE", 0)
         expected = f"at most {known}, the vocabulary of the model in {self.HF_FOLDER}"
         require(needed <= known, None, "VOCAB_SIZE", needed, expected)
 

@@ -11,16 +11,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from layerkit.config import Config
-from layerkit_experiments.recipes.fine_tuning import (
-    add_adapters,
-    folder_tokenizer,
-    train_adapters,
-)
-from layerkit_experiments.recipes.language_model import (
-    REDUCED_TEXT,
-    LmExperiment,
-    untied_decoder,
-)
+from layerkit.layers.quantization.lora import LORA_WEIGHTS
+from layerkit_experiments.recipes.fine_tuning import add_adapters, folder_tokenizer
+from layerkit_experiments.recipes.language_model import REDUCED_TEXT, LmExperiment, untied_decoder
 from layerkit_experiments.recipes.local_files import LocalFiles
 from layerkit_runner.init_from.settings import weights_of
 
@@ -200,7 +193,7 @@ class LlamaLora(LocalFiles, LmExperiment, abstract=True):
 
     def learner(self) -> Config:
         """Return the config of the learner, which trains only adapters."""
-        return train_adapters(super().learner())
+        return super().learner().set(trainable=(LORA_WEIGHTS,))
 
     def tokenizer(self) -> Config:
         """Return the config of the tokenizer."""

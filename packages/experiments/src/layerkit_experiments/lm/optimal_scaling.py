@@ -14,11 +14,7 @@ from typing import Any, ClassVar
 from layerkit.config import Config
 from layerkit.config.checks import check_sizes
 from layerkit_experiments.lm.pax import PaxLm
-from layerkit_experiments.recipes.language_model import (
-    REDUCED_TEXT,
-    LmExperiment,
-    untied_decoder,
-)
+from layerkit_experiments.recipes.language_model import REDUCED_TEXT, LmExperiment, untied_decoder
 from layerkit_experiments.recipes.training import adamw, schedule_learning_rate
 from layerkit_runner.optim.schedules import linear_warmup_polynomial_decay
 

@@ -14,13 +14,7 @@ from layerkit.config import Config
 from layerkit.config.checks import require
 from layerkit.errors import ConfigError
 from layerkit_experiments.recipes import seqio_tasks
-from layerkit_inputs import (
-    LocalText,
-    SeqIOInput,
-    SyntheticInput,
-    TokenRecords,
-    tokenizer_config,
-)
+from layerkit_inputs import LocalText, SeqIOInput, SyntheticInput, TokenRecords, tokenizer_config
 
 Reader = Callable[..., Config]
 """A function from an `LmExperiment` and arguments of an input, such as `is_training`, to the config

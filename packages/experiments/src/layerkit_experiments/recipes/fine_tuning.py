@@ -6,7 +6,7 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.errors import ConfigError
-from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
+from layerkit.layers.quantization.lora import add_lora
 from layerkit_inputs import tokenizer_config
 
 
@@ -28,11 +28,6 @@ def add_adapters(fields: Any, model: Config, **options: Any) -> Config:
         only=fields.LORA_ONLY,
         **options,
     )
-
-
-def train_adapters(learner: Config) -> Config:
-    """Return the config of a learner that trains adapters alone."""
-    return learner.set(trainable=(LORA_WEIGHTS,))
 
 
 def folder_tokenizer(fields: Any, folder: str | None) -> Config:

@@ -9,11 +9,7 @@ from layerkit.config import Config, build
 from layerkit.config.checks import require
 from layerkit_experiments.recipes.fine_tuning import folder_tokenizer
 from layerkit_experiments.recipes.language_model import TEXT_FIELDS
-from layerkit_inputs import (
-    LocalText,
-    LocalTextPrompts,
-    Tokenizer,
-)
+from layerkit_inputs import LocalText, LocalTextPrompts, Tokenizer
 from layerkit_runner.config.experiment import BaseExperiment
 
 
