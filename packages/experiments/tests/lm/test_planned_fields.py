@@ -122,7 +122,8 @@ def test_plan_follows_fprop_dtype():
     assert bfloat16["memory"]["weights"] == float32["memory"]["weights"]
     assert bfloat16["memory"]["temporaries"] < float32["memory"]["temporaries"]
     kinds = [
-        {each["shape"].partition("[")[0] for each in p["temporaries"]} for p in (bfloat16, float32)
+        {each["shape"].partition("[")[0] for each in p["live"]["largest"]}
+        for p in (bfloat16, float32)
     ]
     assert "bf16" in kinds[0]
     assert "bf16" not in kinds[1]

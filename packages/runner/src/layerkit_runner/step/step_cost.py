@@ -7,10 +7,11 @@ as in Chowdhery et al., "PaLM", 2022, appendix B.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -53,7 +54,7 @@ def forward_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
     - Contractions under `jax.named_scope('causal_attention')` count half, grouped products of
       experts the rows in use with balanced routing, and one-hot products as products.
     """
-    return _jaxpr_flops(jax.make_jaxpr(fn)(*abstract_args).jaxpr, share=1.0)
+    return _total(_jaxpr_flops(jax.make_jaxpr(fn)(*abstract_args).jaxpr, "", share=1.0))
 
 
 def training_flops(fn: Callable[..., Any], *abstract_args: Any) -> float:
@@ -67,32 +68,53 @@ def program_flops(program: core.ClosedJaxpr) -> float:
     In contrast to `forward_flops`, repetitions of rematerialization and bubbles of a pipeline
     count.
     """
+    return sum(scoped_flops(program).values())
+
+
+def scoped_flops(program: core.ClosedJaxpr) -> dict[str, float]:
+    """Return the terms of `program_flops` by their names, such as `transpose(jvp(lm))/softmax`."""
     # Unused results are not counted, because a compiler removes them.
     jaxpr, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
-    return _jaxpr_flops(jaxpr, share=1.0)
+    flops: dict[str, float] = {}
+    for scope, term in _jaxpr_flops(jaxpr, "", share=1.0):
+        flops[scope] = flops.get(scope, 0.0) + term
+    return flops
 
 
-def _jaxpr_flops(jaxpr: core.Jaxpr, *, share: float) -> float:
-    return sum((_equation_flops(eqn, share=share) for eqn in jaxpr.eqns), 0.0)
+_Terms = Iterator[tuple[str, float]]
 
 
-def _equation_flops(eqn: core.JaxprEqn, *, share: float) -> float:
-    """Return the FLOPs of an equation; `share` of those of its contractions count."""
+def _total(terms: Iterable[tuple[str, float]]) -> float:
+    return sum((term for _, term in terms), 0.0)
+
+
+def _jaxpr_flops(jaxpr: core.Jaxpr, scope: str, *, share: float) -> _Terms:
+    return itertools.chain.from_iterable(
+        _equation_flops(eqn, scope, share=share) for eqn in jaxpr.eqns
+    )
+
+
+def _equation_flops(eqn: core.JaxprEqn, outer: str, *, share: float) -> _Terms:
+    """Yield scopes and FLOPs of an equation; `share` of those of its contractions count."""
     # The name stack of an inner jaxpr does not include that of its equation.
     name_stack = str(eqn.source_info.name_stack)
+    scope = f"{outer}/{name_stack}"
     if _IN_CAUSAL_SCOPE.search(name_stack):
         share = 0.5
     elif rows := _ROWS_IN_USE.search(name_stack):
         share = int(rows[1]) / int(rows[2])
     if eqn.primitive.name in _CONTRACTIONS:
-        return float(_CONTRACTIONS[eqn.primitive.name](eqn)) * share
+        yield scope, float(_CONTRACTIONS[eqn.primitive.name](eqn)) * share
+        return
     if eqn.primitive.name == "pallas_call" and eqn.params["cost_estimate"] is not None:
         # The bounds of loops in a kernel are often known only at run time.
-        return float(eqn.params["cost_estimate"].flops) * share
-    inner = [_jaxpr_flops(jaxpr, share=share) for jaxpr in _inner_jaxprs(eqn)]
+        yield scope, float(eqn.params["cost_estimate"].flops) * share
+        return
+    inner = [[*_jaxpr_flops(jaxpr, scope, share=share)] for jaxpr in _inner_jaxprs(eqn)]
     if eqn.primitive.name == "cond":
-        return max(inner)
-    return _repeats(eqn) * sum(inner)
+        inner = [max(inner, key=_total)]
+    for name, flops in itertools.chain.from_iterable(inner):
+        yield name, _repeats(eqn) * flops
 
 
 def _repeats(eqn: core.JaxprEqn) -> int:

@@ -41,7 +41,7 @@ def test_plan_of_gpus_in_two_nodes_counts_memory_and_slow_traffic(plan_json):
         crosses = "data" in traffic["axes"] or traffic["axes"] == "mixed"
         assert (traffic["bytes_slow"] > 0) == crosses, traffic
     assert {"fsdp", "data"} <= {each["axes"] for each in found["collectives"]}
-    assert any("softmax" in each["name"] for each in found["temporaries"])
+    assert any("softmax" in each["name"] for each in found["live"]["largest"])
     assert [note for note in found["notes"] if "compiled without a GPU" in note]
 
 

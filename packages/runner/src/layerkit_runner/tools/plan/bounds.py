@@ -7,7 +7,8 @@ and Patterson, 2009). docs/planning.md has a table of what is counted and what i
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from layerkit.config import target_of, walk_configs
@@ -16,6 +17,7 @@ from layerkit.layers.transformer.pipelined_transformer import PipelinedTransform
 from layerkit.ops.pipeline_schedule import PipelineSchedule
 from layerkit_runner.tools.plan.collectives import Traffic
 from layerkit_runner.tools.plan.hardware import DeviceKind
+from layerkit_runner.tools.plan.live_memory import short_name
 from layerkit_runner.tools.plan.memory import Memory
 
 _PIPELINES = (Pipeline, PipelinedTransformer)
@@ -29,6 +31,31 @@ class DeviceWork:
     memory_bytes: float
     fast_bytes: float
     slow_bytes: float
+
+
+PASSES = ("forward", "backward", "recomputed")
+"""Passes of a step over the layers; rematerialization computes forward products again."""
+
+# The names of layers follow that of the last transformation of the model.
+_TRANSFORMED = re.compile(r".*\bjvp\([^()]*\)\)?")
+_NUMBER = re.compile(r"(?<=_)\d+$")
+# Other names in a scope: wrappers such as vmap(…), and products such as `...d,vd->...v`.
+_NO_LAYER = re.compile(r"[()>]|^rematted_computation$|^$")
+
+
+def layer_flops(scopes: Mapping[str, float], *, num_devices: int) -> dict[str, dict[str, float]]:
+    """Return the FLOPs of `step_cost.scoped_flops` on one device, by layer and by pass.
+
+    Numbered layers, such as `layers_0` and `layers_1`, are one: `layers_#`.
+    """
+    layers: dict[str, dict[str, float]] = {}
+    for scope, flops in scopes.items():
+        names = short_name(_TRANSFORMED.sub("", scope)).split("/")
+        layer = "/".join(_NUMBER.sub("#", n) for n in names if not _NO_LAYER.search(n)) or "others"
+        at = 2 if "rematted_computation" in scope else int("transpose(" in scope)
+        by_pass = layers.setdefault(layer, dict.fromkeys(PASSES, 0.0))
+        by_pass[PASSES[at]] += flops / num_devices
+    return layers
 
 
 RESOURCES = {
@@ -60,6 +87,11 @@ class Bounds:
     tokens_per_sec_no_overlap: float | None
     mfu: float | None
     mfu_no_overlap: float | None
+
+    @property
+    def seconds(self) -> dict[str, float | None]:
+        """The bounds by resource, as `RESOURCES` names them."""
+        return {name: getattr(self, f"{name.replace(' ', '_')}_seconds") for name in RESOURCES}
 
 
 def device_work(memory: Memory, collectives: Iterable[Traffic], *, flops: float) -> DeviceWork:

@@ -123,7 +123,7 @@ def compiler_notes(step: CompiledStep, *, platform: str, is_here: bool) -> Itera
     """Yield notes on differences between the compiled step and that of a run on the devices."""
     if step.unreadable is not None:
         yield (
-            "collectives and the largest results are not known, since JAX cannot read the program"
+            "collectives and temporaries are not known, since JAX cannot read the program"
             f" ({step.unreadable}). The compiler may be newer than JAX: pip install"
             f" 'jax[tpu]=={jax.__version__}' installs the matching one"
         )

@@ -56,6 +56,12 @@ class Instruction:
         """Names of the operands."""
         return _OPERAND.findall(self.rest.partition(")")[0])
 
+    @property
+    def called(self) -> list[str]:
+        """Names of the computations that it calls."""
+        branches = [name for match in _BRANCHES.finditer(self.rest) for name in match[1].split(",")]
+        return [*_CALLED.findall(self.rest), *(name.strip().removeprefix("%") for name in branches)]
+
 
 _Body = list[Instruction]
 _Named = dict[str, Instruction]
@@ -126,11 +132,8 @@ def _calls(
     if opcode == "while":
         known = _TRIP_COUNT.search(rest)
         count = (int(known[1]), True) if known else _rounds(instruction, computations, named)
-    for match in _CALLED.finditer(rest):
-        yield match[1], count
-    for match in _BRANCHES.finditer(rest):
-        for name in match[1].split(","):
-            yield name.strip().removeprefix("%"), count
+    for name in instruction.called:
+        yield name, count
 
 
 def _rounds(loop: Instruction, computations: dict[str, _Body], named: _Named) -> _Count:

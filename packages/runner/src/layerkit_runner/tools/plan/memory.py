@@ -1,7 +1,6 @@
 """Bytes on each device: tensors of state and batch, and temporaries and outputs of a step.
 
 State and batch are exact sums of shard sizes. Temporaries and outputs are the compiler's figures.
-The text of the program has the shape of each result and the names under which it was traced.
 """
 
 from __future__ import annotations
@@ -9,16 +8,14 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 import jax
 
 from layerkit.base.sharding import HOST_MEMORY
 from layerkit_runner.step.train_state import TrainState
-from layerkit_runner.tools.plan.collectives import type_bytes
 from layerkit_runner.tools.plan.compiling import CompiledStep, Sizes, refused_sizes
-from layerkit_runner.tools.plan.hlo import Instruction, instructions
 
 KINDS = ("weights", "non-trainable", "averages", "optimizer", "batch")
 """Kinds of tensors; `optimizer` includes the step counter."""
@@ -29,22 +26,6 @@ _KIND_OF = {
     "ema": "averages",
     "ema_statistics": "averages",
 }
-
-# Instructions that allocate no memory, or only once.
-_NO_MEMORY = re.compile(
-    "parameter|get-tuple-element|tuple|bitcast|constant|iota|broadcast|while|conditional|call"
-    "|after-all|partition-id|opt-barrier|optimization-barrier|.*-start|.*-update"
-)
-_OP_NAME = re.compile(r'op_name="([^"]*)"')
-_SHAPE = re.compile(r"([a-z]+\d*\w*\[[\d,]*\])(\{[^}]*\})?")
-# Memory space of a layout. That of the device is 0 and is not written.
-_SPACE = re.compile(r"S\((\d+)\)")
-_HOST_SPACE = "5"
-
-# Parts of a traced name that come from JAX's transformations.
-_PLUMBING = ("while", "body", "cond", "closed_call", "checkpoint", "custom_vjp_call", "pjit")
-# A method of a layer, which follows the layer's name: `softmax/softmax.logits`.
-_METHOD = re.compile(r"\w+\.[a-z_]\w*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,54 +120,37 @@ def _name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-@dataclasses.dataclass(frozen=True)
-class TemporaryTensor:
-    """A result that a device, or the host, holds while a step runs.
+# The number of a layer in a list: the 3 of `layers_3`.
+_NUMBER = re.compile(r"(?<=_)\d+(?=/|$)")
+_Tensor = TypeVar("_Tensor", bound=TensorMemory)
 
-    `count` is the number of instructions with this shape, memory and traced name.
+
+def join_layers(
+    tensors: Iterable[_Tensor], texts: Callable[[_Tensor], tuple[str, ...]]
+) -> dict[tuple[str, ...], list[_Tensor]]:
+    """Return tensors by path and texts; numbered layers with equal texts share an entry.
+
+    Its path is such as `stack/layers_0…2/w`, and its first text has the number of tensors.
     """
-
-    bytes_per_device: int
-    shape: str
-    count: int
-    name: str
-    memory: str = "device"
-
-
-def largest_temporaries(hlo_text: str, *, most: int) -> list[TemporaryTensor]:
-    """Return the largest results of a compiled program, largest first."""
-    tensors: dict[tuple[str, str, str], TemporaryTensor] = {}
-    for instruction in instructions(hlo_text):
-        for shape, memory, size in _results(instruction):
-            traced = _OP_NAME.search(instruction.rest)
-            name = _short_name(traced[1]) if traced else instruction.name
-            key = (shape, memory, name)
-            count = tensors[key].count + 1 if key in tensors else 1
-            tensors[key] = TemporaryTensor(size, shape, count, name, memory)
-    order = sorted(tensors.values(), key=lambda tensor: (-tensor.bytes_per_device, tensor.name))
-    return order[:most]
+    groups: dict[tuple[str, ...], list[_Tensor]] = {}
+    for tensor in tensors:
+        has_several = len(_NUMBER.findall(tensor.path)) > 1
+        name = tensor.path if has_several else _NUMBER.sub("#", tensor.path)
+        groups.setdefault((name, *texts(tensor)), []).append(tensor)
+    return {
+        (
+            _joint_path([t.path for t in group]),
+            f"{len(group)} × " * (len(group) > 1) + text,
+            *rest,
+        ): group
+        for (_, text, *rest), group in groups.items()
+    }
 
 
-def _results(instruction: Instruction) -> list[tuple[str, str, int]]:
-    """Return shape, memory and bytes of each array that an instruction leaves in memory."""
-    if instruction.is_fused or _NO_MEMORY.fullmatch(instruction.opcode):
-        return []
-    if instruction.rest.startswith(")"):  # no operands: a buffer of zeros that a loop fills
-        return []
-    outputs = []
-    for shape, layout in _SHAPE.findall(instruction.type):
-        space = _SPACE.search(layout)
-        if space is None or space[1] == _HOST_SPACE:
-            outputs.append((shape, "device" if space is None else "host", type_bytes(shape)))
-    return outputs
-
-
-def _short_name(op_name: str) -> str:
-    """Shorten `jit(train_step)/jvp(lm)/while/body/lm/lm.fprop/add` to `jvp(lm)/lm/add`."""
-    return "/".join(
-        part
-        for part in op_name.split("/")
-        if part not in _PLUMBING
-        and not part.startswith(("jit(", "shard_map"))
-        and not _METHOD.fullmatch(part)
-    )
+def _joint_path(paths: list[str]) -> str:
+    if len(paths) == 1:
+        return paths[0]
+    numbers = sorted(int(_NUMBER.findall(path)[0]) for path in paths)
+    is_range = numbers == list(range(numbers[0], numbers[-1] + 1))
+    text = f"{numbers[0]}…{numbers[-1]}" if is_range else ",".join(map(str, numbers))
+    return _NUMBER.sub(text, paths[0])

@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Iterator
 
 from layerkit_runner.files.text import color_text, draw_table, seconds_text, size_text
+from layerkit_runner.tools.plan.bounds import RESOURCES
+from layerkit_runner.tools.plan.memory import KINDS, TensorMemory
 from layerkit_runner.tools.plan.plan import Plan
 
 _REFUSAL_CHARACTERS = 86
@@ -22,9 +24,14 @@ def plan_page(plan: Plan) -> str:
         " nothing was run or written"
     )
     sections = [
-        [f"plan of {plan.experiment}", f"for {_devices(plan)}", *_verdict(plan)],
-        draw_table(_summary_rows(plan)),
-        draw_table(_memory_rows(plan), title="memory per device", right=[1]),
+        [
+            f"plan of {plan.experiment}",
+            f"for {devices_text(plan)}",
+            *(color_text(line, "green" if plan.fits else "red") for line in verdict(plan)),
+            *([_SEARCH] if plan.fits is False else []),
+        ],
+        draw_table(summary_rows(plan)),
+        draw_table(memory_rows(plan), title="memory per device", right=[1]),
         draw_table(
             _tensor_rows(plan),
             title=f"largest of {len(plan.tensors)} tensors of state and batch, per device",
@@ -32,7 +39,7 @@ def plan_page(plan: Plan) -> str:
         ),
         draw_table(
             _temporary_rows(plan),
-            title="largest results of the step, per device; not all exist at the same time",
+            title="largest of the temporaries at the peak, per device, estimated from the schedule",
             right=[0],
         ),
         draw_table(
@@ -40,13 +47,13 @@ def plan_page(plan: Plan) -> str:
             title="collectives of one step, bytes sent by each device",
             right=[2],
         ),
-        draw_table(_bound_rows(plan), title="lower bounds of the step time", right=[1]),
+        draw_table(bound_rows(plan), title="lower bounds of the step time", right=[1]),
         [*(f"note: {note}" for note in plan.notes), end],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
-def _devices(plan: Plan) -> str:
+def devices_text(plan: Plan) -> str:
     """Return text such as `h100x256: 256 × NVIDIA H100 80GB HBM3 in 32 nodes; layerkit …`."""
     versions = f"; layerkit {plan.versions['layerkit']}, jax {plan.versions['jax']}"
     if plan.device is None or plan.device.platform == "cpu":
@@ -56,27 +63,25 @@ def _devices(plan: Plan) -> str:
     return f"{plan.target}: {plan.num_devices} × {plan.device.device_kind}{within}{versions}"
 
 
-def _verdict(plan: Plan) -> Iterator[str]:
+def verdict(plan: Plan) -> Iterator[str]:
+    """Yield whether a plan fits the memory of its devices, if that is known."""
     device, peak = plan.device, size_text(plan.memory.peak)
     if plan.fits is None or device is None or device.usable_bytes is None:
         return
     usable = f"{size_text(device.usable_bytes)} available to programs"
     if plan.refusal is not None:
         refusal = textwrap.shorten(plan.refusal, _REFUSAL_CHARACTERS, placeholder="…")
-        yield color_text(f"DOES NOT FIT: {refusal}", "red")
+        yield f"DOES NOT FIT: {refusal}"
     elif plan.fits:
         part = 100 * plan.memory.peak / device.usable_bytes
-        yield color_text(f"fits: {peak} on each device, {part:.0f} % of the {usable}", "green")
+        yield f"fits: {peak} on each device, {part:.0f} % of the {usable}"
     else:
         over = size_text(plan.memory.peak - device.usable_bytes)
-        yield color_text(
-            f"DOES NOT FIT: {peak} on each device, {over} more than the {usable}", "red"
-        )
-    if not plan.fits:
-        yield _SEARCH
+        yield f"DOES NOT FIT: {peak} on each device, {over} more than the {usable}"
 
 
-def _summary_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+def summary_rows(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield names and texts about model, mesh and batch; a row without a name continues one."""
     batch = plan.batch
     yield "parameters", f"{plan.num_params:,} ({', '.join(plan.param_dtypes)})"
     mesh = " × ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
@@ -105,41 +110,48 @@ def _summary_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "model FLOPs", f"{plan.flops_per_step:.3e} per step, {per_device}"
 
 
-def _memory_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
+def memory_sizes(plan: Plan) -> dict[str, int]:
+    """Return bytes of a device by kind."""
     memory = plan.memory
-    donated = size_text(memory.donated)
-    for name, size, remark in (
-        ("weights", memory.weights, ""),
-        ("non-trainable", memory.non_trainable, ""),
-        ("averages", memory.averages, ""),
-        ("optimizer", memory.optimizer, ""),
-        ("batch", memory.batch, ""),
-        ("temporaries", memory.temporaries, "gradients, activations, workspace"),
-        (
-            "outputs",
-            memory.outputs - memory.donated,
-            f"besides {donated} in place of the old state",
-        ),
-        ("peak", memory.peak, "inputs that the step reads + temporaries + outputs"),
-        ("on the host", memory.host_arguments + memory.host_temporaries, "offloaded, per device"),
-    ):
+    sizes = {kind: getattr(memory, kind.replace("-", "_")) for kind in KINDS}
+    return {
+        **sizes,
+        "temporaries": memory.temporaries,
+        "outputs": memory.outputs - memory.donated,
+    }
+
+
+def memory_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """Yield names, sizes and remarks about the memory of a device."""
+    memory = plan.memory
+    remarks = {
+        "temporaries": "gradients, activations, workspace",
+        "outputs": f"besides {size_text(memory.donated)} in place of the old state",
+        "peak": "inputs that the step reads + temporaries + outputs",
+        "on the host": "offloaded, per device",
+    }
+    host = memory.host_arguments + memory.host_temporaries
+    sizes = {**memory_sizes(plan), "peak": memory.peak, "on the host": host}
+    for name, size in sizes.items():
         if size:
-            yield name, size_text(size), remark
+            yield name, size_text(size), remarks.get(name, "")
 
 
 def _tensor_rows(plan: Plan) -> Iterator[tuple[str, str]]:
     for tensor in plan.tensors[:_LARGEST_TENSORS]:
-        # Each dimension is divided by what splits it: `float32[18, 3072/fsdp]`.
-        sizes = zip(tensor.shape, tensor.sharding, strict=True)
-        shape = ", ".join("/".join([str(size), *axes]) for size, axes in sizes)
-        yield size_text(tensor.bytes_per_device), f"{tensor.path}  {tensor.dtype}[{shape}]"
+        yield size_text(tensor.bytes_per_device), f"{tensor.path}  {array_text(tensor)}"
+
+
+def array_text(tensor: TensorMemory) -> str:
+    """Return text such as `float32[18, 3072/fsdp]`, with the mesh axes that split a dimension."""
+    sizes = zip(tensor.shape, tensor.sharding, strict=True)
+    return f"{tensor.dtype}[{', '.join('/'.join([str(size), *axes]) for size, axes in sizes)}]"
 
 
 def _temporary_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    for tensor in plan.temporaries[:_LARGEST_TEMPORARIES]:
+    for tensor in plan.live.largest[:_LARGEST_TEMPORARIES] if plan.live else ():
         count = f"{tensor.count} × " if tensor.count > 1 else ""
-        place = " (host)" if tensor.memory == "host" else ""
-        yield size_text(tensor.bytes_per_device), f"{count}{tensor.shape}{place}", tensor.name
+        yield size_text(tensor.bytes_per_device), f"{count}{tensor.shape}", tensor.name
 
 
 def _traffic_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
@@ -153,7 +165,8 @@ def _traffic_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
         yield f"{len(rest)} more kinds", "", "", size, "", ""
 
 
-def _bound_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
+def bound_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """Yield names, times and remarks about the lower bounds of the step time."""
     bounds, device = plan.bounds, plan.device
     if bounds is None or device is None:
         return
@@ -163,20 +176,9 @@ def _bound_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     work, peak, model_flops = bounds.work, device.peak_flops, plan.flops_per_device
     flops = f"{work.flops / model_flops:.2f} × the model's FLOPs" if model_flops else "FLOPs"
     flops += f" at {peak / 1e12:.4g} TFLOP/s" if peak else ""
-    for name, seconds, what in (
-        ("compute", bounds.compute_seconds, flops),
-        ("memory", bounds.memory_seconds, _moved(work.memory_bytes, device.memory_bandwidth)),
-        (
-            "fast network",
-            bounds.fast_network_seconds,
-            _moved(work.fast_bytes, device.fast_bandwidth),
-        ),
-        (
-            "slow network",
-            bounds.slow_network_seconds,
-            _moved(work.slow_bytes, device.slow_bandwidth),
-        ),
-    ):
+    for name, (amount, rate) in RESOURCES.items():
+        seconds, moved = bounds.seconds[name], _moved(getattr(work, amount), getattr(device, rate))
+        what = flops if name == "compute" else moved
         if seconds != 0:
             mark = "  ← the bound" if name == bounds.limited_by else ""
             yield name, "not known" if seconds is None else seconds_text(seconds), f"{what}{mark}"

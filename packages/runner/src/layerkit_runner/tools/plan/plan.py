@@ -21,13 +21,14 @@ from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.run.job import build_parts, versions
 from layerkit_runner.run.start_report import LayerNotes, num_params
-from layerkit_runner.step.step_cost import model_flops_per_step, program_flops
+from layerkit_runner.step.step_cost import model_flops_per_step, scoped_flops
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_state import batch_spec
 from layerkit_runner.tools.plan.bounds import (
     Bounds,
     PipelinePlan,
     device_work,
+    layer_flops,
     pipeline_plans,
     step_bounds,
 )
@@ -38,18 +39,15 @@ from layerkit_runner.tools.plan.compiling import (
     tracing_for,
 )
 from layerkit_runner.tools.plan.hardware import HERE, DeviceKind, Target
+from layerkit_runner.tools.plan.live_memory import LiveMemory, live_memory
 from layerkit_runner.tools.plan.memory import (
     Memory,
-    TemporaryTensor,
     TensorMemory,
-    largest_temporaries,
     step_memory,
     tensor_memory,
 )
 from layerkit_runner.tools.plan.targets import described_kind
 
-# More than a page shows, for the JSON form.
-_TEMPORARIES = 30
 _ABSENT_HOST_NOTE = (
     "JAX places no arrays of absent GPUs in host memory, so the optimizer's state counts as device"
     " memory here"
@@ -71,13 +69,22 @@ class BatchPlan:
 
 
 @dataclasses.dataclass(frozen=True)
+class Placement:
+    """The number, host and slice (or node) of each device, in row-major order of the mesh."""
+
+    devices: list[int]
+    hosts: list[int]
+    slices: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """A compiled training step. All bytes are per device. The JSON form has these keys.
 
     `flops_per_step` are the model's, without those that rematerialization repeats. `fits` is None
     if the memory of the device is unknown. A step that is too large has a `refusal` of the
-    compiler, and no temporaries, outputs, collectives and `bounds`. `dataset` is the planned one of
-    several.
+    compiler, and no outputs, collectives, `bounds` and `live`. `layers` are the FLOPs of `bounds`
+    by layer and pass. `dataset` is the planned one of several.
     """
 
     experiment: str
@@ -97,12 +104,14 @@ class Plan:
     notes: list[str]
     trace_seconds: float
     compile_seconds: float
+    placement: Placement
+    layers: dict[str, dict[str, float]]
     device: DeviceKind | None = None
     num_slices: int = 1
     fits: bool | None = None
     refusal: str | None = None
-    temporaries: list[TemporaryTensor] = dataclasses.field(default_factory=list)
     bounds: Bounds | None = None
+    live: LiveMemory | None = None
     pipelines: list[PipelinePlan] = dataclasses.field(default_factory=list)
     dataset: str | None = None
 
@@ -181,7 +190,10 @@ def _plan_step(
         fits = step.refusal is None  # its compiler decides
     mesh, slices = dict(partitioner.mesh.shape), _slices(partitioner.mesh, target)
     collectives = collective_traffic(step.hlo_text, mesh, slices=slices)
-    work = device_work(memory, collectives, flops=program_flops(program.jaxpr) / len(devices))
+    layers = layer_flops(scoped_flops(program.jaxpr), num_devices=len(devices))
+    work = device_work(
+        memory, collectives, flops=sum(sum(layer.values()) for layer in layers.values())
+    )
     bounds = step_bounds(
         work, device, model_flops_per_device=flops / len(devices), tokens=batch_plan.tokens
     )
@@ -210,12 +222,18 @@ def _plan_step(
         ],
         trace_seconds=traced - begun,
         compile_seconds=compiled - traced,
+        placement=Placement(
+            [device.id for device in partitioner.mesh.devices.flat],
+            [device.process_index for device in partitioner.mesh.devices.flat],
+            slices,
+        ),
+        layers=layers,
         device=device,
         num_slices=len(set(slices)),
         fits=fits,
         refusal=step.refusal,
-        temporaries=largest_temporaries(step.hlo_text, most=_TEMPORARIES),
         bounds=bounds if step.hlo_text else None,
+        live=live_memory(step.hlo_text),
         pipelines=pipeline_plans(resolved.task, rows=batch_plan.rows // batch_plan.parts),
     )
 
