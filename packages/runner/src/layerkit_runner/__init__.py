@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from layerkit_runner.run_options import RunOptions as RunOptions
     from layerkit_runner.step.task import SingleTask as SingleTask
     from layerkit_runner.step.train_hparams import TrainHParams as TrainHParams
+    from layerkit_runner.tools.pages.shards import draw_sharding as draw_sharding
     from layerkit_runner.tools.report.command import ReportPage as ReportPage
     from layerkit_runner.tools.report.page import report as report
 

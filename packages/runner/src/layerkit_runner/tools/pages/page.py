@@ -37,6 +37,12 @@ def render_page(template: str, *, title: str, data: Any = None, **context: Any) 
     return _templates().get_template(template).render(title=title, data=data, **context)
 
 
+def render_drawing(macro: str, *arguments: Any) -> str:
+    """Return what a macro of `pages/drawings.html.jinja` draws, as HTML that needs no style."""
+    module = _templates().get_template("pages/drawings.html.jinja").module
+    return str(getattr(module, macro)(*arguments))
+
+
 def write_page(file: os.PathLike[str] | str, page: str, *, field: str = "--html") -> epath.Path:
     """Replace a local or remote file by a page at once, and return its absolute path.
 

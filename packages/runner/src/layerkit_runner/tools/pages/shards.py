@@ -1,0 +1,147 @@
+"""Which device holds which rectangle of a sharded array: as data, and drawn."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from layerkit_runner.tools.pages.page import render_drawing
+
+if TYPE_CHECKING:
+    from jax.sharding import NamedSharding
+
+_MOST_CELLS = 256
+
+
+class Shard(NamedTuple):
+    """A rectangle of an array: (start, stop) of each dimension, and the devices that hold it."""
+
+    bounds: list[tuple[int, int]]
+    devices: list[int]
+
+
+def shards(
+    shape: Sequence[int],
+    sharding: Sequence[Sequence[str]],
+    mesh: Mapping[str, int],
+    devices: Sequence[int],
+) -> list[Shard]:
+    """Return the rectangles of an array in row-major order.
+
+    Args:
+      shape: Shape of the array. Where mesh axes do not divide it, the last rectangles are smaller.
+      sharding: Mesh axes that split each dimension, the outermost first.
+      mesh: Size of each mesh axis.
+      devices: Numbers of the devices, in row-major order of the mesh.
+    """
+    order = dict.fromkeys([*itertools.chain(*sharding), *mesh])  # split axes, then the others
+    numbers = np.reshape(devices, [*mesh.values()]).transpose([[*mesh].index(a) for a in order])
+    counts = [math.prod(mesh[axis] for axis in axes) for axes in sharding]
+    holders = numbers.reshape(math.prod(counts), -1).tolist()
+    sides = [-(-size // count) for size, count in zip(shape, counts, strict=True)]
+    return [
+        Shard(
+            [
+                (min(i * n, size), min((i + 1) * n, size))
+                for i, n, size in zip(at, sides, shape, strict=True)
+            ],
+            sorted(held),
+        )
+        for at, held in zip(np.ndindex(*counts), holders, strict=True)
+    ]
+
+
+def drawing(parts: Sequence[Shard], names: Sequence[str], *, title: str) -> dict[str, Any]:
+    """Return what the macro `rectangles` of `pages/drawings.html.jinja` draws.
+
+    The last of several split dimensions runs from left to right, the others from top to bottom.
+    """
+    counts = [len({part.bounds[d] for part in parts}) for d in range(len(names))]
+    split = [d for d, count in enumerate(counts) if count > 1]
+    across = split[-1:] if split[1:] or split[-1:] == [len(names) - 1] else []
+    sides = {"down": [d for d in split if d not in across], "across": across}
+    columns = counts[across[0]] if across else 1
+    copies = len(parts[0].devices)
+    return {
+        "caption": f"{title}: {len(parts)} rectangle(s), each on {copies} device(s)",
+        "axes": ", ".join(
+            f"{side}: {' and '.join(names[d] for d in dims)}"
+            for side, dims in sides.items()
+            if dims
+        ),
+        "columns": columns,
+        "rows": len(parts) // columns,
+        "cells": parts[:_MOST_CELLS],
+        "names": names,
+        "hidden": max(len(parts) - _MOST_CELLS, 0),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """A drawing that notebooks show; `html` is its text and needs no style sheet."""
+
+    html: str = dataclasses.field(repr=False)
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+
+def draw_sharding(
+    shape: Sequence[int],
+    sharding: NamedSharding,
+    *,
+    axes: Sequence[str | None] | None = None,
+    title: str = "array",
+) -> Drawing:
+    """Draw which devices hold which rectangle of an array, for notebooks.
+
+    Args:
+      shape: Shape of the array.
+      sharding: Sharding of the array, such as `array.sharding`.
+      axes: Names of the dimensions, such as the logical axes of a weight; None for their indices.
+      title: Name of the array.
+    """
+    spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    split = [[entry] if isinstance(entry, str) else [*(entry or ())] for entry in spec]
+    devices = [device.id for device in sharding.mesh.devices.flat]
+    parts = shards(shape, split, sharding.mesh.shape, devices)
+    names = dimension_names(shape, split, axes or [f"axis {d}" for d in range(len(shape))])
+    return Drawing(render_drawing("rectangles", drawing(parts, names, title=title)))
+
+
+def dimension_names(
+    shape: Sequence[int], sharding: Sequence[Sequence[str]], axes: Sequence[str | None]
+) -> list[str]:
+    """Return texts such as `embed 3072/fsdp`, with the mesh axes that split a dimension."""
+    sizes = ["/".join([str(size), *split]) for size, split in zip(shape, sharding, strict=True)]
+    return [f"{axis} {size}" if axis else size for axis, size in zip(axes, sizes, strict=True)]
+
+
+def weight_table(
+    groups: Mapping[tuple[str, ...], Sequence[Any]], mesh: Mapping[str, int], devices: Sequence[int]
+) -> dict[str, Any]:
+    """Return what the macro `weights` of `pages/drawings.html.jinja` draws.
+
+    Args:
+      groups: `TensorMemory` of equal weights, by path and texts.
+      mesh: Size of each mesh axis.
+      devices: Numbers of the devices, in row-major order of the mesh.
+    """
+    total = sum(row.bytes_per_device for rows in groups.values() for row in rows) or 1
+    table = []
+    pictures: dict[str, dict[str, Any]] = {}  # of the first weight with each sharding
+    for texts, rows in groups.items():
+        row, size = rows[0], sum(row.bytes_per_device for row in rows)
+        if (key := str(row.sharding)) not in pictures:
+            axes = getattr(row, "axes", [None] * len(row.shape))
+            names = dimension_names(row.shape, row.sharding, axes)
+            parts = shards(row.shape, row.sharding, mesh, devices)
+            pictures[key] = drawing(parts, names, title=f"{len(pictures) + 1}. {texts[0]}")
+        table.append((texts, size, f"{100 * size / total:.1f}%", [*pictures].index(key) + 1))
+    return {"rows": table, "pictures": list(pictures.values())}
