@@ -302,6 +302,11 @@ class RunOptions:
     max_seconds: float = _option(
         "time after which a search compiles no further candidate", "SECONDS", _PLAN, default=600.0
     )
+    compare: str | None = _option(
+        "show another plan beside this one on the page of --html; FILE is the output of --json",
+        "FILE",
+        _PLAN,
+    )
     inspect: str = _option(
         "config: the configuration; parameters: a table of weights; batches: a few of each input",
         "WHAT",
@@ -316,9 +321,10 @@ class RunOptions:
         ("plan", "inspect"),
     )
     html: str | None = _option(
-        "write --inspect=batches to this file, as a page for a browser",
+        "write pictures to this file, a page for a browser: of the plan, of --inspect=parameters or"
+        " of --inspect=batches",
         "FILE",
-        _INSPECT,
+        (*_PLAN, *_INSPECT),
         read=html_file,
     )
     coordinator_address: str | None = _option(

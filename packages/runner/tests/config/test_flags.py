@@ -105,6 +105,7 @@ TWO = "--num_processes=2"
         (["--mode=eval", f"{STEPS}=100"], {"field": STEPS}),
         (["--mode=plan", "--noenable_checkpoint_saving"], {"field": "--enable_checkpoint_saving"}),
         (["--mode=eval", "--html=a.html"], {"field": "--html"}),
+        (["--mode=plan", "--compare=a.json"], {"field": "--compare", "expected": "--html with it"}),
         # Flags that do not fit together.
         (["--mode=export", f"{STEPS}=100,200"], {"field": STEPS, "value": "100,200"}),
         (["--init_from=a", "--restore_checkpoint_dir=b"], {}),

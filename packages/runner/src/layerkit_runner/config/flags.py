@@ -48,6 +48,7 @@ _NEEDS = {
     "study_storage": "study",
     "init_draw": "init_from",
     "bakes_weights": "export_format",
+    "compare": "html",
 }
 # Flags that absl itself defines.
 _LOG_FLAGS = ("alsologtostderr", "logtostderr", "v", "stderrthreshold", "log_dir")

@@ -22,16 +22,22 @@ if TYPE_CHECKING:
 
 
 def _plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
-    """Print the plan of an experiment, or a search; nothing is written; docs/planning.md."""
+    """Print the plan of an experiment, or a search; docs/planning.md."""
     import jax
 
     from layerkit_runner.distributed import devices
     from layerkit_runner.run.job import build_parts
     from layerkit_runner.run.job_errors import job_errors
     from layerkit_runner.run.programs.build_programs import train_dataset_configs
-    from layerkit_runner.tools.plan import page, search, targets
+    from layerkit_runner.tools.pages.page import write_page
+    from layerkit_runner.tools.plan import page, pictures, search, targets
     from layerkit_runner.tools.plan.plan import make_plan
 
+    is_plan = options.html is None or not options.search
+    require(is_plan, None, "--html", options.html, "a plan without --search", UsageError)
+    others = (
+        {} if options.compare is None else {options.compare: pictures.read_plan(options.compare)}
+    )
     with job_errors("plan", resolved):
         train_dataset_configs(resolved)  # an experiment without training has no step to plan
         parts = build_parts(resolved)
@@ -57,14 +63,22 @@ def _plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
             flags = [f"compiled with {line}" for line in devices.flag_lines(options)]
             result = dataclasses.replace(plan, notes=[*flags, *plan.notes])
             describe = page.plan_page
-    text = json.dumps(dataclasses.asdict(result)) if options.json else describe(result)
-    print(text, flush=True)
+            if options.html:
+                write_page(options.html, pictures.plan_html({"this plan": result, **others}))
+    _print(json.dumps(dataclasses.asdict(result)) if options.json else describe(result), options)
     return 0
+
+
+def _print(text: str, options: RunOptions) -> None:
+    print(text, flush=True)
+    if options.html and not options.json:
+        print(f"wrote {options.html}")
 
 
 def _inspect(resolved: ResolvedExperiment, options: RunOptions) -> int:
     """Print the view that `--inspect` names; no weight is made and no accelerator is used."""
-    is_page, expected = options.inspect == "batches", "--inspect=batches with it"
+    is_page = options.inspect in ("parameters", "batches")
+    expected = "--inspect=parameters or --inspect=batches with it"
     require(options.html is None or is_page, None, "--html", options.html, expected, UsageError)
     # Each view imports JAX or NumPy as late as it needs them.
     if options.inspect == "batches":
@@ -80,7 +94,7 @@ def _inspect(resolved: ResolvedExperiment, options: RunOptions) -> int:
         from layerkit_runner.config.config_tree import printed_config
 
         text = printed_config(resolved, None, mode="inspect", as_json=options.json)
-    print(text, flush=True)
+    _print(text, options)
     return 0
 
 
@@ -109,7 +123,7 @@ def _study(flags: ParsedFlags) -> int:
 
 
 PLAN = Mode("compile the training step without the devices; print memory and traffic", _plan)
-INSPECT = Mode("print the configuration, weights or batches; writes nothing", _inspect)
+INSPECT = Mode("print the configuration, weights or batches", _inspect)
 TOP_LOGITS = Mode(
     "write the most likely tokens of a teacher at each position of the data, for distillation",
     _late("top_logits:write_top_logits"),

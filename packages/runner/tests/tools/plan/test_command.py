@@ -13,6 +13,18 @@ def test_plan_for_sixteen_simulated_devices(plan_json, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_page_of_a_plan_is_written_beside_its_json(runner, tmp_path):
+    page, other = tmp_path / "plan.html", tmp_path / "other.json"
+    result = runner("--json", f"--html={page}")
+    assert result.returncode == 0, result.stderr
+    other.write_text(result.stdout)
+    assert page.read_text().count("<h3>this plan</h3>") == 0
+    result = runner("--fdl.MESH=[1,8,1]", f"--html={page}", f"--compare={other}")
+    assert result.stdout.endswith(f"wrote {page}\n"), result.stderr
+    assert "<b>data 2 × fsdp 2 × tensor 2 (SpmdPartitioner)</b>" in page.read_text()
+    assert f"<h3>{other}</h3>" in page.read_text()
+
+
 @pytest.mark.slow  # the page itself is tested without a process
 def test_page_of_a_pmap_experiment(runner):
     result = runner("--fdl.USE_PMAP=True", "--target=cpux3")
@@ -34,6 +46,8 @@ def test_page_of_a_pmap_experiment(runner):
         pytest.param(
             *(["--fdl.task.train.save_max_to_keep=0"], "save_max_to_keep=0"), marks=pytest.mark.slow
         ),
+        (["--search", "--html=a.html"], "--html='a.html'. Expected a plan without --search"),
+        (["--html=a.html", "--compare=a.json"], "--compare='a.json'"),
         (["--fdl.MESH=[1,1]"], "--fdl.partitioner.ici_mesh_shape=[1, 1]"),
     ],
 )

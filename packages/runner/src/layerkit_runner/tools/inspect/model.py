@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,11 +31,11 @@ from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run_options import RunOptions
 from layerkit_runner.step.task import SingleTask
-from layerkit_runner.tools.plan.memory import TensorMemory, tensor_memory
+from layerkit_runner.tools.pages.page import render_page, write_page
+from layerkit_runner.tools.pages.shards import dimension_names, weight_table
+from layerkit_runner.tools.plan.memory import TensorMemory, join_layers, tensor_memory
 from layerkit_runner.tools.plan.targets import start_simulated
 
-# The number of a layer in a list: the 3 of `layers_3`.
-_NUMBER = re.compile(r"(?<=_)\d+(?=/|$)")
 _TOTALS = {
     "weights": "weights in all",
     "frozen": "of them frozen",
@@ -155,6 +154,8 @@ def describe_parameters(resolved: ResolvedExperiment, options: RunOptions) -> st
     """Return the table of an experiment as text, or as JSON if `options.json` is set."""
     partitioner, task = _bound_parts(resolved, options)
     table = parameter_table(resolved.name, partitioner, task)
+    if options.html:
+        write_page(options.html, table_html(table, [*partitioner.mesh.device_ids.flat]))
     return json.dumps(dataclasses.asdict(table)) if options.json else table_text(table)
 
 
@@ -236,6 +237,17 @@ def _total(tensors: Sequence[TensorMemory]) -> Total:
     )
 
 
+def table_html(table: ParameterTable, devices: Sequence[int]) -> str:
+    """Return the table as a page; `devices` are their numbers, in row-major order of the mesh."""
+    groups = {"trained or frozen": table.parameters, "changed by the model": table.non_trainable}
+    return render_page(
+        "inspect/parameters.html.jinja",
+        title=f"weights of {table.experiment}",
+        totals=[*_total_rows(table.totals)],
+        tables={n: weight_table(_rows(p), table.mesh, devices) for n, p in groups.items() if p},
+    )
+
+
 def table_text(table: ParameterTable) -> str:
     """Return the table as text."""
     lines = [
@@ -243,11 +255,12 @@ def table_text(table: ParameterTable) -> str:
         f"on a mesh of {' × '.join(f'{axis} {size}' for axis, size in table.mesh.items())}",
         "`embed 512/fsdp`: 512 entries on the logical axis embed, split over the mesh axis fsdp",
         "",
-        *_rows(table.parameters),
+        *draw_table(_rows(table.parameters), right=[1]),
         "",
     ]
     if table.non_trainable:
-        lines += ["not trained, changed by the model itself", *_rows(table.non_trainable), ""]
+        rows = draw_table(_rows(table.non_trainable), right=[1])
+        lines += ["not trained, changed by the model itself", *rows, ""]
     in_all = max(table.totals["weights"].count, 1)
     lines += draw_table(
         [
@@ -275,32 +288,12 @@ def _size_texts(total: Total) -> tuple[str, str]:
     return size_text(total.bytes), f"{size_text(total.bytes_per_device)} on each device"
 
 
-def _rows(parameters: Sequence[Parameter]) -> list[str]:
-    """Return a line for each weight; equal weights of numbered layers share one."""
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for row in parameters:
-        # Such as `layers 18 × embed 3072/fsdp`.
-        dimensions = " × ".join(
-            " ".join(filter(None, (axis, "/".join([str(size), *split]))))
-            for size, axis, split in zip(row.shape, row.axes, row.sharding, strict=True)
-        )
+def _rows(parameters: Sequence[Parameter]) -> dict[tuple[str, ...], list[Parameter]]:
+    """Return weights by the texts about them; equal weights of numbered layers share a row."""
+
+    def texts(row: Parameter) -> tuple[str, ...]:
+        dimensions = " × ".join(dimension_names(row.shape, row.sharding, row.axes))
         starts_as = f"{row.starts_as}{' (frozen)' if row.is_frozen else ''}"
-        others = (f"{row.count:,}", row.dtype, dimensions or "scalar", starts_as)
-        has_several = len(_NUMBER.findall(row.path)) > 1
-        name = row.path if has_several else _NUMBER.sub("#", row.path)
-        groups.setdefault((name, *others), []).append(row.path)
-    cells = [
-        (_joint_path(paths), f"{len(paths)} × {count}" if len(paths) > 1 else count, *others)
-        for (_, count, *others), paths in groups.items()
-    ]
-    return draw_table(cells, right=[1])
+        return f"{row.count:,}", row.dtype, dimensions or "scalar", starts_as
 
-
-def _joint_path(paths: Sequence[str]) -> str:
-    """Return one path for several that differ in one number, such as `stack/layers_0…2/w`."""
-    if len(paths) == 1:
-        return paths[0]
-    numbers = sorted(int(_NUMBER.findall(path)[0]) for path in paths)
-    is_range = numbers == list(range(numbers[0], numbers[-1] + 1))
-    text = f"{numbers[0]}…{numbers[-1]}" if is_range else ",".join(map(str, numbers))
-    return _NUMBER.sub(text, paths[0])
+    return join_layers(parameters, texts)

@@ -1,0 +1,100 @@
+"""Pages of plans: their figures, compared with the plan, and the page in a browser."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from layerkit_runner.errors import UsageError
+from layerkit_runner.files.text import size_text
+from layerkit_runner.tools.plan.memory import Memory
+from layerkit_runner.tools.plan.pictures import _view, memory_parts, plan_html, read_plan
+
+
+@pytest.fixture
+def stored(planned, tmp_path):
+    """Return a file with the JSON form of a plan."""
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps(dataclasses.asdict(planned.plan)))
+    return file
+
+
+def test_plan_of_a_json_file_is_the_plan(planned, stored):
+    assert read_plan(str(stored)) == planned.plan
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{}", '{"experiment": "a"}'])
+def test_file_without_a_plan_raises(tmp_path, raises, text):
+    (tmp_path / "a.json").write_text(text)
+    with raises(UsageError, field="--compare", value=f"{tmp_path}/a.json"):
+        read_plan(f"{tmp_path}/a.json")
+    with raises(UsageError, field="--compare"):
+        read_plan(f"{tmp_path}/missing.json")
+
+
+def test_figures_of_the_page_are_those_of_the_plan(planned):
+    plan = planned.plan
+    view = _view("a", plan)
+    assert sum(part["value"] for part in view["memory"]["parts"]) == plan.memory.peak
+    assert sum(memory_parts(plan).values()) == plan.memory.peak
+    sent = sum(value for value, _ in view["traffic"].values())
+    assert sent == sum(traffic.bytes_sent for traffic in plan.collectives)
+    flops = sum(part["value"] for row in view["flops"] for part in row["parts"])
+    assert flops == pytest.approx(plan.bounds.work.flops)
+    weights = [tensor for tensor in plan.tensors if tensor.kind == "weights"]
+    assert sum(size for _, size, *_ in view["weights"]["rows"]) == plan.memory.weights
+    assert sum(size for _, size, *_ in view["weights"]["rows"]) == sum(
+        tensor.bytes_per_device for tensor in weights
+    )
+    for axis in view["axes"]:
+        cells = [cell for cells in axis["hosts"].values() for cell in cells]
+        assert len(cells) == plan.num_devices
+    html = plan_html({"a": plan})
+    for traffic in plan.collectives:
+        assert f"{size_text(traffic.bytes_sent)} in {traffic.executions:,}" in html
+    texts = {text for tensor in weights for text in re.findall(r"\w+$", tensor.path)}
+    assert all(text in html for text in texts)
+
+
+def test_inputs_that_the_step_does_not_read_take_no_part_in_the_peak(plan_of):
+    plan = plan_of("spmd").plan
+    sizes = {field.name: 0 for field in dataclasses.fields(Memory)}
+    memory = Memory(**{**sizes, "weights": 70, "batch": 10, "arguments": 50, "peak": 50})
+    parts = memory_parts(dataclasses.replace(plan, memory=memory))
+    assert (parts["weights"], parts["batch"], parts["padding of inputs"]) == (50, 0, 0)
+    memory = dataclasses.replace(memory, arguments=100, peak=100)
+    assert memory_parts(dataclasses.replace(plan, memory=memory))["padding of inputs"] == 20
+
+
+def test_flops_of_layers_are_divided_by_pass(plan_of):
+    layers = plan_of("spmd").plan.layers
+    # 64 tokens, 3 layers, 16 × 32 weights, 2 FLOPs for each multiply-add, on 8 devices.
+    forward = 2 * 64 * 3 * 16 * 32 / 8
+    up = {"forward": forward, "backward": 2 * forward, "recomputed": forward}
+    assert layers["lm/stack/sub/feed_forward/up"] == up
+    # Nothing reads the output of the last product again.
+    assert layers["lm/stack/sub/feed_forward/down"] == {**up, "recomputed": 0}
+    assert layers["lm/softmax"]["forward"] == 2 * 64 * 16 * 32 / 8
+
+
+@pytest.mark.parametrize(("width", "dark"), [(1400, False), (400, False), (1400, True)])
+def test_pages_of_one_and_of_two_plans_are_shown_in_browser(
+    plan_of, open_page, tmp_path, width, dark
+):
+    spmd, pmap = plan_of("spmd").plan, plan_of("pmap").plan
+    for plans in ({"a": spmd}, {"a": spmd, "b": pmap}):
+        file = tmp_path / f"{len(plans)}.html"
+        file.write_text(plan_html(plans))
+        page = open_page(file, width=width, dark=dark)
+        assert page.locator("svg[aria-label^=peak]").count() == len(plans)
+        bar = page.locator("svg[aria-label^=peak]").first
+        # The parts of the bar lie side by side, and fill it as the peak is the largest value.
+        boxes = bar.evaluate(
+            "s => [...s.querySelectorAll('rect')].map(r => r.getBoundingClientRect().width)"
+        )
+        share = spmd.memory.peak / max(plan.memory.peak for plan in plans.values())
+        assert sum(boxes) == pytest.approx(share * bar.bounding_box()["width"], rel=0.02)
+        assert page.locator("table.heat td").count() > 0
