@@ -1,4 +1,4 @@
-"""What a notebook shows: configs as trees, and a bar."""
+"""What a notebook shows: configs, layers and models as trees, and a bar."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import sys
 import types
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import treescope
 
+from layerkit_runner import train
 from layerkit_runner.observers import Progress, RunInfo
 
 
@@ -20,6 +22,29 @@ def test_config_is_a_foldable_tree(lines: ModuleType):
     shown = treescope.render_to_text(config)
     assert shown.startswith("LanguageModel(") and "lm_tpl=TransformerLm(" in shown
     assert "num_layers=" in shown and "treescope" in treescope.render_to_html(config)
+
+
+@pytest.fixture(scope="module")
+def loaded(lines: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("display") / "job"
+    return train(lines.LinesLm, job_log_dir=folder, num_steps=1, quiet=True).model
+
+
+def test_configs_layers_and_models_are_shown_as_trees(loaded: Any):
+    pytest.importorskip("IPython")
+    from IPython.core.interactiveshell import InteractiveShell
+    from IPython.utils.capture import capture_output
+
+    formatter = InteractiveShell.instance().display_formatter
+    for value in (loaded.config, loaded.model, loaded.config.lm_tpl, loaded):
+        with capture_output() as captured:
+            formatter.format(value)  # as for the last value of a cell
+        (output,) = captured.outputs
+        assert "treescope" in output.data["text/html"]
+    layer, model = treescope.render_to_text(loaded.model), treescope.render_to_text(loaded)
+    assert layer.startswith("LanguageModel(") and "lm_tpl=TransformerLm(" in layer
+    assert f"path={loaded.path!r}" in model and "config=LanguageModel(" in model
+    assert "ShapeDtypeStruct" in model
 
 
 def test_bar_is_drawn_in_a_notebook(

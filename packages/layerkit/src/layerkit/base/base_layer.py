@@ -45,6 +45,7 @@ from layerkit.base.weights import WeightInit
 from layerkit.config import BaseHParams, nested_map
 from layerkit.config import instance_field as instance_field
 from layerkit.config import sub_config_field as sub_config_field
+from layerkit.config.config import ShownAsTree
 from layerkit.config.hparams import MYPY, Conditions, TypedHParams, adopt_hparams, checking_fields
 from layerkit.errors import naming_layer
 
@@ -59,7 +60,7 @@ _NAMED_IN_ERRORS = frozenset({"setup", "fprop", "extend_step", "init_cache", "de
 
 # A call of `sub_config_field` is a plain default to type checkers, or they would require the field.
 @dataclass_transform(kw_only_default=True, field_specifiers=(dataclasses.field,))
-class BaseLayer(LayerMethods, nn.Module, metaclass=TypedHParams, kw_only=True):
+class BaseLayer(LayerMethods, ShownAsTree, nn.Module, metaclass=TypedHParams, kw_only=True):
     """Base of every layer and model.
 
     Attributes:

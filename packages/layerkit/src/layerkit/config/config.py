@@ -65,7 +65,22 @@ def _empty_config(kind: Any, target: Any) -> fdl.Buildable:
     return config
 
 
-class _Editable(Generic[T_co]):
+class ShownAsTree:
+    """A value that a notebook shows as a foldable tree, by treescope."""
+
+    def _ipython_display_(self) -> None:
+        import treescope
+
+        treescope.show(self)
+
+    def _render_tree(self, name: Any, fields: dict[str, Any], *context: Any) -> Any:
+        """Return what `__treescope_repr__(*context)` returns for a call `name(**fields)`."""
+        from treescope import repr_lib
+
+        return repr_lib.render_object_constructor(name, fields, *context, roundtrippable=False)
+
+
+class _Editable(ShownAsTree, Generic[T_co]):
     """Base of `Config` and `Partial`, which checks names and types and copies defaults.
 
     Fiddle sets and deletes arguments by two methods, `_arguments_set_value` and
@@ -132,23 +147,10 @@ class _Editable(Generic[T_co]):
     def __eq__(self, other: object) -> bool:
         return equal_configs(self, other)
 
-    def _ipython_display_(self) -> None:
-        """Show a foldable tree in a notebook."""
-        import treescope
-
-        treescope.show(self)
-
-    def __treescope_repr__(self, path: Any, subtree_renderer: Any) -> Any:
+    def __treescope_repr__(self, *context: Any) -> Any:
         """Return the call and its assigned fields for treescope."""
-        from treescope import repr_lib
-
-        return repr_lib.render_object_constructor(
-            self.__fn_or_cls__,
-            {str(k): v for k, v in self.__arguments__.items()},
-            path,
-            subtree_renderer,
-            roundtrippable=False,
-        )
+        fields = {str(k): v for k, v in self.__arguments__.items()}
+        return self._render_tree(self.__fn_or_cls__, fields, *context)
 
     def __copy__(self) -> Self:
         """Return a shallow copy that can be edited."""

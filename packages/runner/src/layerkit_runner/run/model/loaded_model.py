@@ -11,6 +11,7 @@ import numpy as np
 
 from layerkit.base.base_layer import PARAMS
 from layerkit.config import Config
+from layerkit.config.config import ShownAsTree
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.tokenizer_interface import Tokenizer, end_disagreement, end_ids
 from layerkit_inputs.chat.conversations import Conversation
@@ -67,7 +68,7 @@ def _check_one_each(prompts: Sequence[Any], texts: Sequence[Any]) -> None:
         raise UsageError(field="prompts", value=len(prompts), expected=expected)
 
 
-class LoadedModel:
+class LoadedModel(ShownAsTree):
     """A model with weights on the devices; `layerkit_runner.load` returns it.
 
     Compiled functions are kept by the shape of their inputs, which is rounded up, so that calls of
@@ -354,8 +355,7 @@ class LoadedModel:
         if not ids:
             return []
         if self._has_source:
-            start = self.model.start_id
-            rows = source_rows(prompts or (), ids, self._buckets, start_id=start)
+            rows = source_rows(prompts or (), ids, self._buckets, start_id=self.model.start_id)
         else:
             first = as_tokens([] if start_id is None else [start_id], where="start_id")
             check_vocabulary(first, "start_id", vocab_size=size)
@@ -408,15 +408,19 @@ class LoadedModel:
         if not programs:
             owner = f"{self.job.resolved.name}.datasets()"
             raise UsageError("there is no held-out data set to evaluate", owner=owner)
-        observers = Observers([])
-        return {p.name: dict(p.run(self.state, self.step, observers)) for p in programs}
+        return {p.name: dict(p.run(self.state, self.step, Observers([]))) for p in programs}
 
     def __repr__(self) -> str:
         """Return the class of the model, its source and its number of weights."""
-        leaves = jax.tree.leaves(self.state.params)
-        count = sum(leaf.size for leaf in leaves)
+        count = sum(leaf.size for leaf in jax.tree.leaves(self.state.params))
         name = type(self.model).__name__
         return f"LoadedModel({name}, {count:,} weights, {self.path!r}, step={self.step})"
+
+    def __treescope_repr__(self, *context: Any) -> Any:
+        """Return the source, the config and the shapes of the weights for treescope."""
+        weights = self.job.abstract_stored_state().params
+        fields = {"path": self.path, "step": self.step, "config": self.config, "weights": weights}
+        return self._render_tree(type(self), fields, *context)
 
     @property
     def _has_source(self) -> bool:
@@ -469,11 +473,9 @@ class LoadedModel:
         if jax.process_count() == 1:
             return batch
         sharding = self.job.partitioner.batch_sharding()
-
-        def share(leaf: np.ndarray) -> jax.Array:
-            return jax.make_array_from_callback(leaf.shape, sharding, lambda part: leaf[part])
-
-        return jax.tree.map(share, batch)
+        return jax.tree.map(
+            lambda x: jax.make_array_from_callback(x.shape, sharding, x.__getitem__), batch
+        )
 
     def _compile(
         self, function: Callable[..., Any], *fixed: Any, shardings: Sequence[Any], **options: Any
@@ -486,9 +488,8 @@ class LoadedModel:
             def call(state: TrainState, *rest: Any) -> Any:
                 return function(model, *fixed, task.decoded_variables(state), *rest)
 
-            self._compiled[key] = self.job.partitioner.jit_reading(
-                task, call, *shardings, **options
-            )
+            jit = self.job.partitioner.jit_reading
+            self._compiled[key] = jit(task, call, *shardings, **options)
         return self._compiled[key]
 
     def _pad_to_bucket(self, ids: np.ndarray) -> NestedMap:
