@@ -128,6 +128,15 @@ class ConversationFiles(SplitDocuments):
         """Return what a row of a file holds, as a tuple that JSON keeps."""
         return read_conversation(row)
 
+    def _encode_turns(self, conversation: Conversation, loss_on: LossOn = "all") -> ChatTokens:
+        return encode_conversation(
+            conversation,
+            self._template,
+            self._tokenizer,
+            loss_on=loss_on,
+            special_tokens_in_text=self.special_tokens_in_text,
+        )
+
     def _encode(self, conversation: Conversation) -> ChatTokens | str:
         """Return the tokens of a conversation, or the reason for which it is dropped."""
         raise NotImplementedError
@@ -224,13 +233,6 @@ class ConversationFiles(SplitDocuments):
         self._tokens = []
         return Documents.of(ids, sizes, has_loss=has_loss)
 
-    @property
-    def note(self) -> str:
-        """Line about the template and special tokens in text, for the start report."""
-        name = self.chat_template or "that of the tokenizer's folder"
-        encoding = "their ids" if self.special_tokens_in_text == "ids" else "text"
-        return f"chat template: {name}; special tokens in messages are encoded as {encoding}"
-
     def special_ids(self) -> SpecialIds:
         """Return the id that ends a turn, and that of padding."""
         return SpecialIds(None, next(iter(self._ends), None), self._tokenizer.pad_id)
@@ -277,13 +279,14 @@ class ChatInput(ConversationFiles):
         return segment_features([()] * rows, length=config.seq_length)
 
     def _encode(self, conversation: Conversation) -> ChatTokens | str:
-        tokens = self._encode_turns(conversation)
+        encode = functools.partial(self._encode_turns, loss_on=self.loss_on)
+        tokens = encode(conversation)
         if is_cut := len(tokens.ids) > self.seq_length + 1:
             cuts, most = self._cuts(conversation), self.seq_length + 1
-            num_fit = bisect.bisect_right(cuts, most, key=lambda c: len(self._encode_turns(c).ids))
+            num_fit = bisect.bisect_right(cuts, most, key=lambda c: len(encode(c).ids))
             if not num_fit:
                 return "conversations dropped as too long"
-            tokens = self._encode_turns(cuts[num_fit - 1])
+            tokens = encode(cuts[num_fit - 1])
         if not tokens.has_loss[1:].any():
             return "conversations dropped without a loss"
         flags = set[str]().union(*conversation.messages) & {"train", "weight"}
@@ -296,15 +299,6 @@ class ChatInput(ConversationFiles):
         }
         self._counts.update(f"conversations {name}" for name, holds in remarks.items() if holds)
         return tokens
-
-    def _encode_turns(self, conversation: Conversation) -> ChatTokens:
-        return encode_conversation(
-            conversation,
-            self._template,
-            self._tokenizer,
-            loss_on=self.loss_on,
-            special_tokens_in_text=self.special_tokens_in_text,
-        )
 
     def _cuts(self, conversation: Conversation) -> list[Conversation]:
         """Return the conversation up to each of its answers, or nothing if it may not be cut."""

@@ -15,7 +15,7 @@ from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import counted
 from layerkit_inputs.chat.chat_input import ConversationFiles
 from layerkit_inputs.chat.conversations import Conversation, read_judgement, read_pair
-from layerkit_inputs.chat.token_masks import ChatTokens, encode_conversation
+from layerkit_inputs.chat.token_masks import ChatTokens
 from layerkit_inputs.packing.documents import RowPlan
 
 
@@ -33,10 +33,7 @@ class _Answers(ConversationFiles):
     _sides: ClassVar[tuple[str, ...]]
 
     def _encode(self, conversation: Conversation) -> ChatTokens | str:
-        encoding = self.special_tokens_in_text
-        tokens = encode_conversation(
-            conversation, self._template, self._tokenizer, special_tokens_in_text=encoding
-        )
+        tokens = self._encode_turns(conversation)
         if len(tokens.ids) > self.seq_length:
             return f"{self._noun}s dropped as too long"
         return tokens if tokens.has_loss[1:].any() else f"{self._noun}s dropped without an answer"
