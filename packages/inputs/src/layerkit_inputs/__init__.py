@@ -44,9 +44,7 @@ if TYPE_CHECKING:
         LingvoInputAdaptorNewBatchSize as LingvoInputAdaptorNewBatchSize,
     )
     from layerkit_inputs.lingvo.eval_adaptors import LingvoEvalAdaptor as LingvoEvalAdaptor
-    from layerkit_inputs.lingvo.eval_adaptors import (
-        LingvoLazyEvalAdaptor as LingvoLazyEvalAdaptor,
-    )
+    from layerkit_inputs.lingvo.eval_adaptors import LingvoLazyEvalAdaptor as LingvoLazyEvalAdaptor
     from layerkit_inputs.mixing.mixture import Mixture as Mixture
     from layerkit_inputs.mixing.multi_input import MultiInput as MultiInput
     from layerkit_inputs.mixing.stored_rows import StoredRows as StoredRows

@@ -19,12 +19,7 @@ from layerkit.config.checks import require
 from layerkit.config.hparams import Conditions
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
-from layerkit_inputs.base.errors import (
-    BadRecordError,
-    OnBadRecord,
-    check_same_data,
-    require_extra,
-)
+from layerkit_inputs.base.errors import BadRecordError, OnBadRecord, check_same_data, require_extra
 from layerkit_inputs.base.evaluation import agreed_num_batches, pad_rows
 from layerkit_inputs.grain.row_batches import stack_rows, to_arrays
 from layerkit_inputs.grain.worker_transfer import RowList, RowsOfLists

@@ -16,9 +16,7 @@ if TYPE_CHECKING:
         LingvoInputAdaptorNewBatchSize as LingvoInputAdaptorNewBatchSize,
     )
     from layerkit_inputs.lingvo.eval_adaptors import LingvoEvalAdaptor as LingvoEvalAdaptor
-    from layerkit_inputs.lingvo.eval_adaptors import (
-        LingvoLazyEvalAdaptor as LingvoLazyEvalAdaptor,
-    )
+    from layerkit_inputs.lingvo.eval_adaptors import LingvoLazyEvalAdaptor as LingvoLazyEvalAdaptor
     from layerkit_inputs.lingvo.preflight import prepare as prepare
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
         LingvoInputAdaptorNewBatchSize as LingvoInputAdaptorNewBatchSize,
     )
     from layerkit_inputs.lingvo.eval_adaptors import LingvoEvalAdaptor as LingvoEvalAdaptor
-    from layerkit_inputs.lingvo.eval_adaptors import (
-        LingvoLazyEvalAdaptor as LingvoLazyEvalAdaptor,
-    )
+    from layerkit_inputs.lingvo.eval_adaptors import LingvoLazyEvalAdaptor as LingvoLazyEvalAdaptor
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -28,12 +28,7 @@ from layerkit.config.hparams import Conditions
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.base.find_files import TextFile, standard_library_files
-from layerkit_inputs.packing.documents import (
-    DocumentBuilder,
-    DocumentPrompts,
-    Documents,
-    RowPlan,
-)
+from layerkit_inputs.packing.documents import DocumentBuilder, DocumentPrompts, Documents, RowPlan
 from layerkit_inputs.packing.model_features import segment_features
 from layerkit_inputs.text.split_documents import Split, SplitDocuments
 from layerkit_inputs.text.text_files import (

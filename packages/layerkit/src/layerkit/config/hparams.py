@@ -22,15 +22,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ClassVar,
-    Generic,
-    ParamSpec,
-    TypeVar,
-    dataclass_transform,
-)
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, ParamSpec, TypeVar, dataclass_transform
 
 from layerkit.config.config import Config, Partial, assigned_fields, is_config, target_of, was_built
 from layerkit.config.field_types import convert_field, field_annotations

@@ -27,13 +27,7 @@ from flax import struct
 from layerkit.config.checks import check_non_negative, check_sizes, require
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.cache_rows import reorder_rows, repeat_rows
-from layerkit.decoding.decoder import (
-    Decoder,
-    ExtendFn,
-    PromptRows,
-    best_first,
-    require_cache_axes,
-)
+from layerkit.decoding.decoder import Decoder, ExtendFn, PromptRows, best_first, require_cache_axes
 from layerkit.decoding.logit_processors import RowsSoFar, id_mask, process_logits
 
 

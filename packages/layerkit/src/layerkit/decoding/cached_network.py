@@ -29,10 +29,7 @@ from layerkit.decoding.logit_processors import RowOptions
 from layerkit.decoding.loop import SampledRows, extend_prompts, start_prompts
 from layerkit.layers.basic.positions import set_longest_sequence, switching_length
 from layerkit.layers.transformer.repeat import is_unrolled_by_default
-from layerkit.layers.transformer.stacks import (
-    StackedTransformerRepeated,
-    unrolled_stack,
-)
+from layerkit.layers.transformer.stacks import StackedTransformerRepeated, unrolled_stack
 
 
 class CachedPrompts(NamedTuple):

@@ -87,12 +87,8 @@ if TYPE_CHECKING:
     from layerkit.layers.quantization.stored_weights import quantize_model as quantize_model
     from layerkit.layers.transformer.layer_inputs import GatedInput as GatedInput
     from layerkit.layers.transformer.layer_inputs import LayerInputs as LayerInputs
-    from layerkit.layers.transformer.multi_token import (
-        MultiTokenModule as MultiTokenModule,
-    )
-    from layerkit.layers.transformer.multi_token import (
-        MultiTokenPrediction as MultiTokenPrediction,
-    )
+    from layerkit.layers.transformer.multi_token import MultiTokenModule as MultiTokenModule
+    from layerkit.layers.transformer.multi_token import MultiTokenPrediction as MultiTokenPrediction
     from layerkit.layers.transformer.pipeline import Pipeline as Pipeline
     from layerkit.layers.transformer.pipelined_transformer import (
         PipelinedTransformer as PipelinedTransformer,
@@ -107,12 +103,8 @@ if TYPE_CHECKING:
     from layerkit.layers.transformer.residual_adapters import (
         MultitaskResidualAdapter as MultitaskResidualAdapter,
     )
-    from layerkit.layers.transformer.residual_adapters import (
-        ResidualAdapter as ResidualAdapter,
-    )
-    from layerkit.layers.transformer.stacks import (
-        StackedTransformer as StackedTransformer,
-    )
+    from layerkit.layers.transformer.residual_adapters import ResidualAdapter as ResidualAdapter
+    from layerkit.layers.transformer.stacks import StackedTransformer as StackedTransformer
     from layerkit.layers.transformer.stacks import (
         StackedTransformerRepeated as StackedTransformerRepeated,
     )

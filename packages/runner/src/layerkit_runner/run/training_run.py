@@ -21,11 +21,7 @@ from layerkit_runner.checkpointing.errors import naming_damage
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.data.host_inputs import peek_batch
 from layerkit_runner.data.train_inputs import TrainInputs, check_same_data
-from layerkit_runner.distributed.cluster import (
-    distributed_state,
-    gather_values,
-    run_on_process_0,
-)
+from layerkit_runner.distributed.cluster import distributed_state, gather_values, run_on_process_0
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import (
     forced_exit_on,

@@ -35,14 +35,7 @@ from jax.custom_derivatives import SymbolicZero
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.sharding import is_single_cpu
 from layerkit.base.weights import WeightHParams
-from layerkit.config import (
-    Config,
-    assigned_fields,
-    field_names,
-    is_config,
-    target_of,
-    walk_configs,
-)
+from layerkit.config import Config, assigned_fields, field_names, is_config, target_of, walk_configs
 from layerkit.config.checks import check_regex, require
 from layerkit.config.hparams import unmet_conditions
 from layerkit.errors import ConfigError

@@ -43,11 +43,7 @@ from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_sizes, require
 from layerkit.errors import ConfigError
 from layerkit.layers.transformer.pipeline_weights import GatheredWeights
-from layerkit.layers.transformer.repeat import (
-    check_carry,
-    check_not_shared,
-    lift_options,
-)
+from layerkit.layers.transformer.repeat import check_carry, check_not_shared, lift_options
 from layerkit.ops.indexing import as_float, gradient_where, take, where
 from layerkit.ops.microbatches import (
     Arguments,

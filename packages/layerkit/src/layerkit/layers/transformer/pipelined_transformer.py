@@ -19,10 +19,7 @@ import jax
 from layerkit.config import Config
 from layerkit.config.checks import check_divisible, check_sizes, require
 from layerkit.layers.transformer.pipeline import Pipeline
-from layerkit.layers.transformer.stacks import (
-    StackedTransformer,
-    StackedTransformerRepeated,
-)
+from layerkit.layers.transformer.stacks import StackedTransformer, StackedTransformerRepeated
 
 
 class PipelinedTransformer(StackedTransformer):

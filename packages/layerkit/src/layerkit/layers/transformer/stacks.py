@@ -21,12 +21,7 @@ from flax import linen as nn
 
 from layerkit.base.base_layer import CACHE, BaseLayer
 from layerkit.base.weights import shared_ids
-from layerkit.config import (
-    Config,
-    assigned_fields,
-    field_names,
-    sub_config_field,
-)
+from layerkit.config import Config, assigned_fields, field_names, sub_config_field
 from layerkit.config.checks import check_rates, check_same_shape, check_sizes, require
 from layerkit.config.hparams import Conditions, derive_fields
 from layerkit.layers.attention.multi_head import KeysValues

@@ -187,11 +187,7 @@ class RowsProduct:
 def _triton(rows: jax.Array, w: jax.Array, groups: RowGroups, *, interpret: bool) -> jax.Array:
     """Multiply rows by the kernel for GPUs, with dimensions padded to multiples of its tiles."""
     # Pallas takes long to import.
-    from layerkit.ops.moe.grouped_matmul_gpu import (
-        BlocksOfRows,
-        KernelOptions,
-        grouped_matmul_gpu,
-    )
+    from layerkit.ops.moe.grouped_matmul_gpu import BlocksOfRows, KernelOptions, grouped_matmul_gpu
 
     num_groups, dims, out_dims = w.shape
     group_of_block, num_used = _blocks(groups.sizes, groups.block, rows.shape[0] // groups.block)

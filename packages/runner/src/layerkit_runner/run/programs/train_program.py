@@ -27,13 +27,7 @@ from layerkit_runner.data.train_inputs import TrainInput, TrainInputs
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError
-from layerkit_runner.observers import (
-    Histogram,
-    Observer,
-    StepWork,
-    Throughput,
-    memory_scalars,
-)
+from layerkit_runner.observers import Histogram, Observer, StepWork, Throughput, memory_scalars
 from layerkit_runner.observers.step_profiler import STEP_EVENT
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.step.layer_summaries import has_arrays, split_layers, weight_histograms_fn
