@@ -109,13 +109,13 @@ def list_experiments(*, tags: Collection[str] = ()) -> list[ExperimentEntry]:
 def catalogue_text(entries: Sequence[ExperimentEntry]) -> str:
     """Return the text that `--list` prints: a line for each experiment.
 
-    A terminal shows headings, and lines cut at its width.
+    A terminal shows headings.
     """
     columns = zip(_HEADINGS, zip(*map(_listed_cells, entries), strict=True), strict=True)
     # Empty columns are left out.
     heads, cells = zip(*((head, column) for head, column in columns if any(column)), strict=True)
     heads = heads if sys.stdout.isatty() else ()
-    return "\n".join(draw_table(zip(*cells, strict=True), head=heads, folds=False))
+    return "\n".join(draw_table(zip(*cells, strict=True), head=heads))
 
 
 def catalogue_json(entries: Sequence[ExperimentEntry]) -> list[dict[str, Any]]:

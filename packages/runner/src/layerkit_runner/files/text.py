@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from layerkit_runner.errors import UsageError
 
@@ -59,18 +59,16 @@ def draw_table(
     title: str | None = None,
     head: Sequence[str] = (),
     right: Collection[int] = (),
-    folds: bool = True,
 ) -> list[str]:
     """Return the lines of a table, drawn by rich on a terminal; none without rows.
 
-    Elsewhere columns are separated by spaces and no cell is cut, so that programs can search them.
+    Elsewhere columns are separated by spaces and each row is one line, as `grep` needs it.
 
     Args:
       rows: Cells of equal number.
       title: Line above the table, which is then indented; None for none.
       head: Headings of the columns; empty for none.
       right: Indices of the columns that are aligned at the right.
-      folds: Whether a cell that is too wide for the terminal has several lines; False to cut it.
 
     >>> draw_table([("a", "1"), ("bcd", "23")], right=[1])
     ['a     1', 'bcd  23']
@@ -85,18 +83,15 @@ def draw_table(
         texts = ["  ".join(map(format, line, forms)).rstrip() for line in lines]
         return texts if title is None else [title, *(f"  {text}" for text in texts)]
     # Imported here because it takes some 60 ms, which output to a pipe need not wait for.
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+    from rich import box, table, text
 
-    drawn = Table(box=box.ROUNDED, show_header=bool(head), border_style="dim")
+    drawn = table.Table(box=box.ROUNDED, show_header=bool(head), border_style="dim")
     for index, name in enumerate(head or lines[0]):
-        side: Literal["left", "right"] = "right" if index in right else "left"
-        style = "" if index else "cyan"
-        drawn.add_column(Text(name), justify=side, style=style, no_wrap=not index)
-    overflow: Literal["fold", "ellipsis"] = "fold" if folds else "ellipsis"
+        # Other columns are folded before the first one, which names the row.
+        column: dict[str, Any] = {"no_wrap": not index, "style": "" if index else "cyan"}
+        drawn.add_column(text.Text(name), justify="right" if index in right else "left", **column)
     for line in lines:
-        drawn.add_row(*(Text(cell, no_wrap=not folds, overflow=overflow) for cell in line))
+        drawn.add_row(*(text.Text(cell, no_wrap=False, overflow="fold") for cell in line))
     above = [] if title is None else [color_text(title, "bold")]
     return [*above, *_render(drawn).splitlines()]
 
@@ -105,15 +100,13 @@ def color_text(text: str, style: str) -> str:
     """Return a text in a style of rich, such as "red", for a terminal; elsewhere as it is."""
     if not sys.stdout.isatty():
         return text
-    from rich.text import Text
-
-    return _render(Text(text, style), soft_wrap=True, end="")
+    return _render(text, style=style, soft_wrap=True, end="", markup=False, highlight=False)
 
 
 def _render(drawn: Any, **options: Any) -> str:
     from rich.console import Console
 
-    console = Console()
+    console = Console(emoji=False)
     with console.capture() as capture:
         console.print(drawn, **options)
     return capture.get()

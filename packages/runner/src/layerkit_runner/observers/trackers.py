@@ -72,31 +72,37 @@ class Tracker(Observer):
 
     def train_metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         """Log the scalars as `train/…`."""
-        self._log(step, "train", scalars)
+        self._log(step, _below("train", scalars))
 
     def eval_metrics(self, step: int, dataset: str, scalars: Mapping[str, float]) -> None:
         """Log the scalars as `eval/<data set>/…` or `decode/<data set>/…`."""
-        self._log(step, _eval_folder(dataset), scalars)
+        self._log(step, _below(_eval_folder(dataset), scalars))
 
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Log the norms of all arrays, and the histograms that are finite."""
-        self._log_histograms(step, "", histograms)
+        values: dict[str, Any] = {}
+        for name, histogram in histograms.items() if self._run is not None else ():
+            values[f"{name}/norm"] = histogram.norm
+            if histogram.is_finite:
+                bins = histogram.counts, histogram.edges
+                values[name] = self._module.Histogram(np_histogram=bins)
+        self._log(step, values)
 
     def eval_histograms(self, step: int, dataset: str, histograms: Mapping[str, Histogram]) -> None:
         """Log the histograms as `eval/<data set>/…` or `decode/<data set>/…`."""
-        self._log_histograms(step, _eval_folder(dataset), histograms)
+        self.histograms(step, _below(_eval_folder(dataset), histograms))
 
     def images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
         """Log the images as `train/…`."""
         if self._run is not None:
             drawn = {name: self._module.Image(image) for name, image in images.items()}
-            self._log(step, "train", drawn)
+            self._log(step, _below("train", drawn))
 
     def text(self, step: int, name: str, text: str) -> None:
         """Log the text as `decode/<data set>/sample`."""
         if self._run is not None:
             page = self._module.Html(f"<pre>{html.escape(text)}</pre>")
-            self._log(step, f"decode/{name}", {"sample": page})
+            self._log(step, {f"decode/{name}/sample": page})
 
     def close(self) -> None:
         """Finish the run."""
@@ -108,22 +114,9 @@ class Tracker(Observer):
     def _begin(self, directory: Any, run_id: str, config: Mapping[str, Any]) -> Any:
         """Create or resume the run of a job folder, and return it."""
 
-    def _log_histograms(self, step: int, folder: str, histograms: Mapping[str, Histogram]) -> None:
-        values: dict[str, Any] = {}
-        for name, histogram in histograms.items() if self._run is not None else ():
-            values[f"{name}/norm"] = histogram.norm
-            if histogram.is_finite:
-                edges = histogram.counts, histogram.edges
-                values[name] = self._module.Histogram(np_histogram=edges)
-        self._log(step, folder, values)
-
-    def _log(self, step: int, folder: str, values: Mapping[str, Any]) -> None:
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
         if self._run is not None:
-            prefix = f"{folder}/" if folder else ""
-            self._write(step, {f"{prefix}{name}": value for name, value in values.items()})
-
-    def _write(self, step: int, values: dict[str, Any]) -> None:
-        self._run.log(values, step=step)
+            self._run.log(dict(values), step=step)
 
 
 class Trackio(Tracker):
@@ -185,8 +178,9 @@ class WeightsAndBiases(Tracker):
         if self._unsent is not None:
             self._report(f"wandb: to send the offline run: wandb sync {shlex.quote(self._unsent)}")
 
-    def _write(self, step: int, values: dict[str, Any]) -> None:
-        self._run.log({"step": step, **values})
+    def _log(self, step: int, values: Mapping[str, Any]) -> None:
+        if self._run is not None:
+            self._run.log({"step": step, **values})
 
 
 def _has_key() -> bool:
@@ -209,3 +203,7 @@ def _has_key() -> bool:
 
 def _eval_folder(dataset: str) -> str:
     return dataset if dataset.startswith(DECODE_PREFIX) else f"eval/{dataset}"
+
+
+def _below(folder: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{folder}/{name}": value for name, value in values.items()}
