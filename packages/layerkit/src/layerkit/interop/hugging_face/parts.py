@@ -164,22 +164,21 @@ def layer_rows(
     return tuple(rows)
 
 
-def norms_per_head(name: str) -> Entry:
-    """Return the entry of a switch of norms of queries and keys with weights for each head.
-
-    It is read after the epsilons of the other norms.
+def qk_norms(name: str, *, per_head: bool = False) -> Entry:
+    """Return the entry of a switch of norms of queries and keys, to be read after the epsilons.
 
     Args:
       name: Name of the key.
+      per_head: True for norms with weights for each head; False for those of the other norms.
     """
     attention = "layer.attention_tpl."
 
     def read(file: ConfigFile, network: Config) -> None:
         if file.get(name, default=False):
-            epsilon = network.final_norm_tpl.epsilon
-            norm = LayerNormPerHead.HParams.config(
-                scale_offset=0.0, use_bias=False, epsilon=epsilon
-            )
+            norm = network.final_norm_tpl.clone()
+            if per_head:
+                fields = {"scale_offset": 0.0, "use_bias": False, "epsilon": norm.epsilon}
+                norm = LayerNormPerHead.HParams.config(**fields)
             set_field(network, attention + "qk_norm_tpl", norm)
             set_field(network, attention + "qk_norm_before_rotary", value=True)
 

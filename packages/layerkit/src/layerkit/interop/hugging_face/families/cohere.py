@@ -15,7 +15,7 @@ from layerkit.interop.hugging_face.families.llama import (
     llama_rows,
 )
 from layerkit.interop.hugging_face.keys import NORM_EPSILONS, Entry, key
-from layerkit.interop.hugging_face.parts import activation, norms_per_head, tied_embedding
+from layerkit.interop.hugging_face.parts import activation, qk_norms, tied_embedding
 from layerkit.interop.hugging_face.rotary import rotary
 from layerkit.layers.basic.normalizations import LayerNorm
 
@@ -51,7 +51,7 @@ COHERE = llama_family(
     network=cohere_network,
     entries=(
         *cohere_entries(rotary(500_000.0, pairing="neighbors")),
-        norms_per_head("use_qk_norm"),
+        qk_norms("use_qk_norm", per_head=True),
     ),
     rows=llama_rows(
         {f"attention/{name}_norm": f"self_attn.{name[0]}_norm" for name in ("query", "key")},

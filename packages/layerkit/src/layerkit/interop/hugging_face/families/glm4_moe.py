@@ -6,8 +6,6 @@ folders also have a layer for multi-token prediction.
 
 from __future__ import annotations
 
-from typing import Any
-
 from layerkit.config import Config
 from layerkit.interop.hugging_face.expert_layers import expert_layers
 from layerkit.interop.hugging_face.families.deepseek_v3 import sigmoid_routing
@@ -19,10 +17,9 @@ from layerkit.interop.hugging_face.families.multi_token import (
     MULTI_TOKEN,
     add_module_rows,
 )
-from layerkit.interop.hugging_face.keys import ConfigFile, Entry, get_field
+from layerkit.interop.hugging_face.keys import get_field
+from layerkit.interop.hugging_face.parts import qk_norms
 from layerkit.interop.hugging_face.rotary import rotary
-
-_ATTENTION = "layer.attention_tpl"
 
 
 def _network() -> Config:
@@ -32,16 +29,6 @@ def _network() -> Config:
     experts.load_balance_weight = 0.0
     experts.router_tpl.set(score="sigmoid", use_score_bias=True)
     return network
-
-
-def _read_qk_norm(file: ConfigFile, network: Config) -> None:
-    if file.get("use_qk_norm", default=False):
-        attention = get_field(network, _ATTENTION)
-        attention.set(qk_norm_tpl=network.final_norm_tpl.clone(), qk_norm_before_rotary=True)
-
-
-def _write_qk_norm(network: Config) -> dict[str, Any]:
-    return {"use_qk_norm": get_field(network, _ATTENTION).qk_norm_tpl is not None}
 
 
 GLM4_MOE = llama_family(
@@ -55,7 +42,7 @@ GLM4_MOE = llama_family(
             attention_bias=False,
             positions=rotary(default_fraction=0.5),
         ),
-        Entry(_read_qk_norm, _write_qk_norm),
+        qk_norms("use_qk_norm"),
         MULTI_TOKEN,
         expert_layers(
             sigmoid_routing(hidden=1408, experts=128, scale=1.0, groups=1, chosen=1),

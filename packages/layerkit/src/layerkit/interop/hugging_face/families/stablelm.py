@@ -23,7 +23,7 @@ from layerkit.interop.hugging_face.keys import (
     key,
     set_field,
 )
-from layerkit.interop.hugging_face.parts import activation, norms_per_head, tied_embedding
+from layerkit.interop.hugging_face.parts import activation, qk_norms, tied_embedding
 from layerkit.interop.hugging_face.rotary import rotary
 from layerkit.interop.hugging_face.tensors import EXPERT
 from layerkit.layers.basic.normalizations import LayerNorm
@@ -61,7 +61,7 @@ STABLELM = llama_family(
             default=False,
         ),
         Entry(_read_bias, _write_bias),
-        norms_per_head("qk_layernorm"),
+        qk_norms("qk_layernorm", per_head=True),
         # Dropout of the output of the feed-forward only.
         fixed("hidden_dropout", value=0.0),
         rotary(default_fraction=0.25),
