@@ -148,8 +148,8 @@ def write_order() -> str:
 def write_plans() -> str:
     """Return docs/results.md with a row for each stored plan, and its GPU hours for 1B tokens."""
     rows = [
-        "| plan | weights | peak memory | tokens a step | tokens/s | MFU | GPU hours, 1B tokens |",
-        "|---|---|---|---|---|---|---|",
+        "| plan | weights | peak | tokens/s | MFU | GPU hours, 1B tokens |",
+        "|---|---|---|---|---|---|",
     ]
     for plan in json.loads(PLANS.read_text()):
         speeds = sorted(plan["tokens_per_sec"])
@@ -161,7 +161,6 @@ def write_plans() -> str:
             f"`{plan['experiment']}`{flags} `--target={plan['target']}`, {plan['mesh']}",
             f"{plan['num_params'] / 1e9:.3g}B",
             f"{plan['peak_gb']:g} GB",
-            f"{plan['tokens_per_step'] / 1e6:.3g}M",
             f"{speeds[0]:,} to {speeds[1]:,}",
             f"{mfu[0]} to {mfu[1]} %{bound}",
             " to ".join(f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in hours),
