@@ -55,3 +55,7 @@ def test_rectangles_are_those_of_jax(mesh_shape, shape, spec):
 def test_last_rectangles_of_an_uneven_split_are_smaller():
     parts = shards([10], [["fsdp"]], {"fsdp": 4}, range(4))
     assert [part.bounds for part in parts] == [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 10)]]
+    parts = shards([2, 5], [["data"], ["fsdp"]], {"fsdp": 4, "data": 2}, range(8))
+    assert [part.devices for part in parts] == [[0], [2], [4], [1], [3], [5]]
+    picture = drawing(parts, ["a", "b"], title="w")
+    assert (picture["rows"], picture["columns"]) == (2, 3)

@@ -243,6 +243,8 @@ def table_html(table: ParameterTable, devices: Sequence[int]) -> str:
     return render_page(
         "inspect/parameters.html.jinja",
         title=f"weights of {table.experiment}",
+        lines=table_text(table).splitlines()[1:3],
+        padded=table.padded,
         totals=[*_total_rows(table.totals)],
         tables={n: weight_table(_rows(p), table.mesh, devices) for n, p in groups.items() if p},
     )

@@ -34,7 +34,8 @@ def shards(
     """Return the rectangles of an array in row-major order.
 
     Args:
-      shape: Shape of the array. Where mesh axes do not divide it, the last rectangles are smaller.
+      shape: Shape of the array. Where mesh axes do not divide it, the last rectangles are smaller,
+        or missing.
       sharding: Mesh axes that split each dimension, the outermost first.
       mesh: Size of each mesh axis.
       devices: Numbers of the devices, in row-major order of the mesh.
@@ -43,17 +44,13 @@ def shards(
     numbers = np.reshape(devices, [*mesh.values()]).transpose([[*mesh].index(a) for a in order])
     counts = [math.prod(mesh[axis] for axis in axes) for axes in sharding]
     holders = numbers.reshape(math.prod(counts), -1).tolist()
-    sides = [-(-size // count) for size, count in zip(shape, counts, strict=True)]
-    return [
-        Shard(
-            [
-                (min(i * n, size), min((i + 1) * n, size))
-                for i, n, size in zip(at, sides, shape, strict=True)
-            ],
-            sorted(held),
-        )
-        for at, held in zip(np.ndindex(*counts), holders, strict=True)
+    ends = [
+        np.minimum(-(-size // count) * np.arange(count + 1), size).tolist()
+        for size, count in zip(shape, counts, strict=True)
     ]
+    bounds = itertools.product(*map(itertools.pairwise, ends))
+    parts = [Shard([*pairs], sorted(held)) for pairs, held in zip(bounds, holders, strict=True)]
+    return [part for part in parts if all(a < b or a == 0 for a, b in part.bounds)]
 
 
 def drawing(parts: Sequence[Shard], names: Sequence[str], *, title: str) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def _view(name: str, plan: Plan) -> dict[str, Any]:
     live = plan.live.bytes if plan.live else [0]
     layers = _largest_layers(plan)
     sums = {layer: sum(by_pass.values()) for layer, by_pass in layers.items()}
-    flops = sum(sums.values())
+    flops = sum(sums.values()) or 1
     seconds = plan.bounds.seconds if plan.bounds and plan.bounds.step_seconds else {}
     bounds = {row: time for row, time in seconds.items() if time}
     remarks = {row: (text, remark) for row, text, remark in bound_rows(plan)}
