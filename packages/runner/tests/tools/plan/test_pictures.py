@@ -10,6 +10,7 @@ import pytest
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.text import size_text
+from layerkit_runner.tools.plan.bounds import layer_flops
 from layerkit_runner.tools.plan.memory import Memory
 from layerkit_runner.tools.plan.pictures import _view, memory_parts, plan_html, read_plan
 
@@ -78,6 +79,21 @@ def test_flops_of_layers_are_divided_by_pass(plan_of):
     # Nothing reads the output of the last product again.
     assert layers["lm/stack/sub/feed_forward/down"] == {**up, "recomputed": 0}
     assert layers["lm/softmax"]["forward"] == 2 * 64 * 16 * 32 / 8
+
+
+def test_numbered_layers_and_those_of_nested_scans_are_one():
+    scopes = {
+        "/jvp(LM)/LM.fprop/lm/lm.fprop/layers_0/up/up.fprop/...d,de->...e": 8.0,
+        "/jvp(LM)/lm/layers_1/up": 8.0,
+        "/transpose(jvp(LM))/lm/layers_1/vmap(x)/up/jvp(LM)/lm/layers_1/up": 4.0,
+        "/transpose(jvp(LM))/lm/sub.run/sub/rematted_computation/sub.run/sub/up": 2.0,
+        "/add": 6.0,
+    }
+    assert layer_flops(scopes, num_devices=2) == {
+        "lm/layers_#/up": {"forward": 8.0, "backward": 2.0, "recomputed": 0.0},
+        "lm/sub/up": {"forward": 0.0, "backward": 0.0, "recomputed": 1.0},
+        "add": {"forward": 3.0, "backward": 0.0, "recomputed": 0.0},
+    }
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1400, False), (400, False), (1400, True)])

@@ -7,6 +7,7 @@ and Patterson, 2009). docs/planning.md has a table of what is counted and what i
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -50,8 +51,10 @@ def layer_flops(scopes: Mapping[str, float], *, num_devices: int) -> dict[str, d
     """
     layers: dict[str, dict[str, float]] = {}
     for scope, flops in scopes.items():
-        names = short_name(_TRANSFORMED.sub("", scope)).split("/")
-        layer = "/".join(_NUMBER.sub("#", n) for n in names if not _NO_LAYER.search(n)) or "others"
+        parts = short_name(_TRANSFORMED.sub("", scope)).split("/")
+        # A scan in a scan repeats a name in its backward pass.
+        names = itertools.groupby(_NUMBER.sub("#", n) for n in parts if not _NO_LAYER.search(n))
+        layer = "/".join(name for name, _ in names) or "others"
         at = 2 if "rematted_computation" in scope else int("transpose(" in scope)
         by_pass = layers.setdefault(layer, dict.fromkeys(PASSES, 0.0))
         by_pass[PASSES[at]] += flops / num_devices

@@ -93,8 +93,7 @@ def _view(name: str, plan: Plan) -> dict[str, Any]:
     """Return what the template shows of a plan."""
     memory, collectives = plan.memory, plan.collectives
     usable = plan.device and plan.device.usable_bytes
-    top = max(memory.peak, usable or 0)
-    live = plan.live.bytes if plan.live else [0]
+    top = memory.peak - memory.temporaries + max(plan.live.bytes if plan.live else [0])
     layers = _largest_layers(plan)
     sums = {layer: sum(by_pass.values()) for layer, by_pass in layers.items()}
     flops = sum(sums.values()) or 1
@@ -108,8 +107,9 @@ def _view(name: str, plan: Plan) -> dict[str, Any]:
         "plan": plan,
         "limit": usable,
         "full": {
-            "bytes": top,
-            "live": max(top, memory.peak - memory.temporaries + max(live)),
+            "bytes": max(memory.peak, usable or 0),
+            # A limit that is far above the curve would flatten it.
+            "live": max(top, memory.peak, usable if usable and usable < 2 * top else 0),
             "seconds": max(bounds.values(), default=0),
             "sent": max((traffic.bytes_sent for traffic in collectives), default=0),
             "flops": max(sums.values(), default=0),
