@@ -28,6 +28,7 @@ extensions = [
     "api_reference",
     "api_links",
     "command_lexer",
+    "plan_pages",
     "repository_links",
     "source_pages",
 ]
