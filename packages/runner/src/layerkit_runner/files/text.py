@@ -11,6 +11,8 @@ from typing import Any
 
 from layerkit_runner.errors import UsageError
 
+_WHOLE_NAME = 48
+
 
 def check_utf8(text: str, *, field: str) -> None:
     """Raise `UsageError` for text that cannot be written as UTF-8; `field` is for messages."""
@@ -86,9 +88,11 @@ def draw_table(
     from rich import box, table, text
 
     drawn = table.Table(box=box.ROUNDED, show_header=bool(head), border_style="dim")
+    # Other columns are folded before the first one, which names the row, unless that is wide.
+    is_whole = max(len(line[0]) for line in lines) <= _WHOLE_NAME
     for index, name in enumerate(head or lines[0]):
-        # Other columns are folded before the first one, which names the row.
-        column: dict[str, Any] = {"no_wrap": not index, "style": "" if index else "cyan"}
+        style = "" if index else "cyan"
+        column: dict[str, Any] = {"no_wrap": is_whole and not index, "style": style}
         drawn.add_column(text.Text(name), justify="right" if index in right else "left", **column)
     for line in lines:
         drawn.add_row(*(text.Text(cell, no_wrap=False, overflow="fold") for cell in line))
