@@ -210,7 +210,7 @@ def test_the_next_batches_of_each_program_are_evaluated(train: Any, tmp_path: Pa
     # Step 3, the first on `many`, trains on the batch that was evaluated at step 2.
     assert at_2["train/many"] == pytest.approx(records(tmp_path / "job")[3]["loss"])
     assert at_2.keys() == {"train/few", "train/many", "held"}
-    folders = {path.name for path in (tmp_path / "job" / "summaries").iterdir()}
+    folders = {path.name for path in (tmp_path / "job" / "summaries").iterdir() if path.is_dir()}
     assert folders == {"train", "eval_train_few", "eval_train_many", "eval_test_held"}
 
 
