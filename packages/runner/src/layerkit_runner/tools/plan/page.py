@@ -19,10 +19,7 @@ _SEARCH = "--search compiles other meshes, rematerialization policies and gradie
 
 def plan_page(plan: Plan) -> str:
     """Return the plan as a page of text."""
-    end = (
-        f"traced in {plan.trace_seconds:.1f} s, compiled in {plan.compile_seconds:.1f} s;"
-        " nothing was run or written"
-    )
+    traced, compiled = f"{plan.trace_seconds:.1f} s", f"{plan.compile_seconds:.1f} s"
     sections = [
         [
             f"plan of {plan.experiment}",
@@ -48,7 +45,10 @@ def plan_page(plan: Plan) -> str:
             right=[2],
         ),
         draw_table(bound_rows(plan), title="lower bounds of the step time", right=[1]),
-        [*(f"note: {note}" for note in plan.notes), end],
+        [
+            *(f"note: {note}" for note in plan.notes),
+            f"traced in {traced}, compiled in {compiled}; nothing was run",
+        ],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
