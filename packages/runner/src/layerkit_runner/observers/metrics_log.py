@@ -216,7 +216,7 @@ def read_metrics(path: epath.PathLike) -> Metrics:
 
     Raises:
       FileNotFoundError: The file does not exist.
-      ConfigError: A line is not JSON.
+      ConfigError: A line is no JSON object.
     """
     path = epath.Path(path)
     if path.is_dir():
@@ -225,16 +225,16 @@ def read_metrics(path: epath.PathLike) -> Metrics:
     events: list[Record] = []
     train: dict[int, Record] = {}
     evals: dict[str, dict[int, Record]] = {}
-    *lines, _ = path.read_text().split("\n")
+    *lines, _ = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
             record: Record = {
                 key: float(value) if value in _NON_FINITE else value
                 for key, value in json.loads(line).items()
             }
-        except json.JSONDecodeError as error:
-            owner = f"{path}, line {number}"
-            raise ConfigError(owner=owner, value=line, expected="JSON") from error
+        except (ValueError, AttributeError) as error:
+            owner, text = f"{path}, line {number}", line.decode(errors="replace")
+            raise ConfigError(owner=owner, value=text, expected="a JSON object") from error
         step = record.get("step", 0)
         if "event" in record:
             events.append(record)

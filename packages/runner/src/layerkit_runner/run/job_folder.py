@@ -17,6 +17,7 @@ import json
 import os
 import shlex
 import socket
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -115,6 +116,9 @@ def only_trainer(directory: epath.Path) -> Iterator[None]:
         stack.callback(_remove_empty, made)
         try:
             lock = try_lock(path)
+            if lock is None:  # A report holds the lock for a moment to see whether a job runs.
+                time.sleep(0.1)
+                lock = try_lock(path)
         except NoLocksError:
             path.unlink(missing_ok=True)
             yield

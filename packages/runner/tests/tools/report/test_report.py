@@ -17,13 +17,16 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import MetricsLog, RunInfo
+from layerkit_runner.run import job_folder
 from layerkit_runner.tools.report import command
-from layerkit_runner.tools.report.curves import sample
+from layerkit_runner.tools.report.curves import make_charts, sample
 from layerkit_runner.tools.report.page import report
 from layerkit_runner.tools.report.record import read_jobs
 
 
-def write_run(folder, losses, *, every=1, num_steps=None, reason="finished", lr=1e-3, **more):
+def write_run(
+    folder, losses, *, every=1, num_steps=None, reason="finished", lr=1e-3, programs=(), **more
+):
     """Write the files of a run by the real observer; `losses` are at every k-th step."""
     log = MetricsLog()
     num_steps = num_steps or every * len(losses)
@@ -31,12 +34,15 @@ def write_run(folder, losses, *, every=1, num_steps=None, reason="finished", lr=
     sizes = {"tokens_per_step": 64, "examples_per_step": 4, "flops_per_step": None}
     devices = {"num_devices": 1, "device_kind": "cpu", "peak_flops_per_device": None}
     rest = {"job_log_dir": epath.Path(folder), "num_train_steps": num_steps}
+    rest["train_programs"] = programs
     log.start(RunInfo(**facts, **sizes, **devices, **rest, environment={"git": "abc-dirty"}))
     for step, loss in enumerate(losses, start=1):
         scalars = {"loss": loss, "learning/lr": lr, "learning/raw_grad_norm": 2 * loss}
         scalars |= {"tokens_per_sec": 5e4 + step % 7, "learning/is_valid_step": np.isfinite(loss)}
         scalars |= {"learning/skipped_steps": 0.0, "memory/host_rss_bytes": 1e9 + step}
-        log.train_metrics(step * every, {**scalars, **more})
+        scalars |= {**more, **({f"{programs[0]}/loss": loss} if programs else {})}
+        scalars = {name: value for name, value in scalars.items() if value is not None}
+        log.train_metrics(step * every, scalars)
     log.eval_metrics(num_steps, "heldout", {"loss": 3.0, "accuracy": 0.25})
     if reason:
         log.end(reason)
@@ -48,7 +54,7 @@ def write_run(folder, losses, *, every=1, num_steps=None, reason="finished", lr=
     config = {"fields": {"RATE": lr, "DEPTH": 2}, "config": {"task.rate": lr}}
     (folder / "config.json").write_text(json.dumps({**fields, **config}))
     decoded = folder / "decode" / "prompts" / "step_00000010.jsonl"
-    decoded.parent.mkdir(parents=True)
+    decoded.parent.mkdir(parents=True, exist_ok=True)
     decoded.write_text(json.dumps({"prompt": "Once", "continuation": "<b>upon</b>"}) + "\n")
     return folder
 
@@ -138,43 +144,111 @@ def test_report_shows_what_differs_and_marks_spikes_and_nan_steps_in_browser(tmp
 
 
 def test_states_of_runs(tmp_path, monkeypatch):
-    def state(name, **options):
-        return read_jobs([write_run(tmp_path / name, [3.0, 2.0], **options)])[0].state
+    def state(name, *, host=None, **options):
+        folder = write_run(tmp_path / name, [3.0, 2.0], **options)
+        if host is not None:
+            (folder / ".running").write_text(json.dumps({"host": host, "pid": os.getpid()}))
+        return read_jobs([folder])[0].state
 
+    here, stopped = socket.gethostname(), "stopped by a signal"
     assert state("finished") == "finished"
-    assert state("no_reason", reason="") == "finished"  # of an earlier version, at its last step
-    assert state("stopped", reason="stopped by a signal", num_steps=9) == "stopped"
+    assert state("stopped", reason=stopped, num_steps=9) == "stopped"
     assert state("failed", reason="OSError: disk full", num_steps=9) == "failed"
-    assert state("killed", reason="", num_steps=9) == "killed"
-    running = tmp_path / "killed" / ".running"
-    running.write_text(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}))
-    (job,) = read_jobs([tmp_path / "killed"])
-    assert job.state == "running"
-    running.write_text(json.dumps({"host": "another", "pid": 1}))
-    assert read_jobs([tmp_path / "killed"])[0].state == "running"
+    # Another process may have the id of one that was killed. The killed one may be the second one,
+    # or have ended within its last save.
+    assert state("killed", reason="", num_steps=9, host=here) == "killed"
+    assert state("killed_again", reason=stopped, num_steps=9, host=here) == "killed"
+    assert state("saving", reason="", host=here) == "killed"
+    for name in ("killed", "killed_again", "saving"):
+        with job_folder.only_trainer(tmp_path / name):
+            (job,) = read_jobs([tmp_path / name])
+            assert (job.state, job.errors) == ("running", [])
+    assert state("elsewhere", reason="", num_steps=9, host="another") == "running"
+    assert state("without_locks", reason="", num_steps=9) == "running"
+    log = state("earlier", reason="") and tmp_path / "earlier" / "metrics.jsonl"
+    log.write_text(log.read_text().replace('"environment"', '"of_later_versions"'))
+    assert read_jobs([tmp_path / "earlier"])[0].state == "finished"  # at its last step
     later = time.time() + 3600
     monkeypatch.setattr(time, "time", lambda: later)
-    assert read_jobs([tmp_path / "killed"])[0].state == "silent"
-    (tmp_path / "trials" / "0000").mkdir(parents=True)
-    (tmp_path / "trials" / "0000" / "config.json").write_bytes(
-        (tmp_path / "killed" / "config.json").read_bytes()
-    )
-    (tmp_path / "trials" / "0000" / "output.txt").write_text("step 1\nrunner: no such file\n")
-    (job,) = read_jobs([tmp_path])  # a sweep, with one trial that failed before its first step
-    assert (job.name, job.state, job.errors) == ("0000", "not started", ["runner: no such file"])
-    assert "No step was recorded." in report([tmp_path]).html
+    for name in ("elsewhere", "without_locks"):
+        assert read_jobs([tmp_path / name])[0].state == "silent"
+
+
+def test_sweep_with_a_trial_that_failed_before_its_first_step(tmp_path):
+    trial = tmp_path / "trials" / "0000"
+    write_run(tmp_path / "run", [3.0])
+    trial.mkdir(parents=True)
+    (trial / "config.json").write_bytes((tmp_path / "run" / "config.json").read_bytes())
+    (trial / "output.txt").write_text("step 1\nrunner: no such \x1b[31mfile\n" + "Error" * 1000)
+    (job,) = read_jobs([tmp_path])
+    assert (job.name, job.state) == ("0000", "not started")
+    assert job.errors == ["runner: no such \\x1b[31mfile", "Error" * 100]
+    assert "No step was recorded." in report(tmp_path).html
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["a/run", "b/run"], ["a/run", "b/run"]),
+        (["sweep", "sweep/trials/0", "sweep/"], ["sweep", "sweep/trials/0"]),
+        (["<b>\u202e\n", "\udcff"], ["<b>\\u202e\\n", "\\udcff"]),
+    ],
+)
+def test_names_tell_runs_apart(tmp_path, names, expected):
+    for name in dict.fromkeys(name.rstrip("/") for name in names):
+        write_run(tmp_path / name, [3.0])
+    shown = report([f"{tmp_path}/{name}" for name in names])
+    jobs = read_jobs([f"{tmp_path}/{name}" for name in names])
+    assert [job.name for job in jobs] == expected
+    shown.save(tmp_path / "report.html")
+    assert all(f"<b>{html.escape(name)}</b>" in shown.html for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ([], []),
+        (["", '{"prompt": "Onc'], []),
+        ([{"prompt": [{"role": "user"}], "continuation": 5}], [('[{"role": "user"}]', "5")]),
+        ([{"image": [0] * 400}], [("", json.dumps({"image": [0] * 400})[:600])]),
+    ],
+)
+def test_samples_of_other_records_and_half_written_files(tmp_path, lines, expected):
+    folder = write_run(tmp_path / "run", [3.0])
+    file = folder / "decode" / "prompts" / "step_00000010.jsonl"
+    file.write_text("\n".join(x if isinstance(x, str) else json.dumps(x) for x in lines))
+    assert [sample[2:] for sample in read_jobs([folder])[0].samples] == expected
+
+
+def test_charts_have_all_runs_programs_and_data_sets(tmp_path):
+    folders = [
+        write_run(tmp_path / "text", [-1.0, 1.7976e308, np.nan, 2.0], programs=("heldout", "code")),
+        write_run(tmp_path / "images", [3.0, 2.0], tokens_per_sec=None, examples_per_sec=7.0),
+    ]
+    charts = make_charts(read_jobs(folders))
+    lines = [(curve["label"], curve["dashed"], curve["y"]) for curve in charts["loss"]["curves"]]
+    assert lines == [
+        ("text · heldout", False, [-1.0, None, None, 2.0]),
+        ("text · heldout", True, [3.0]),
+        ("images · heldout", True, [3.0]),
+    ]
+    assert not charts["loss"]["log"]  # which has no place for a negative value
+    speeds = {charts[name]["unit"]: charts[name]["curves"] for name in charts if "_per_" in name}
+    labels = {unit: [curve["label"] for curve in curves] for unit, curves in speeds.items()}
+    assert labels == {"tokens/s": ["text"], "examples/s": ["images"]}
 
 
 def test_status_prints_state_and_errors_and_fails_for_a_failed_run(tmp_path, capsys):
     write_run(tmp_path / "a", [3.0, 2.0])
-    write_run(tmp_path / "b", [3.0, 9.0], reason="ValueError: no such token", num_steps=9)
+    losses = np.linspace(3, 9, 20)
+    write_run(tmp_path / "b", losses, reason="ValueError: no such token", num_steps=90)
     assert command.run_status([str(tmp_path / "a"), str(tmp_path / "b")]) == 1
     output = capsys.readouterr().out
     for text in (
         "a: finished",
         "b: failed",
-        "2 of 9",
-        "loss rose from 3 to 9",
+        "20 of 90",
+        "mean loss rose from 3 to 9",
         "no such token",
     ):
         assert text in output

@@ -79,7 +79,9 @@
       series: [
         { label: over, value: (plot, v) => (v ?? last(plot, 0))?.toLocaleString("en") },
         ...chart.curves.map((curve) => ({
-          label: curve.label, class: curve.faint ? "faint" : "drawn", width: curve.faint ? 1 : 1.75,
+          label: curve.label, class: curve.faint ? "faint" : "drawn",
+          // A later run is drawn over an earlier one, which stays visible at its sides.
+          width: curve.faint ? 1 : Math.max(3 - 0.6 * (curve.run ?? 2), 1.2),
           stroke: color(`--c${curve.color}`) + (curve.faint ? "55" : ""), show: isShown(curve),
           dash: curve.dashed ? [6, 4] : undefined,
           points: { ...(curve.dashed && { show: true }), size: 5, fill: color(`--c${curve.color}`) },
@@ -88,6 +90,10 @@
       ],
       cursor: {
         y: false, drag: { setScale: false },
+        dataIdx: (plot, series, index) => { // the newest value up to the cursor
+          while (index > 0 && plot.data[series][index] == null) index--;
+          return index;
+        },
         sync: { key: over, scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
         bind: { dblclick: () => () => zoom({ min: low, max: high }) },
       },

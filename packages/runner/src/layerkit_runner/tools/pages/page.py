@@ -34,7 +34,10 @@ def render_page(template: str, *, title: str, data: Any = None, **context: Any) 
       jinja2.UndefinedError: The template uses a name that `context` lacks.
       ValueError: A number of `data` is not finite.
     """
-    return _templates().get_template(template).render(title=title, data=data, **context)
+    page = _templates().get_template(template).render(title=title, data=data, **context)
+    return page.encode(
+        errors="backslashreplace"
+    ).decode()  # A path may hold bytes that are no text.
 
 
 def render_drawing(macro: str, *arguments: Any) -> str:

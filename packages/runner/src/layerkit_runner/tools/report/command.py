@@ -9,17 +9,17 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from layerkit.config.checks import require
 from layerkit_runner.config.flags import read_flags
 from layerkit_runner.config.help import flag_rows, table
+from layerkit_runner.errors import as_usage_error
 from layerkit_runner.files.text import color_text, draw_table, size_text
 from layerkit_runner.observers.base import Observer, RunInfo
-from layerkit_runner.run_options import Flag, positive
+from layerkit_runner.run_options import Flag, html_file, positive
 from layerkit_runner.tools.report.page import Report, summarize
 from layerkit_runner.tools.report.record import JobRecord, read_jobs
 
 _FLAGS = (
-    Flag("html", str, "file of the page", "FILE", default="report.html"),
+    Flag("html", html_file, "file of the page", "FILE", default="report.html"),
     Flag("refresh_secs", positive, "time after which a browser reads the file again", "SECONDS"),
     Flag("help", bool, "print these flags"),
 )
@@ -38,7 +38,11 @@ def run_report(words: Sequence[str]) -> int:
 def run_status(words: Sequence[str]) -> int:
     """Print the state of job folders; return 1 if a run failed or was killed."""
     _, jobs = _read_words(words, _FLAGS[-1:], "runner status DIR [DIR …]")
-    print("\n".join(line for job in jobs for line in _status_lines(job)), end="", flush=True)
+    styles = {"finished": "bold green", "failed": "bold red", "killed": "bold red"}
+    for job in jobs:
+        print(color_text(f"{job.name}: {job.state}", styles.get(job.state, "bold cyan")))
+        print("\n".join(draw_table([*summarize(job, jobs).items(), ("folder", job.folder)])))
+        print(*(color_text(error, "red") for error in job.errors), sep="\n", flush=True)
     return int(any(job.state in ("failed", "killed") for job in jobs))
 
 
@@ -50,21 +54,8 @@ def _read_words(
     if values.get("help"):
         print("\n".join([usage, "", *table(flag_rows(flags))]))
         return values, []
-    require(bool(folders), usage, "DIR", folders, "at least one job folder")
-    return values, read_jobs(folders)
-
-
-def _status_lines(job: JobRecord) -> list[str]:
-    seconds = job.goodput.get("seconds", {})
-    shares = {phase: value / max(sum(seconds.values()), 1e-9) for phase, value in seconds.items()}
-    texts = summarize(job) | {
-        "time": ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share > 0.005),
-        "checkpoints": ", ".join(map(str, job.checkpoints[-3:])),
-        "folder": job.folder,
-    }
-    styles = {"finished": "bold green", "failed": "bold red", "killed": "bold red"}
-    title = color_text(f"{job.name}: {texts['state']}", styles.get(job.state, "bold cyan"))
-    return [title, *draw_table([*texts.items()]), *(color_text(e, "red") for e in job.errors), ""]
+    with as_usage_error(OSError, owner=usage):
+        return values, read_jobs(folders)
 
 
 class ReportPage(Observer):

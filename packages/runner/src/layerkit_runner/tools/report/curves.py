@@ -9,25 +9,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from layerkit_runner.observers.base import TOTAL_WEIGHT
-from layerkit_runner.observers.metrics_log import smooth
+from layerkit_runner.observers.metrics_log import Record, smooth
 from layerkit_runner.tools.report.record import JobRecord
 
 # Points of all curves of a page together; a point takes about ten bytes.
 _NUM_POINTS, _MAX_BUCKETS, _NUM_SMOOTHED = 24_000, 300, 100
 _MAX_EVAL_CHARTS = 8
-# Title and unit of each scalar of training; of two that share a line, the first that is recorded.
-_CHARTS = (
-    {"learning/lr": ("Learning rate", "")},
-    {"learning/raw_grad_norm": ("Gradient norm", "before clipping")},
-    {"learning/skipped_steps": ("Skipped steps", "so far")},
-    {"tokens_per_sec": ("Speed", "tokens/s"), "examples_per_sec": ("Speed", "examples/s")},
-    {"input_wait": ("Waiting for input", "share of the step time")},
-    {"mfu": ("Model FLOP/s utilization", "share of the peak")},
-    {
-        "memory/device_bytes_in_use": ("Memory", "bytes of the fullest device"),
-        "memory/host_rss_bytes": ("Memory", "bytes of the host"),
-    },
-)
+# Title and unit of each scalar of training, and the scalar drawn for records that have both.
+_CHARTS = {
+    "learning/lr": ("Learning rate", "", None),
+    "learning/raw_grad_norm": ("Gradient norm", "before clipping", None),
+    "learning/skipped_steps": ("Skipped steps", "so far", None),
+    "tokens_per_sec": ("Speed", "tokens/s", None),
+    "examples_per_sec": ("Speed", "examples/s", "tokens_per_sec"),
+    "input_wait": ("Waiting for input", "share of the step time", None),
+    "mfu": ("Model FLOP/s utilization", "share of the peak", None),
+    "memory/device_bytes_in_use": ("Memory", "bytes of the fullest device", None),
+    "memory/host_rss_bytes": ("Memory", "bytes of the host", "memory/device_bytes_in_use"),
+}
 _UNSMOOTHED = ("learning/lr", "learning/skipped_steps")
 _NO_METRIC = ("step", "time", "dataset", "loss", TOTAL_WEIGHT)
 
@@ -35,30 +34,30 @@ _NO_METRIC = ("step", "time", "dataset", "loss", TOTAL_WEIGHT)
 class _Line(NamedTuple):
     run: int
     label: str
-    dashed: bool
     steps: np.ndarray  # int64 [records]
     values: np.ndarray  # float64 [records]
     is_bad: np.ndarray  # bool [records]: a value that is not finite, or a step that was skipped
+    dashed: bool = False  # an evaluation
 
 
 def make_charts(jobs: Sequence[JobRecord]) -> dict[str, Any]:
     """Return the charts of several runs by name, in the form that `pages/charts.js` draws."""
-    programs = {p: 0 for job in jobs for p in job.metrics.info.get("train_programs") or ()}
-    losses = [f"{program}/loss" for program in programs] or ["loss"]
-    charts = {"loss": ("Loss", "", [line for name in losses for line in _lines(jobs, name)])}
-    for choices in _CHARTS:
-        drawn = [(name, [*_lines(jobs, name, evals=False)]) for name in choices]
-        for name, lines in [pair for pair in drawn if any(line.values.any() for line in pair[1])][
-            :1
-        ]:
-            charts[name] = (*choices[name], lines)
-    records = [r for job in jobs for rows in job.metrics.evals.values() for r in rows]
-    names = sorted({name for r in records for name in r}.difference(_NO_METRIC))
+    programs = {
+        p: f"{p}/loss" for job in jobs for p in job.metrics.info.get("train_programs") or ()
+    }
+    losses = [line for p, n in (programs or {"": "loss"}).items() for line in _trained(jobs, n, p)]
+    losses += _held_out(jobs, "loss")
+    charts = {"loss": ("Loss", "", losses)}
+    for name, (title, unit, better) in _CHARTS.items():
+        lines = [*_trained(jobs, name, better=better)]
+        if any(line.values.any() for line in lines):
+            charts[name] = title, unit, lines
+    records = [row for job in jobs for rows in job.metrics.evals.values() for row in rows]
+    names = sorted({name for row in records for name in row}.difference(_NO_METRIC))
     for name in [n for n in names if not n.endswith(("_stderr", "/n"))][:_MAX_EVAL_CHARTS]:
-        lines = [*_lines(jobs, name)]
-        pairs = zip(lines, charts["loss"][2], strict=False)
-        if not all(a.values.tolist() == b.values.tolist() for a, b in pairs):
-            charts[name] = (name, "", lines)
+        lines = [*_trained(jobs, name), *_held_out(jobs, name)]
+        if [line.values.tolist() for line in lines] != [line.values.tolist() for line in losses]:
+            charts[name] = name, "", lines
     num_lines = sum(len(lines) for *_, lines in charts.values())
     buckets = min(_MAX_BUCKETS, max(_NUM_POINTS // (2 * max(num_lines, 1)), 20))
     return {
@@ -67,7 +66,7 @@ def make_charts(jobs: Sequence[JobRecord]) -> dict[str, Any]:
             "unit": unit,
             "log": not unit.startswith("share") and _spans_decades(lines),
             "curves": [
-                c for line in lines for c in _curves(line, buckets, name not in _UNSMOOTHED)
+                c for line in lines for c in _curves(line, buckets, smooths=name not in _UNSMOOTHED)
             ],
         }
         for name, (title, unit, lines) in charts.items()
@@ -75,48 +74,63 @@ def make_charts(jobs: Sequence[JobRecord]) -> dict[str, Any]:
     }
 
 
-def _lines(jobs: Sequence[JobRecord], scalar: str, *, evals: bool = True) -> Iterator[_Line]:
-    """Yield the line of each run's training, and those of its evaluations."""
-    program = scalar.partition("/")[0] if scalar.endswith("/loss") else ""
+def _trained(
+    jobs: Sequence[JobRecord], scalar: str, program: str = "", *, better: str | None = None
+) -> Iterator[_Line]:
+    """Yield the training of each run; records that have the scalar `better` are left out."""
     for run, job in enumerate(jobs):
-        series = {program: job.metrics.train, **(job.metrics.evals if evals else {})}
-        for dataset, records in series.items():
-            if rows := [record for record in records if scalar in record]:
-                values = np.array([row[scalar] for row in rows], np.float64)
-                skipped = [row.get("learning/is_valid_step", 1.0) == 0.0 for row in rows]
-                names = [*[job.name] * (len(jobs) > 1), *filter(None, [dataset])] or ["train"]
-                steps, is_bad = np.array([row["step"] for row in rows]), ~np.isfinite(values)
-                dashed = records is not job.metrics.train
-                yield _Line(run, " · ".join(names), dashed, steps, values, is_bad | skipped)
+        rows = [row for row in job.metrics.train if scalar in row and better not in row]
+        names = [*[job.name] * (len(jobs) > 1), *filter(None, [program])]
+        yield from _lines(run, names or ["train"], rows, scalar)
+
+
+def _held_out(jobs: Sequence[JobRecord], scalar: str) -> Iterator[_Line]:
+    """Yield the evaluations of each run."""
+    for run, job in enumerate(jobs):
+        for dataset, records in job.metrics.evals.items():
+            names = [*[job.name] * (len(jobs) > 1), dataset]
+            rows = [row for row in records if scalar in row]
+            yield from (line._replace(dashed=True) for line in _lines(run, names, rows, scalar))
+
+
+def _lines(run: int, names: Sequence[str], rows: Sequence[Record], scalar: str) -> Iterator[_Line]:
+    """Yield a line, or none without records."""
+    if rows:
+        steps = np.array([row["step"] for row in rows])
+        values = np.array([row[scalar] for row in rows], np.float64)
+        skipped = [row.get("learning/is_valid_step", 1.0) == 0.0 for row in rows]
+        is_bad = ~np.isfinite(values) | skipped
+        yield _Line(run, " · ".join(names), steps, values, is_bad)
 
 
 def _spans_decades(lines: Sequence[_Line]) -> bool:
     """Return whether a linear axis would flatten a typical run beside the largest value."""
-    finite = [line.values[np.isfinite(line.values) & (line.values > 0)] for line in lines]
-    finite = [values for values in finite if len(values)]
-    return bool(finite) and bool(max(map(np.max, finite)) > 10 * min(map(np.median, finite)))
+    finite = [line.values[np.isfinite(line.values)] for line in lines]
+    positive = [values[values > 0] for values in finite if (values > 0).any()]
+    if not positive or any((values < 0).any() for values in finite):
+        return False
+    return bool(max(map(np.max, positive)) > 10 * min(map(np.median, positive)))
 
 
-def _curves(line: _Line, num_buckets: int, smooths: bool) -> Iterator[dict[str, Any]]:  # noqa: FBT001
+def _curves(line: _Line, num_buckets: int, *, smooths: bool) -> Iterator[dict[str, Any]]:
+    """Yield the sampled values of a line, and their mean if there are many."""
     kept = sample(line.values, line.is_bad, num_buckets)
     finite = np.flatnonzero(np.isfinite(line.values))
+    style = {"run": line.run, "color": line.run % 8, "label": line.label, "dashed": line.dashed}
     is_faint = smooths and not line.dashed and len(finite) > _NUM_SMOOTHED
-    layers = [(line.steps[kept], line.values[kept], line.steps[kept][line.is_bad[kept]], is_faint)]
+    bad = line.steps[kept][line.is_bad[kept]].tolist()
+    yield style | {"faint": is_faint, "bad": bad} | _points(line.steps[kept], line.values[kept])
     if is_faint:
         means = np.array(smooth(line.values[finite].tolist(), half_width=len(finite) // 40))
         shown = np.linspace(0, len(finite) - 1, _NUM_SMOOTHED).astype(int)
-        layers.append((line.steps[finite][shown], means[shown], np.zeros(0), False))
-    for steps, values, bad, faint in layers:
-        yield {
-            "run": line.run,
-            "color": line.run % 8,
-            "label": line.label,
-            "dashed": line.dashed,
-            "faint": faint,
-            "x": np.diff(steps, prepend=0).tolist(),
-            "y": [float(f"{v:.4g}") if np.isfinite(v) else None for v in values.tolist()],
-            "bad": bad.tolist(),
-        }
+        style |= {"label": f"{line.label} (mean)", "faint": False, "bad": []}
+        yield style | _points(line.steps[finite][shown], means[shown])
+
+
+def _points(steps: np.ndarray, values: np.ndarray) -> dict[str, list[Any]]:
+    rounded = [float(f"{value:.4g}") for value in values.tolist()]
+    y = [value if np.isfinite(value) else None for value in rounded]
+    return {"x": np.diff(steps, prepend=0).tolist(), "y": y}
 
 
 def sample(values: np.ndarray, is_bad: np.ndarray, num_buckets: int) -> np.ndarray:

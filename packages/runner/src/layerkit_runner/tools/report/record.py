@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -14,9 +15,10 @@ from typing import Any
 
 from etils import epath
 
+from layerkit.config.checks import require
 from layerkit_runner.config.recorded import RecordedConfig, read_recorded_config
 from layerkit_runner.errors import UsageError
-from layerkit_runner.files.atomic_write import absolute, is_remote
+from layerkit_runner.files.atomic_write import absolute
 from layerkit_runner.files.text import near_folders
 from layerkit_runner.observers.metrics_log import (
     Metrics,
@@ -25,10 +27,12 @@ from layerkit_runner.observers.metrics_log import (
     read_metrics,
     smooth,
 )
+from layerkit_runner.tools.pages.tokens import escaped
 
 _SECONDS_UNTIL_SILENT = 600.0
 _MAX_SAMPLES, _MAX_SAMPLE_CHARACTERS = 60, 600
-_LOG_BYTES, _MAX_ERRORS = 100_000, 10
+_LOG_BYTES, _MAX_ERRORS, _MAX_ERROR_CHARACTERS = 100_000, 10, 500
+_MIN_RECORDS = 20  # Fewer have no trend.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +43,9 @@ class JobRecord:
       folder: Absolute path of the folder.
       name: Short name that differs from those of other runs of a report.
       metrics: Series of training and of evaluations, those of other modes included.
-      config: Recorded configuration; None without config.json.
-      goodput: Content of goodput.json; empty without it.
+      config: Recorded configuration; empty without config.json.
+      seconds: Seconds by phase over all starts; empty without goodput.json.
+      starts: Seconds by phase of each start.
       samples: (step, data set, prompt, continuation) of the first decoded example, newest first.
       checkpoints: Steps of the checkpoints in ascending order.
       state: State of the run, as docs/reports.md lists them.
@@ -50,8 +55,9 @@ class JobRecord:
     folder: str
     name: str
     metrics: Metrics
-    config: RecordedConfig | None
-    goodput: dict[str, Any]
+    config: RecordedConfig
+    seconds: dict[str, float]
+    starts: list[dict[str, float]]
     samples: list[tuple[int, str, str, str]]
     checkpoints: list[int]
     state: str
@@ -61,6 +67,12 @@ class JobRecord:
     def newest(self) -> Record:
         """Scalars of the newest training step that was recorded; empty without steps."""
         return self.metrics.train[-1] if self.metrics.train else {}
+
+    @property
+    def held_out(self) -> dict[str, float]:
+        """Newest loss of each evaluation, by data set."""
+        newest = {name: rows[-1] for name, rows in self.metrics.evals.items()}
+        return {name: row["loss"] for name, row in newest.items() if "loss" in row}
 
     @property
     def seconds_left(self) -> float | None:
@@ -73,28 +85,33 @@ class JobRecord:
         return seconds / steps * (start["num_train_steps"] - last["step"])
 
     def notes(self) -> Iterator[str]:
-        """Yield what a reader should look at first: a loss that rose, skipped steps, slow data."""
+        """Yield what a reader should look at first, such as a loss that rose or slow data."""
         losses = [r["loss"] for r in self.metrics.train if math.isfinite(r.get("loss", math.nan))]
         means = smooth(losses, half_width=len(losses) // 40)
-        if means and means[-1] - min(means) > 0.25 * (max(means) - min(means)):
-            yield f"loss rose from {min(means):.4g} to {means[-1]:.4g}"
+        if len(means) >= _MIN_RECORDS:
+            low, high = min(means), max(means)
+            if means[-1] - low > 0.25 * (high - low):
+                yield f"mean loss rose from {low:.4g} to {means[-1]:.4g}"
         if not math.isfinite(self.newest.get("loss", 0.0)):
             yield f"loss is {self.newest['loss']}"
         if skipped := self.newest.get("learning/skipped_steps"):
             yield f"{skipped:,.0f} skipped steps"
-        seconds = self.goodput.get("seconds", {"input_wait": 0.0, "steps": 1.0})
-        waiting = seconds["input_wait"] / max(seconds["input_wait"] + seconds["steps"], 1e-9)
-        if waiting > 0.1:
-            yield f"devices wait for input {waiting:.0%} of the step time"
+        steps, waits = (self.seconds.get(phase, 0.0) for phase in ("steps", "input_wait"))
+        if waits > 0.1 * (steps + waits):
+            yield f"devices wait for input {waits / (steps + waits):.0%} of the step time"
+        if resumed := [
+            event["step"] for event in self.metrics.events if event["event"] == "resume"
+        ]:
+            yield f"resumed at step {', '.join(f'{step:,}' for step in resumed[-3:])}"
 
 
 def read_jobs(folders: Iterable[str | os.PathLike[str]]) -> list[JobRecord]:
     """Read the records of job folders; a folder of a sweep stands for its trials.
 
     Raises:
-      UsageError: A folder holds neither metrics.jsonl nor config.json.
+      UsageError: There is no folder, or one holds neither metrics.jsonl nor config.json.
     """
-    paths: list[epath.Path] = []
+    paths: dict[epath.Path, None] = {}
     for folder in folders:
         path = absolute(folder)
         jobs = [
@@ -106,9 +123,16 @@ def read_jobs(folders: Iterable[str | os.PathLike[str]]) -> list[JobRecord]:
             expected = "a job folder with metrics.jsonl, which a training run writes"
             choices = near_folders(os.fspath(folder))
             raise UsageError(field="DIR", value=str(path), expected=expected, choices=choices)
-        paths += [job for job in jobs if job not in paths]
-    root = os.path.commonpath(paths) if len(paths) > 1 else os.path.dirname(paths[0])
-    return [_read(path, os.path.relpath(path, root)) for path in paths]
+        paths |= dict.fromkeys(jobs)
+    require(paths, "report of runs", "DIR", [], "at least one job folder", UsageError)
+    # The slash before makes absolute paths of remote ones.
+    shared = os.path.commonpath([f"/{path.parent}" for path in paths])
+    return [_read(path, escaped(os.path.relpath(f"/{path}", shared))) for path in paths]
+
+
+def plain_text(value: Any) -> str:
+    """Return a text as it is, and any other JSON value as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _read(path: epath.Path, name: str) -> JobRecord:
@@ -118,54 +142,72 @@ def _read(path: epath.Path, name: str) -> JobRecord:
         for dataset, records in read_metrics(other).evals.items():
             rows = {row["step"]: row for row in [*metrics.evals.get(dataset, []), *records]}
             metrics.evals[dataset] = [rows[step] for step in sorted(rows)]
-    goodput = path / "goodput.json"
+    file = path / "goodput.json"
+    goodput = json.loads(file.read_text()) if file.exists() else {}
+    seconds = goodput.get("seconds", {})
     steps = [p.name.rpartition("_")[2] for p in (path / "checkpoints").glob("checkpoint_*")]
-    reason = metrics.events[-1].get("reason", "") if metrics.events else ""
-    state = _state(path, metrics, reason)
-    has_failed = state in ("failed", "killed", "not started")
+    state = _state(path / ".running", metrics)
+    errors = _log_errors(path) if state in ("failed", "killed", "not started") else []
+    errors += [metrics.events[-1]["reason"]] if state == "failed" else []
     return JobRecord(
         folder=str(path),
         name=name,
         metrics=metrics,
-        config=read_recorded_config(str(path)),
-        goodput=json.loads(goodput.read_text()) if goodput.exists() else {},
+        config=read_recorded_config(str(path)) or RecordedConfig("", {}, [], {}, {}),
+        seconds=seconds,
+        starts=goodput.get("runs", [seconds] if seconds else []),
         samples=[*_samples(path)],
         checkpoints=sorted(int(step) for step in steps if step.isdecimal()),
         state=state,
-        errors=[line for line in (*_log_errors(path), reason) if line] if has_failed else [],
+        errors=[escaped(line[:_MAX_ERROR_CHARACTERS]) for line in errors],
     )
 
 
-def _state(path: epath.Path, metrics: Metrics, reason: str) -> str:
-    if reason:
-        return {"finished": "finished", "stopped by a signal": "stopped"}.get(reason, "failed")
-    holder: dict[str, Any] = {}
-    with contextlib.suppress(OSError, ValueError):  # there is none, or it is being written
-        holder = json.loads((path / ".running").read_text())
-    is_seen = holder.get("host") == socket.gethostname()
-    if is_seen and os.path.exists(f"/proc/{holder['pid']}"):
-        return "running"
-    if not metrics.events:
+def _state(lock: epath.Path, metrics: Metrics) -> str:
+    began, host = 0.0, None
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # none, or being written
+        host = json.loads(lock.read_text())["host"]
+        began = os.stat(lock).st_mtime
+    last = metrics.events[-1] if metrics.events else {}
+    if "reason" in last and last["time"] >= began:  # No process has begun since.
+        ends = {"finished": "finished", "stopped by a signal": "stopped"}
+        return ends.get(last["reason"], "failed")
+    if host == socket.gethostname():
+        return "running" if _is_locked(lock) else "killed"
+    if not (last or began):
         return "not started"
-    series = [metrics.train, metrics.events, *metrics.evals.values()]
-    if metrics.train and metrics.train[-1]["step"] >= metrics.info["num_train_steps"]:
+    num_steps = metrics.info.get("num_train_steps", math.inf)
+    # A run of an earlier version records neither its environment nor its end.
+    if (
+        "environment" not in metrics.info
+        and metrics.train
+        and metrics.train[-1]["step"] >= num_steps
+    ):
         return "finished"
-    if is_seen or not (holder or is_remote(path)):
-        return "killed"
-    silent = time.time() - max(records[-1]["time"] for records in series if records)
-    return "running" if silent < _SECONDS_UNTIL_SILENT else "silent"
+    series = [metrics.train, metrics.events, *metrics.evals.values()]
+    newest = max([began, *(records[-1]["time"] for records in series if records)])
+    return "running" if time.time() - newest < _SECONDS_UNTIL_SILENT else "silent"
+
+
+def _is_locked(path: epath.Path) -> bool:
+    """Return whether a process of this host holds the lock of a job folder."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
 
 
 def _samples(path: epath.Path) -> Iterator[tuple[int, str, str, str]]:
     files = sorted(path.glob("decode/*/step_*.jsonl"), key=lambda file: file.stem, reverse=True)
     for file in files[:_MAX_SAMPLES]:
-        record: dict[str, Any] = {}
         # A run that decodes a step again deletes the file for a moment.
-        with contextlib.suppress(FileNotFoundError), file.open() as lines:
-            record = json.loads(next(iter(lines), "{}"))
-        prompt, text = record.get("prompt", ""), record.get("continuation", json.dumps(record))
-        step, size = int(file.stem.rpartition("_")[2]), _MAX_SAMPLE_CHARACTERS
-        yield step, file.parent.name, prompt[-size:], text[:size]
+        with contextlib.suppress(OSError, ValueError), file.open() as lines:
+            record = json.loads(lines.readline())
+            prompt = plain_text(record.get("prompt", ""))[-_MAX_SAMPLE_CHARACTERS:]
+            text = plain_text(record.get("continuation", record))[:_MAX_SAMPLE_CHARACTERS]
+            yield int(file.stem.rpartition("_")[2]), file.parent.name, prompt, text
 
 
 def _log_errors(path: epath.Path) -> list[str]:
