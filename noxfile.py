@@ -41,6 +41,8 @@ PARITY_SUITES = (
     "integration_tests/test_hugging_face_finetune.py",
     "packages/inputs/tests/chat",
     "packages/layerkit/tests/interop/hugging_face",
+    "packages/layerkit/tests/interop/test_peft.py",
+    "packages/experiments/tests/lm/test_peft_adapters.py",
     "packages/inputs/tests/text/test_text_pairs.py",
     "packages/runner/tests/run/programs/test_lm_eval_program.py",
     "packages/runner/tests/tools/test_score.py",
@@ -106,7 +108,7 @@ TEST_TOOLS = (
     *("safetensors", "matplotlib", "wandb", "optuna", "flatbuffers"),
 )
 # The last two read compressed weights in transformers.
-PARITY_TOOLS = ("lm-eval", "torch", "transformers", "accelerate", "bitsandbytes")
+PARITY_TOOLS = ("lm-eval", "torch", "transformers", "peft", "accelerate", "bitsandbytes")
 # With transformers, to read a GGUF file and its tokenizer.
 GGUF_TOOLS = ("gguf", "tokenizers")
 # Drives the Chromium of the system; playwright's own browsers are not downloaded.
@@ -122,7 +124,8 @@ DOCS_TOOLS = (
 )
 # Tests of the code on pages of the documentation, those marked slow included.
 DOCS_SUITES = ("integration_tests/test_documented_code.py",)
-# The packages after the first two belong to extras that the notebooks use.
+# The packages after the first two belong to extras that the notebooks use. Two tasks of the gallery
+# need more, and belong to the sessions `compilers` and `parity`.
 NOTEBOOK_TOOLS = ("nbclient", "ipykernel", "grain", "jinja2", "tokenizers", "safetensors")
 
 nox.options.sessions = ["lint", "tests"]
@@ -232,7 +235,7 @@ def gpu(session: nox.Session) -> None:
 @nox.session
 def parity(session: nox.Session) -> None:
     """Compare with PyTorch and transformers; the last lines are a table of families and errors."""
-    install_sources(session, (*TEST_TOOLS, *PARITY_TOOLS))
+    install_sources(session, (*TEST_TOOLS, *PARITY_TOOLS, *NOTEBOOK_TOOLS))
     session.env["PARITY_ERRORS"] = str(
         ROOT / "packages/layerkit/tests/interop/hugging_face/parity.json"
     )
@@ -240,6 +243,7 @@ def parity(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", *(session.posargs or PARITY_SUITES))
     # Many conversations for each chat template, which need transformers.
     session.run("python", "-m", "pytest", "-m", "slow", "packages/inputs/tests/chat")
+    session.run("python", "scripts/run_notebooks.py", "docs/gallery/lora_to_peft.ipynb")
     session.run("python", "scripts/renew_docs.py")
 
 

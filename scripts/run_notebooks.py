@@ -29,8 +29,8 @@ from PIL import Image
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 CELL_TIMEOUT_S = 300
-# Progress bars, and notes about the decoding of a loaded model.
-_NOTE = re.compile("step/s|s/step|^(generation|end tokens)  ")
+# Progress bars, and notes about the decoding of a loaded model and an optional kernel of PEFT's.
+_NOTE = re.compile("step/s|s/step|^(generation|end tokens)  |^WARNING:bitsandbytes")
 # Temporary folders, checksums, addresses, numbers and white space.
 _VARIES = re.compile(r"tmp\w{8}|[\da-f]{12,}|0x[\da-f]+|[-+]?\d[\d.,]*(e[-+]\d+)?|\s+")
 
