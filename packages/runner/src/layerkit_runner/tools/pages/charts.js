@@ -4,11 +4,11 @@
    `over` names the x axis ("step" if absent). A curve is {label, color, dashed, faint, x, y, bad, run}: x holds
    the first value and then differences, all positive; y numbers or null (a gap); `bad` x values that
    are marked by a triangle, since y is not finite there. A smoothed curve is drawn over a `faint` one.
-   An unchecked `input[data-run=run]` hides a curve.
+   An unchecked `input[data-run=run]` hides a curve. data.resumes has pairs of run and x, marked by a line.
    A figure with `data-chart=name` (the macro `curves` of drawings.html.jinja) receives the chart. */
 "use strict";
 (() => {
-  const charts = JSON.parse(document.getElementById("data").textContent).charts;
+  const { charts, resumes = [] } = JSON.parse(document.getElementById("data").textContent);
   const figures = [...document.querySelectorAll("figure[data-chart]")];
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });
@@ -37,25 +37,29 @@
     figures.forEach((figure) => figure.plot.setScale("x", range));
   }
 
-  function isShown(curve) {
-    const box = document.querySelector(`input[data-run="${curve.run}"]`);
+  function isShown({ run }) {
+    const box = document.querySelector(`input[data-run="${run}"]`);
     return !box || box.checked;
   }
 
-  function markBad(plot, curves) {
+  function mark(plot, curves) {
     const { ctx, bbox } = plot, size = 5 * devicePixelRatio;
-    curves.filter(isShown).forEach((curve) => {
+    const isInside = (left) => left >= bbox.left && left <= bbox.left + bbox.width;
+    for (const [run, x] of resumes.filter(([run]) => isShown({ run }))) {
+      const left = plot.valToPos(x, "x", true);
+      ctx.fillStyle = color(`--c${run % 8}`);
+      if (isInside(left)) ctx.fillRect(left, bbox.top, devicePixelRatio, bbox.height);
+    }
+    for (const curve of curves.filter(isShown)) {
       ctx.fillStyle = color(`--c${curve.color}`);
-      for (const x of curve.bad) {
-        const left = plot.valToPos(x, "x", true);
-        if (left < bbox.left || left > bbox.left + bbox.width) continue;
+      for (const left of curve.bad.map((x) => plot.valToPos(x, "x", true)).filter(isInside)) {
         ctx.beginPath();
         ctx.moveTo(left - size, bbox.top);
         ctx.lineTo(left + size, bbox.top);
         ctx.lineTo(left, bbox.top + 2 * size);
         ctx.fill();
       }
-    });
+    }
   }
 
   function draw(figure) {
@@ -67,6 +71,7 @@
       grid: { stroke: color("--grid"), width: 1 }, ticks: { show: false },
       values: (_, values) => values.map(text),
     };
+    const lastRun = Math.max(...chart.curves.map((curve) => curve.run));
     const last = (plot, series) => plot.data[series].findLast((v) => v != null);
     const over = chart.over || "step";
     figure.plot?.destroy();
@@ -81,7 +86,7 @@
         ...chart.curves.map((curve) => ({
           label: curve.label, class: curve.faint ? "faint" : "drawn",
           // A later run is drawn over an earlier one, which stays visible at its sides.
-          width: curve.faint ? 1 : Math.max(3 - 0.6 * (curve.run ?? 2), 1.2),
+          width: curve.faint ? 1 : 1.75 + 1.5 * Math.min(lastRun - curve.run, 2),
           stroke: color(`--c${curve.color}`) + (curve.faint ? "55" : ""), show: isShown(curve),
           dash: curve.dashed ? [6, 4] : undefined,
           points: { ...(curve.dashed && { show: true }), size: 5, fill: color(`--c${curve.color}`) },
@@ -98,7 +103,7 @@
         bind: { dblclick: () => () => zoom({ min: low, max: high }) },
       },
       hooks: {
-        draw: [(plot) => markBad(plot, chart.curves)],
+        draw: [(plot) => mark(plot, chart.curves)],
         setSelect: [(plot) => {
           const { left, width } = plot.select;
           if (width > 4) zoom({ min: plot.posToVal(left, "x"), max: plot.posToVal(left + width, "x") });

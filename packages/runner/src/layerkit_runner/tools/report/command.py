@@ -82,8 +82,7 @@ class ReportPage(Observer):
             began = time.monotonic()
             self._write(f"--refresh_secs={max(round(self.interval_secs), 1)}")
             # A page of a long run takes seconds of a core, and at most a tenth of the time.
-            took = time.monotonic() - began
-            self._next = began + max(self.interval_secs, 10 * took)
+            self._next = max(began + self.interval_secs, 10 * time.monotonic() - 9 * began)
 
     def close(self) -> None:
         """Write the last page."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from layerkit_runner.observers.base import TOTAL_WEIGHT
-from layerkit_runner.observers.metrics_log import Record, smooth
+from layerkit_runner.observers.metrics_log import smooth
 from layerkit_runner.tools.report.record import JobRecord
 
 # Points of all curves of a page together; a point takes about ten bytes.
@@ -34,28 +34,27 @@ _NO_METRIC = ("step", "time", "dataset", "loss", TOTAL_WEIGHT)
 class _Line(NamedTuple):
     run: int
     label: str
+    dashed: bool
     steps: np.ndarray  # int64 [records]
     values: np.ndarray  # float64 [records]
     is_bad: np.ndarray  # bool [records]: a value that is not finite, or a step that was skipped
-    dashed: bool = False  # an evaluation
 
 
 def make_charts(jobs: Sequence[JobRecord]) -> dict[str, Any]:
     """Return the charts of several runs by name, in the form that `pages/charts.js` draws."""
-    programs = {
-        p: f"{p}/loss" for job in jobs for p in job.metrics.info.get("train_programs") or ()
-    }
-    losses = [line for p, n in (programs or {"": "loss"}).items() for line in _trained(jobs, n, p)]
-    losses += _held_out(jobs, "loss")
+    programs = {p: 0 for job in jobs for p in job.metrics.info.get("train_programs") or ()}
+    names = {program: f"{program}/loss" for program in programs} or {"": "loss"}
+    losses = [line for p, name in names.items() for line in _lines(jobs, name, program=p)]
+    losses += _lines(jobs, "loss", held_out=True)
     charts = {"loss": ("Loss", "", losses)}
     for name, (title, unit, better) in _CHARTS.items():
-        lines = [*_trained(jobs, name, better=better)]
+        lines = [*_lines(jobs, name, better=better)]
         if any(line.values.any() for line in lines):
             charts[name] = title, unit, lines
     records = [row for job in jobs for rows in job.metrics.evals.values() for row in rows]
-    names = sorted({name for row in records for name in row}.difference(_NO_METRIC))
-    for name in [n for n in names if not n.endswith(("_stderr", "/n"))][:_MAX_EVAL_CHARTS]:
-        lines = [*_trained(jobs, name), *_held_out(jobs, name)]
+    metrics = sorted({name for row in records for name in row}.difference(_NO_METRIC))
+    for name in [n for n in metrics if not n.endswith(("_stderr", "/n"))][:_MAX_EVAL_CHARTS]:
+        lines = [*_lines(jobs, name), *_lines(jobs, name, held_out=True)]
         if [line.values.tolist() for line in lines] != [line.values.tolist() for line in losses]:
             charts[name] = name, "", lines
     num_lines = sum(len(lines) for *_, lines in charts.values())
@@ -74,33 +73,25 @@ def make_charts(jobs: Sequence[JobRecord]) -> dict[str, Any]:
     }
 
 
-def _trained(
-    jobs: Sequence[JobRecord], scalar: str, program: str = "", *, better: str | None = None
+def _lines(
+    jobs: Sequence[JobRecord],
+    scalar: str,
+    *,
+    program: str = "",
+    better: str | None = None,
+    held_out: bool = False,
 ) -> Iterator[_Line]:
-    """Yield the training of each run; records that have the scalar `better` are left out."""
+    """Yield the training of each run, or its evaluations, without records that have `better`."""
     for run, job in enumerate(jobs):
-        rows = [row for row in job.metrics.train if scalar in row and better not in row]
-        names = [*[job.name] * (len(jobs) > 1), *filter(None, [program])]
-        yield from _lines(run, names or ["train"], rows, scalar)
-
-
-def _held_out(jobs: Sequence[JobRecord], scalar: str) -> Iterator[_Line]:
-    """Yield the evaluations of each run."""
-    for run, job in enumerate(jobs):
-        for dataset, records in job.metrics.evals.items():
-            names = [*[job.name] * (len(jobs) > 1), dataset]
-            rows = [row for row in records if scalar in row]
-            yield from (line._replace(dashed=True) for line in _lines(run, names, rows, scalar))
-
-
-def _lines(run: int, names: Sequence[str], rows: Sequence[Record], scalar: str) -> Iterator[_Line]:
-    """Yield a line, or none without records."""
-    if rows:
-        steps = np.array([row["step"] for row in rows])
-        values = np.array([row[scalar] for row in rows], np.float64)
-        skipped = [row.get("learning/is_valid_step", 1.0) == 0.0 for row in rows]
-        is_bad = ~np.isfinite(values) | skipped
-        yield _Line(run, " · ".join(names), steps, values, is_bad)
+        series = job.metrics.evals if held_out else {program: job.metrics.train}
+        for dataset, records in series.items():
+            if rows := [row for row in records if scalar in row and better not in row]:
+                names = [*[job.name] * (len(jobs) > 1), *filter(None, [dataset])]
+                steps = np.array([row["step"] for row in rows])
+                values = np.array([row[scalar] for row in rows], np.float64)
+                skipped = [row.get("learning/is_valid_step", 1.0) == 0.0 for row in rows]
+                is_bad = ~np.isfinite(values) | skipped
+                yield _Line(run, " · ".join(names) or "train", held_out, steps, values, is_bad)
 
 
 def _spans_decades(lines: Sequence[_Line]) -> bool:

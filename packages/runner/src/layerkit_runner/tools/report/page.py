@@ -65,6 +65,8 @@ def _page(jobs: Sequence[JobRecord], refresh_secs: int | None) -> str:
     bars = [bar for job in jobs for bar in _bars(job)]
     num_samples = max(_MAX_SAMPLES // len(jobs), 1)
     samples = [(*one, run) for run, job in enumerate(jobs) for one in job.samples[:num_samples]]
+    events = [(run, event) for run, job in enumerate(jobs) for event in job.metrics.events]
+    resumes = [[run, one["step"]] for run, one in events if one["event"] == "resume"]
     facts = [_facts(job) for job in jobs]
     fields = [
         {"experiment": job.config.experiment, **job.config.fields, "git": fact["git"]}
@@ -73,7 +75,7 @@ def _page(jobs: Sequence[JobRecord], refresh_secs: int | None) -> str:
     return render_page(
         "report/page.html.jinja",
         title=f"Report of {', '.join(names[:4])}{' …' if len(names) > 4 else ''}",
-        data={"charts": make_charts(jobs)},
+        data={"charts": make_charts(jobs), "resumes": resumes},
         jobs=jobs,
         written=_time_text(time.time()),
         refresh=refresh_secs,
@@ -134,11 +136,11 @@ def _bars(job: JobRecord) -> Iterator[dict[str, Any]]:
     """Yield a bar of each of the newest starts, with the seconds by phase."""
     for number, seconds in [*enumerate(job.starts, start=1)][-_MAX_STARTS:]:
         total = max(sum(seconds.values()), 1e-9)
-        parts: list[dict[str, Any]] = [
-            {"color": color, "value": value, "text": f"{name} {value / total:.0%}, {_span(value)}"}
-            for name, color in _COLORS.items()
-            if (value := seconds.get(name, 0.0)) > 0
-        ]
+        parts: list[dict[str, Any]] = []
+        for name, color in _COLORS.items():
+            if (value := seconds.get(name, 0.0)) > 0:
+                text = f"{name.replace('_', ' ')} {value / total:.0%}, {_span(value)}"
+                parts.append({"color": color, "value": value, "text": text})
         largest = sorted(parts, key=lambda part: -part["value"])[:4]
         yield {
             "label": job.name
