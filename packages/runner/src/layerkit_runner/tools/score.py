@@ -80,7 +80,7 @@ def run_score(words: Sequence[str]) -> int:
         "tokens": len(losses),
         "bytes": num_bytes,
         "nats_per_token": nats,
-        "perplexity": math.exp(nats),
+        "perplexity": math.exp(nats) if nats < 709 else math.inf,  # the largest float
         "bits_per_byte": float(losses.sum()) / math.log(2) / num_bytes,
     }
     lines = [f"{name.replace('_', ' '):<16}{value:,.6g}" for name, value in scores.items()]

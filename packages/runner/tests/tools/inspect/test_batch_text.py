@@ -11,7 +11,7 @@ from layerkit_inputs import ByteTokenizer, LocalText
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_runner.files.text import draw_table
 from layerkit_runner.tools.inspect.batch_forms import row_lines
-from layerkit_runner.tools.inspect.batch_rows import read_row, real_rows
+from layerkit_runner.tools.inspect.batch_rows import read_row, real_rows, sizes_of
 from layerkit_runner.tools.inspect.batches import field_table, summary
 
 
@@ -107,3 +107,13 @@ def test_special_ids_are_marked(tmp_path: Path):
         "  ids[2]: “⟪BOS⟫EOS”",
         "  labels[2]: “EOS⟪EOS⟫”",
     ]
+
+
+def test_labels_of_whole_rows_are_numbers_and_rows_without_tokens_have_no_histogram():
+    ids, labels = np.array([[1, 2], [0, 0]]), np.array([5, 6])
+    batch = NestedMap(ids=ids, labels=labels, weights=np.ones(2), prompt_lengths=np.array([2, 0]))
+    assert lines_of(LETTERS, batch, 0)[1:3] == ["  labels: 5", "  prompt_lengths: 2"]
+    assert lines_of(LETTERS, batch, 0)[-1] == "  ids: “ab”"
+    assert [values.tolist() for _, values in sizes_of(batch)] == [[2], [0, 100]]
+    batch.prompt_lengths = np.zeros(2)
+    assert [*sizes_of(batch)] == []

@@ -102,7 +102,8 @@ def sizes_of(batch: NestedMap) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the tokens of each document, and the padding of rows that hold data, with titles."""
     for side, part in token_sides(batch):
         valid, label = valid_tokens(part), f"{side}: " if side else ""
-        if valid is not None and (rows := real_rows(batch)).any():
+        rows = real_rows(batch)
+        if valid is not None and valid[rows].any():
             numbers = np.where(valid, part.get("segment_ids", 1), 0)[rows]
             lengths = [np.unique(row[row > 0], return_counts=True)[1] for row in numbers]
             yield f"{label}tokens of a text", np.concatenate(lengths)
@@ -144,7 +145,9 @@ def read_row(
                 columns = np.r_[columns[: _PAGE_TOKENS // 2], columns[-_PAGE_TOKENS // 2 :]]
             tokens, labels = read(part.ids[row][columns]), None
             ids = [t._replace(position=int(p)) for t, p in zip(tokens, columns, strict=True)]
-            if "labels" in part and "weights" in part:
+            # A label of a whole row, as of a classifier, is a number beside the tokens.
+            shapes = [np.shape(part[name]) for name in ("labels", "weights") if name in part]
+            if shapes == 2 * [part.ids.shape]:
                 # The text of the first label follows that of the first id.
                 tokens = read(np.append(ids[0].id, part.labels[row][columns]))[1:]
                 weights = part.weights[row][columns].tolist()

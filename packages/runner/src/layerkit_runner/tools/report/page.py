@@ -142,9 +142,9 @@ def _bars(job: JobRecord) -> Iterator[dict[str, Any]]:
                 text = f"{name.replace('_', ' ')} {value / total:.0%}, {_span(value)}"
                 parts.append({"color": color, "value": value, "text": text})
         largest = sorted(parts, key=lambda part: -part["value"])[:4]
+        start = f", start {number} of {len(job.starts)}" if len(job.starts) > 1 else ""
         yield {
-            "label": job.name
-            + (f", start {number} of {len(job.starts)}" if len(job.starts) > 1 else ""),
+            "label": job.name + start,
             "note": "; ".join([_span(total), *(part["text"] for part in largest)]),
             "parts": parts,
         }
