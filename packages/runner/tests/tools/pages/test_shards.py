@@ -52,6 +52,11 @@ def test_rectangles_are_those_of_jax(mesh_shape, shape, spec):
     assert html.count("<rect") == len(parts)
 
 
+def test_array_on_one_device_is_one_rectangle():
+    array = jax.numpy.zeros((3, 4))
+    assert draw_sharding(array.shape, array.sharding).html.count("<rect") == 1
+
+
 def test_last_rectangles_of_an_uneven_split_are_smaller():
     parts = shards([10], [["fsdp"]], {"fsdp": 4}, range(4))
     assert [part.bounds for part in parts] == [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 10)]]

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 
+import numpy as np
 import pytest
 
 from layerkit_runner.errors import UsageError
@@ -27,7 +28,10 @@ def test_plan_of_a_json_file_is_the_plan(planned, stored):
     assert read_plan(str(stored)) == planned.plan
 
 
-@pytest.mark.parametrize("text", ["", "[1]", "{}", '{"experiment": "a"}'])
+@pytest.mark.parametrize(
+    "text",
+    ["", "[1]", "{}", '{"experiment": "a"}', pytest.param("[" * 100_000, id="deep")],
+)
 def test_file_without_a_plan_raises(tmp_path, raises, text):
     (tmp_path / "a.json").write_text(text)
     with raises(UsageError, field="--compare", value=f"{tmp_path}/a.json"):
@@ -36,13 +40,27 @@ def test_file_without_a_plan_raises(tmp_path, raises, text):
         read_plan(f"{tmp_path}/missing.json")
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"mesh": {"data": 10**9, "fsdp": 10**9}},
+        {"memory": {"peak": "much"}},
+        {"versions": {}},
+        {"live": {"bytes": [], "backward": [], "largest": []}},
+    ],
+    ids=str,
+)
+def test_plan_that_no_page_can_show_raises(stored, raises, changed):
+    stored.write_text(json.dumps(json.loads(stored.read_text()) | changed))
+    with raises(UsageError, field="--compare", value=str(stored)):
+        read_plan(str(stored))
+
+
 def test_figures_of_the_page_are_those_of_the_plan(planned):
     plan = planned.plan
     view = _view("a", plan)
     assert sum(part["value"] for part in view["memory"]["parts"]) == plan.memory.peak
     assert sum(memory_parts(plan).values()) == plan.memory.peak
-    sent = sum(value for value, _ in view["traffic"].values())
-    assert sent == sum(traffic.bytes_sent for traffic in plan.collectives)
     flops = sum(part["value"] for row in view["flops"] for part in row["parts"])
     assert flops == pytest.approx(plan.bounds.work.flops)
     weights = [tensor for tensor in plan.tensors if tensor.kind == "weights"]
@@ -50,12 +68,15 @@ def test_figures_of_the_page_are_those_of_the_plan(planned):
     assert sum(size for _, size, *_ in view["weights"]["rows"]) == sum(
         tensor.bytes_per_device for tensor in weights
     )
-    for axis in view["axes"]:
-        cells = [cell for cells in axis["hosts"].values() for cell in cells]
-        assert len(cells) == plan.num_devices
+    rows = {device: position for row in view["hosts"].values() for device, position in row}
+    grid = np.reshape(plan.placement.devices, [*plan.mesh.values()])
+    assert all(grid[position] == device for device, position in rows.items())
+    assert len(rows) == plan.num_devices
     html = plan_html({"a": plan})
-    for traffic in plan.collectives:
-        assert f"{size_text(traffic.bytes_sent)} in {traffic.executions:,}" in html
+    cells = re.findall(r"%, transparent\)\">([^<]*)</td>", html)
+    assert sorted(cells) == sorted(
+        f"{size_text(traffic.bytes_sent)} in {traffic.executions:,}" for traffic in plan.collectives
+    )
     texts = {text for tensor in weights for text in re.findall(r"\w+$", tensor.path)}
     assert all(text in html for text in texts)
 
@@ -87,11 +108,13 @@ def test_numbered_layers_and_those_of_nested_scans_are_one():
         "/jvp(LM)/lm/layers_1/up": 8.0,
         "/transpose(jvp(LM))/lm/layers_1/vmap(x)/up/jvp(LM)/lm/layers_1/up": 4.0,
         "/transpose(jvp(LM))/lm/sub.run/sub/rematted_computation/sub.run/sub/up": 2.0,
+        "/transpose(jvp(LM))/lm/pipe/vmap(vmap())/StackOfLayers/StackOfLayers.fprop/up": 4.0,
         "/add": 6.0,
     }
     assert layer_flops(scopes, num_devices=2) == {
         "lm/layers_#/up": {"forward": 8.0, "backward": 2.0, "recomputed": 0.0},
         "lm/sub/up": {"forward": 0.0, "backward": 0.0, "recomputed": 1.0},
+        "lm/pipe/up": {"forward": 0.0, "backward": 2.0, "recomputed": 0.0},
         "add": {"forward": 3.0, "backward": 0.0, "recomputed": 0.0},
     }
 

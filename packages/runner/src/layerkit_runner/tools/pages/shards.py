@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -13,7 +14,7 @@ import numpy as np
 from layerkit_runner.tools.pages.page import render_drawing
 
 if TYPE_CHECKING:
-    from jax.sharding import NamedSharding
+    from jax.sharding import Sharding
 
 _MOST_CELLS = 256
 
@@ -91,7 +92,7 @@ class Drawing:
 
 def draw_sharding(
     shape: Sequence[int],
-    sharding: NamedSharding,
+    sharding: Sharding,
     *,
     axes: Sequence[str | None] | None = None,
     title: str = "array",
@@ -103,12 +104,19 @@ def draw_sharding(
       sharding: Sharding of the array, such as `array.sharding`.
       axes: Names of the dimensions, such as the logical axes of a weight; None for their indices.
       title: Name of the array.
+
+    Raises:
+      ValueError: The sharding cannot split the shape, or `axes` are of another number.
     """
-    spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    spec = [*getattr(sharding, "spec", ()), *[None] * len(shape)][: len(shape)]
     split = [[entry] if isinstance(entry, str) else [*(entry or ())] for entry in spec]
-    devices = [device.id for device in sharding.mesh.devices.flat]
-    parts = shards(shape, split, sharding.mesh.shape, devices)
     names = dimension_names(shape, split, axes or [f"axis {d}" for d in range(len(shape))])
+    placed: Mapping[Any, Any] = sharding.devices_indices_map(tuple(shape))
+    holders = collections.defaultdict(list)
+    for device, slices in placed.items():
+        ranges = [part.indices(size)[:2] for part, size in zip(slices, shape, strict=True)]
+        holders[tuple(ranges)].append(device.id)
+    parts = [Shard([*bounds], sorted(devices)) for bounds, devices in sorted(holders.items())]
     return Drawing(render_drawing("rectangles", drawing(parts, names, title=title)))
 
 

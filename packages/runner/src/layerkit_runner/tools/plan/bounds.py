@@ -40,8 +40,8 @@ PASSES = ("forward", "backward", "recomputed")
 # The names of layers follow that of the last transformation of the model.
 _TRANSFORMED = re.compile(r".*\bjvp\([^()]*\)\)?")
 _NUMBER = re.compile(r"(?<=_)\d+$")
-# Other names in a scope: wrappers such as vmap(…), and products such as `...d,vd->...v`.
-_NO_LAYER = re.compile(r"[()>]|^rematted_computation$|^$")
+# Other names in a scope: wrappers such as vmap(…), products such as `...d,vd->...v`, and classes.
+_NO_LAYER = re.compile(r"[()>]|^rematted_computation$|^[A-Z]|^$")
 
 
 def layer_flops(scopes: Mapping[str, float], *, num_devices: int) -> dict[str, dict[str, float]]:

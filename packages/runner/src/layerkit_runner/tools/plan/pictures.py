@@ -9,7 +9,7 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,6 @@ from layerkit_runner.tools.plan.page import (
 )
 from layerkit_runner.tools.plan.plan import Plan
 
-_MOST_LAYERS = 12
 _MOST_DEVICES = 512
 
 
@@ -40,12 +39,13 @@ def read_plan(file: str) -> Plan:
     """Return the plan of a file with the output of `--mode=plan --json`.
 
     Raises:
-      UsageError: The file cannot be read, or has no plan of this version.
+      UsageError: The file cannot be read, or no page can be made of it.
     """
     try:
         plan: Plan = _from_json(Plan, json.loads(read_regular(file)))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        expected = f"a file that --mode=plan --json of this version printed ({error})"
+        plan_html({file: plan})
+    except Exception as error:  # the file may hold anything
+        expected = f"a file that --mode=plan --json of this version printed ({error!r})"
         raise UsageError(field="--compare", value=file, expected=expected) from error
     return plan
 
@@ -76,30 +76,30 @@ def plan_html(plans: Mapping[str, Plan]) -> str:
         full={name: max(view["full"][name] for view in views) for name in views[0]["full"]},
         kinds={part["name"]: part["color"] for v in views for part in v["memory"]["parts"]},
         passes={name: color for color, name in enumerate(PASSES)},
+        most_devices=_MOST_DEVICES,
     )
 
 
 def _facts(plan: Plan) -> dict[str, str]:
     """Return texts about a plan by their names."""
-    facts = {"devices": devices_text(plan), "memory": " ".join(verdict(plan))}
-    for name, text in summary_rows(plan):
-        facts[name or "batch"] = text if name else f"{facts['batch']}, {text}"
-    overlaps = [row for row in bound_rows(plan) if "overlap" in row[0]]
-    facts |= {f"step time, {name}": f"{time}: {remark}" for name, time, remark in overlaps}
-    return {name: text for name, text in facts.items() if text}
+    facts = {"devices": devices_text(plan), "memory": " ".join(verdict(plan)) or "limit unknown"}
+    name = ""
+    for title, text in summary_rows(plan):
+        name = title or name
+        facts[name] = f"{facts[name]}, {text}" if name in facts else text
+    for name, time, remark in bound_rows(plan):
+        if "overlap" in name:
+            facts[f"step time, {name}"] = f"{time}: {remark}"
+    return facts
 
 
 def _view(name: str, plan: Plan) -> dict[str, Any]:
     """Return what the template shows of a plan."""
-    memory, collectives = plan.memory, plan.collectives
-    usable = plan.device and plan.device.usable_bytes
+    memory, usable = plan.memory, plan.device and plan.device.usable_bytes
     top = memory.peak - memory.temporaries + max(plan.live.bytes if plan.live else [0])
-    layers = _largest_layers(plan)
-    sums = {layer: sum(by_pass.values()) for layer, by_pass in layers.items()}
+    seconds = plan.bounds.seconds if plan.bounds else {}
+    sums = {layer: sum(by_pass.values()) for layer, by_pass in plan.layers.items()}
     flops = sum(sums.values()) or 1
-    seconds = plan.bounds.seconds if plan.bounds and plan.bounds.step_seconds else {}
-    bounds = {row: time for row, time in seconds.items() if time}
-    remarks = {row: (text, remark) for row, text, remark in bound_rows(plan)}
     weights = [tensor for tensor in plan.tensors if tensor.kind == "weights"]
     groups = join_layers(weights, lambda weight: (array_text(weight),))
     return {
@@ -110,48 +110,40 @@ def _view(name: str, plan: Plan) -> dict[str, Any]:
             "bytes": max(memory.peak, usable or 0),
             # A limit that is far above the curve would flatten it.
             "live": max(top, memory.peak, usable if usable and usable < 2 * top else 0),
-            "seconds": max(bounds.values(), default=0),
-            "sent": max((traffic.bytes_sent for traffic in collectives), default=0),
+            "seconds": max((time or 0 for time in seconds.values()), default=0),
+            "sent": max((traffic.bytes_sent for traffic in plan.collectives), default=0),
             "flops": max(sums.values(), default=0),
         },
-        "memory": _bar(f"peak {size_text(memory.peak)}", "", memory_parts(plan), size_text),
+        "memory": _bar("peak", size_text(memory.peak), memory_parts(plan), size_text),
         "memory_rows": [*memory_rows(plan)],
         "bounds": [
-            _bar(
-                row, ", ".join(remarks[row]), {row: time}, seconds_text, int("←" in remarks[row][1])
-            )
-            for row, time in bounds.items()
+            _bar(row, f"{text}, {remark}", {row: time}, seconds_text)
+            for row, text, remark in bound_rows(plan)
+            if (time := seconds.get(row))
         ],
-        "traffic": {
-            (t.kind, t.axes): (
-                t.bytes_sent,
-                f"{size_text(t.bytes_sent)} in {t.executions:,}"
-                + f", {size_text(t.bytes_slow)} slow" * (t.bytes_slow > 0),
-            )
-            for t in collectives
-        },
-        "axes": [*_mesh_views(plan)],
         "flops": [
             _bar(
-                name,
-                f"{_flops_text(sums[name])}, {100 * sums[name] / flops:.1f} %",
                 layer,
+                f"{_flops_text(sums[layer])}, {100 * sums[layer] / flops:.1f} %",
+                plan.layers[layer],
                 _flops_text,
             )
-            for name, layer in layers.items()
+            for layer in sorted(sums, key=lambda layer: -sums[layer])
         ],
         "flops_in_all": _flops_text(flops),
+        "hosts": _devices_by_host(plan),
+        "hosts_along": _hosts_along_axes(plan),
         "weights": weight_table(groups, plan.mesh, plan.placement.devices),
     }
 
 
 def _bar(
-    label: str, note: str, parts: Mapping[str, float], text: Callable[[float], str], color: int = 0
+    label: str, note: str, parts: Mapping[str, float], text: Callable[[float], str]
 ) -> dict[str, Any]:
-    """Return a row of the macro `stacked_bars`, with colors from `color`."""
+    """Return a row of the macro `stacked_bars`."""
     colored = [
-        {"name": name, "color": color + at, "value": value, "text": f"{name} {text(value)}"}
-        for at, (name, value) in enumerate(parts.items())
+        {"name": name, "color": color, "value": value, "text": f"{name} {text(value)}"}
+        for color, (name, value) in enumerate(parts.items())
     ]
     return {"label": label, "note": note, "parts": [part for part in colored if part["value"]]}
 
@@ -169,43 +161,27 @@ def memory_parts(plan: Plan) -> dict[str, int]:
     return {**parts, "padding of inputs": rest}
 
 
-def _largest_layers(plan: Plan) -> dict[str, dict[str, float]]:
-    """Return the FLOPs of the layers that have most, and of all others."""
-    order = sorted(plan.layers, key=lambda layer: -sum(plan.layers[layer].values()))
-    largest = {layer: plan.layers[layer] for layer in order[:_MOST_LAYERS]}
-    if rest := order[_MOST_LAYERS:]:
-        sums = {kind: sum(plan.layers[layer][kind] for layer in rest) for kind in PASSES}
-        largest[f"{len(rest)} others"] = sums
-    return largest
-
-
 def _flops_text(flops: float) -> str:
     return scaled_text(flops, ["FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP"])
 
 
-def _mesh_views(plan: Plan) -> Iterator[dict[str, Any]]:
-    """Yield what the macro `machines` draws, for each mesh axis that has several devices."""
-    sizes, place = [*plan.mesh.values()], plan.placement
-    grid = np.indices(sizes).reshape(len(sizes), -1)
-    where = [f"host {host}" for host in place.hosts]
-    if place.hosts != place.slices and len({*place.slices}) > 1:
-        where = [f"slice {at}, {host}" for at, host in zip(place.slices, where, strict=True)]
-    order = np.argsort(place.devices, kind="stable")[:_MOST_DEVICES].tolist()
-    for index, (axis, size) in enumerate(plan.mesh.items()):
-        hosts: dict[str, list[tuple[float, int, str]]] = {}
-        for at in order:
-            position = ", ".join(f"{a} {i}" for a, i in zip(plan.mesh, grid[:, at], strict=True))
-            cell = (
-                grid[index, at] / max(size - 1, 1),
-                grid[index, at],
-                f"device {place.devices[at]}: {position}",
-            )
-            hosts.setdefault(where[at], []).append(cell)
-        lines = np.moveaxis(np.reshape(place.hosts, sizes), index, -1).reshape(-1, size)
-        spans = max(len({*line}) for line in lines.tolist())
-        if size > 1:
-            yield {
-                "label": f"{axis} {size}, across {spans} host(s)",
-                "hosts": hosts,
-                "hidden": len(place.devices) - len(order),
-            }
+def _devices_by_host(plan: Plan) -> dict[str, list[tuple[int, tuple[int, ...]]]]:
+    """Return devices and their positions in the mesh, by host."""
+    place = plan.placement
+    grid = np.ndenumerate(np.reshape(place.devices, [*plan.mesh.values()]))
+    rows = sorted(
+        (device.item(), position, host, part)
+        for (position, device), host, part in zip(grid, place.hosts, place.slices, strict=True)
+    )
+    hosts: dict[str, list[tuple[int, tuple[int, ...]]]] = {}
+    for device, position, host, part in rows[:_MOST_DEVICES]:
+        within = f"slice {part}, " if plan.num_slices > 1 and place.slices != place.hosts else ""
+        hosts.setdefault(f"{within}host {host}", []).append((device, position))
+    return hosts
+
+
+def _hosts_along_axes(plan: Plan) -> list[int]:
+    """Return the number of hosts among the devices along each mesh axis."""
+    grid = np.reshape(plan.placement.hosts, [*plan.mesh.values()])
+    lines = [np.moveaxis(grid, axis, -1).reshape(-1, size) for axis, size in enumerate(grid.shape)]
+    return [max(len({*line}) for line in of_axis.tolist()) for of_axis in lines]
