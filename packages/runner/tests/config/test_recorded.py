@@ -18,6 +18,7 @@ from layerkit_runner.config.recorded import (
     read_recorded_config,
 )
 from layerkit_runner.errors import UsageError
+from layerkit_runner.run_options import RunOptions
 
 MODULE = '''
     import dataclasses
@@ -101,6 +102,22 @@ def test_override_of_the_command_line_replaces_the_recorded_one(job: Path, capsy
     assert "NUM_LAYERS" not in err
 
 
+def test_training_takes_the_flags_of_the_first_start_which_other_modes_lack(job: Path):
+    first = ["--exp=recorded_lm.Small", "--init_from=base", "--init_draw=head", "--wandb_project=p"]
+    write(job, {**RECORD, "arguments": first})
+    for words, expected in (
+        ((), {"init_from": "base", "init_draw": "head"}),
+        (("--restore_checkpoint_dir=D",), {"restore_checkpoint_dir": "D"}),
+        (("--mode=eval",), {}),
+    ):
+        said: list[str] = []
+        flags = parse_flags([f"--job_log_dir={job}", *words])
+        flags = add_recorded_experiment(flags, said.append)
+        assert flags.options == RunOptions(job_log_dir=str(job), **expected)
+        assert expected.items() <= flags.values.items()
+        assert ("--init_from=base --init_draw=head" in said[0]) == (not words)
+
+
 def test_named_experiment_takes_nothing_from_the_folder(job: Path, capsys):
     assert cli.main(inspect(job, "--exp=recorded_lm.Small")) == 0
     out, err = capsys.readouterr()
@@ -134,10 +151,12 @@ def test_command_without_a_folder_requires_an_experiment(raises):
             add_recorded_experiment(parse_flags(words), lambda line: None)
 
 
-def test_folder_without_a_record_raises(raises, tmp_path: Path):
+@pytest.mark.parametrize("mode", ["inspect", "train"])
+def test_folder_without_a_record_raises(raises, tmp_path: Path, mode: str):
     folder = f"{tmp_path}/job"
+    flags = parse_flags([f"--mode={mode}", f"--job_log_dir={folder}"])
     with raises(UsageError, field="--job_log_dir", value=folder):
-        add_recorded_experiment(parse_flags(inspect(Path(folder))), lambda line: None)
+        add_recorded_experiment(flags, lambda line: None)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -38,6 +38,7 @@ def test_table_in_a_pipe_is_plain_and_whole():
         f"  {'b':16}  {'1':>{len(ROWS[0][1])}}",
     ]
     assert draw_table([], title="weights", head=("name", "shape")) == []
+    assert draw_table([("\x1b[2J", "x\ny")]) == [r"\x1b[2J  x\ny"]
     assert color_text("bad", "red") == "bad"
 
 
@@ -58,6 +59,9 @@ def test_table_on_a_terminal_is_a_box_of_its_width_with_color(monkeypatch: pytes
     assert cells[0][0] == ROWS[0][0]
     # A long cell is folded at spaces, and markup and codes of rich are text.
     assert " ".join(cell for _, cell in cells) == ROWS[0][1].strip()
+    # A first column that is wide leaves room for the others.
+    monkeypatch.setenv("COLUMNS", "30")
+    assert len(draw_table(ROWS)) < 20
     monkeypatch.setenv("TERM", "xterm")
     assert "\x1b[36m" in draw_table(ROWS)[1]
     assert color_text("bad " * 30, "red") == f"\x1b[31m{'bad ' * 30}\x1b[0m"

@@ -217,7 +217,7 @@ def test_trainer_runs_without_locks_of_the_file_system(
 
 def test_command_line_parses_to_the_same_run(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("RUNNER_COMMAND", raising=False)
-    fields = {"pmap_use_tensorstore": True, "enable_checkpoint_saving": False, "init_from": "base"}
+    fields = {"pmap_use_tensorstore": True, "enable_checkpoint_saving": False}
     options = RunOptions(job_log_dir="/tmp/a b", **fields)
     command = command_line(options)
     assert command.startswith("runner ")
@@ -227,9 +227,8 @@ def test_command_line_parses_to_the_same_run(monkeypatch: pytest.MonkeyPatch):
     flags = parse_flags(shlex.split(changed)[1:])
     # No flag that the mode refuses.
     assert [str(o) for o in flags.overrides] == ["--fdl.SHAPE=[4]"] and flags.mode == "plan"
-    # The checkpoints of the folder take the place of other weights.
-    saves = dataclasses.replace(options, enable_checkpoint_saving=True)
-    assert "init_from" in command and "init_from" not in command_line(saves)
+    # The record has the flags of the first start.
+    assert command_line(dataclasses.replace(options, init_from="base")) == command
     monkeypatch.setenv("RUNNER_COMMAND", "python3 start.py train")
     assert command_line(options).startswith("python3 start.py train '--job_log_dir=/tmp/a b'")
 

@@ -16,12 +16,24 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from layerkit_runner.config.requests import ParsedFlags, merge_overrides, parse_override
+from layerkit_runner.config.flags import parse_flags
+from layerkit_runner.config.requests import (
+    ParsedFlags,
+    flag_word,
+    merge_overrides,
+    parse_override,
+)
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import DocumentError, parse_json, read_text
-from layerkit_runner.files.text import near_folders
+from layerkit_runner.files.text import near_folders, printable
+from layerkit_runner.run_options import RunOptions
 
 FILE_NAME = "config.json"
+# The flags that only the first start of a job reads.
+FIRST_START_FLAGS = (
+    *("init_from", "init_draw"),
+    *("restore_checkpoint_dir", "restore_checkpoint_step", "restore_cast_dtypes"),
+)
 # A model of thousands of layers that are listed one by one has a few megabytes.
 _MAX_BYTES = 64_000_000
 # A class that a function or a notebook defines has `<locals>` in its name.
@@ -37,6 +49,11 @@ class RecordedConfig:
     arguments: Sequence[str]
     fields: Mapping[str, Any]
     config: Mapping[str, Any]
+
+    def first_start_options(self) -> dict[str, Any]:
+        """Return the options that only the first start of the job reads; see `parse_flags`."""
+        options = parse_flags(self.arguments).options
+        return {name: getattr(options, name) for name in FIRST_START_FLAGS}
 
 
 def differing_names(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
@@ -82,12 +99,13 @@ def load_recorded_config(folder: str, *, flag: str, hint: str | None = None) -> 
 def add_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) -> ParsedFlags:
     """Return flags with the experiment and overrides of the job's folder, if they name none.
 
-    Overrides of the command line replace recorded ones of the same path.
+    Overrides of the command line replace recorded ones of the same path. Training also takes the
+    flags of the first start, such as init_from, since the job may have no checkpoint yet.
     """
     folder = flags.options.job_log_dir
     if flags.exp is not None:
         return flags
-    if folder is None or (flags.mode == "train" and read_recorded_config(folder) is None):
+    if folder is None:
         raise UsageError(
             "missing flag",
             field="--exp",
@@ -108,12 +126,20 @@ def add_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) -
         if "." in path and _CLASS_NAME.fullmatch(text):  # It may name the class of a config.
             _check_module(path, text, folder)
         taken.append(dataclasses.replace(parse_override(path, text), is_recorded=True))
+    first: dict[str, Any] = {}
+    if flags.mode == "train" and flags.values.keys().isdisjoint(FIRST_START_FLAGS):
+        options = recorded.first_start_options().items()
+        first = {name: value for name, value in options if value != getattr(RunOptions, name)}
     words = [f"--exp={recorded.experiment}", *map(str, taken)]
-    # Escape control characters, which would otherwise reach the terminal.
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in shlex.join(words))
-    report(f"taken from {folder}/{FILE_NAME}: {line}")
-    overrides = merge_overrides([*taken, *flags.overrides])
-    return dataclasses.replace(flags, exp=recorded.experiment, overrides=overrides)
+    words += [flag_word(name, value) for name, value in first.items()]
+    report(f"taken from {folder}/{FILE_NAME}: {printable(shlex.join(words))}")
+    return dataclasses.replace(
+        flags,
+        exp=recorded.experiment,
+        overrides=merge_overrides([*taken, *flags.overrides]),
+        options=dataclasses.replace(flags.options, **first),
+        values={**flags.values, **first},
+    )
 
 
 def _read(folder: str) -> str | None:

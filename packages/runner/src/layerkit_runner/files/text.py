@@ -5,13 +5,12 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import shutil
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from layerkit_runner.errors import UsageError
-
-_WHOLE_NAME = 48
 
 
 def check_utf8(text: str, *, field: str) -> None:
@@ -55,6 +54,11 @@ def stable_repr(value: object) -> str:
         return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
 
 
+def printable(text: str) -> str:
+    """Return a text whose control characters, which a terminal would obey, are escaped."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def draw_table(
     rows: Iterable[Sequence[str]],
     *,
@@ -64,7 +68,8 @@ def draw_table(
 ) -> list[str]:
     """Return the lines of a table, drawn by rich on a terminal; none without rows.
 
-    Elsewhere columns are separated by spaces and each row is one line, as `grep` needs it.
+    Elsewhere columns are separated by spaces and each row is one line, as `grep` needs it. Control
+    characters of cells are escaped.
 
     Args:
       rows: Cells of equal number.
@@ -75,11 +80,11 @@ def draw_table(
     >>> draw_table([("a", "1"), ("bcd", "23")], right=[1])
     ['a     1', 'bcd  23']
     """
-    lines = [*rows]
+    lines = [[*map(printable, cells)] for cells in rows]
     if not lines:
         return []
     if not sys.stdout.isatty():
-        lines = [head, *lines] if head else lines
+        lines = [[*head], *lines] if head else lines
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         forms = [f"{'>' if index in right else '<'}{width}" for index, width in enumerate(widths)]
         texts = ["  ".join(map(format, line, forms)).rstrip() for line in lines]
@@ -89,11 +94,14 @@ def draw_table(
 
     drawn = table.Table(box=box.ROUNDED, show_header=bool(head), border_style="dim")
     # Other columns are folded before the first one, which names the row, unless that is wide.
-    is_whole = max(len(line[0]) for line in lines) <= _WHOLE_NAME
+    is_whole = 2 * max(len(line[0]) for line in lines) <= shutil.get_terminal_size().columns
     for index, name in enumerate(head or lines[0]):
-        style = "" if index else "cyan"
-        column: dict[str, Any] = {"no_wrap": is_whole and not index, "style": style}
-        drawn.add_column(text.Text(name), justify="right" if index in right else "left", **column)
+        drawn.add_column(
+            text.Text(name),
+            justify="right" if index in right else "left",
+            style="" if index else "cyan",
+            no_wrap=is_whole and not index,
+        )
     for line in lines:
         drawn.add_row(*(text.Text(cell, no_wrap=False, overflow="fold") for cell in line))
     above = [] if title is None else [color_text(title, "bold")]

@@ -30,8 +30,11 @@ from layerkit_runner.checkpointing import folders
 from layerkit_runner.checkpointing.errors import SaveError
 from layerkit_runner.config.config_tree import config_json, config_text
 from layerkit_runner.config.experiment import is_field_name
-from layerkit_runner.config.flags import parse_flags
-from layerkit_runner.config.recorded import differing_names, read_recorded_config
+from layerkit_runner.config.recorded import (
+    FIRST_START_FLAGS,
+    differing_names,
+    read_recorded_config,
+)
 from layerkit_runner.config.requests import ResolvedExperiment, to_argv
 from layerkit_runner.distributed.cluster import run_on_process_0
 from layerkit_runner.errors import UsageError
@@ -47,14 +50,6 @@ from layerkit_runner.run_options import RunOptions
 # File that is locked while a job trains; it holds the job's host and process id.
 _RUNNING = ".running"
 _MAX_CHANGES = 8
-# The flags that only the first start of a job reads.
-_FIRST_START_FLAGS = (
-    "init_from",
-    "init_draw",
-    "restore_checkpoint_dir",
-    "restore_checkpoint_step",
-    "restore_cast_dtypes",
-)
 
 
 def check_same_experiment(directory: epath.Path, resolved: ResolvedExperiment) -> None:
@@ -166,9 +161,7 @@ def write_config(
     before = read_recorded_config(os.fspath(directory))
     if resumes and before is not None:
         with contextlib.suppress(UsageError):  # The flags are missing, or of another version.
-            first = parse_flags(before.arguments).options
-            kept = {name: getattr(first, name) for name in _FIRST_START_FLAGS}
-            options = dataclasses.replace(options, **kept)
+            options = dataclasses.replace(options, **before.first_start_options())
     config = config_json(resolved, options)
     recorded = config["config"] if before is None else before.config
     for line in changed_lines(recorded, config["config"]):
@@ -227,9 +220,9 @@ def command_line(
 
     RUNNER_COMMAND in the environment replaces `runner`. `changes` are values by override path.
     """
-    # A folder with checkpoints needs no flags of the first start.
-    first = _FIRST_START_FLAGS if options.enable_checkpoint_saving else ()
-    options = dataclasses.replace(options, **{name: getattr(RunOptions, name) for name in first})
+    # The record has the flags of the first start.
+    recorded = {name: getattr(RunOptions, name) for name in FIRST_START_FLAGS}
+    options = dataclasses.replace(options, **recorded)
     words = [f"--job_log_dir={options.job_log_dir}"]
     words += [f"--fdl.{path}={text}" for path, text in (changes or {}).items()]
     words += [f"--mode={mode}"] * (mode != "train")
