@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import json
 import struct
-import sys
 
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_runner.observers.loss_curve import LossCurve, draw_loss_curve
+from layerkit_runner.observers.loss_curve import draw_loss_curve
 from layerkit_runner.observers.metrics_log import smooth
 
 pytestmark = pytest.mark.usefixtures("matplotlib")
@@ -70,26 +69,6 @@ def test_non_finite_losses_are_omitted(tmp_path):
     with path.open("a") as file:
         file.write('{"step": 60, "time": 0.0, "loss": "NaN"}\n{"step": 61, "loss": "Infinity"}\n')
     assert draw_loss_curve(path, tmp_path / "with_nan.png").read_bytes() == expected
-
-
-def test_another_process_redraws_and_its_failure_has_no_effect(tmp_path, monkeypatch):
-    path = write_record(tmp_path, steps=range(1, 200))
-    expected = draw_loss_curve(path, tmp_path / "expected.png", y_label="nats").read_bytes()
-    curve = LossCurve(tmp_path, key="loss", y_label="nats", interval=0)
-    curve.redraw()
-    curve._background.close()
-    assert (tmp_path / "loss_curve.png").read_bytes() == expected
-    for executable in (sys.executable, "/no/such/program"):
-        monkeypatch.setattr(sys, "executable", executable)
-        failing = LossCurve(tmp_path / "no_job", key="loss", y_label="nats", interval=0)
-        failing.redraw()
-        with pytest.raises(FileNotFoundError, match="metrics.jsonl"):
-            failing.finish({})
-    late = LossCurve(tmp_path, key="loss", y_label="nats")
-    late.redraw()
-    assert not late._background.num_pending
-    late.finish({"table": 2.2})
-    assert (tmp_path / "loss_curve.png").read_bytes() != expected
 
 
 def test_draw_loss_curve_without_finite_values_raises(raises, tmp_path):

@@ -27,7 +27,9 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.observers.loss_curve import draw_loss_curve
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
+from layerkit_runner.run.end_report import LossCurve
 from layerkit_runner.run.inference import run_inference
+from layerkit_runner.run.job import start_job
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
 from layerkit_runner.run_options import RunOptions
@@ -154,6 +156,29 @@ def test_outputs_without_ids_are_decoded_and_the_loss_curve_names_the_metric(
         assert run_inference(mode, resolve(experiment()), options(folder)) == 0
         check_records(folder)
         assert 'sample (points): {"example": 0, ' in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("matplotlib")
+def test_another_process_redraws_the_curve_and_its_failure_has_no_effect(
+    experiment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    folder = tmp_path / "job"
+    picture = folder / "loss_curve.png"
+    assert run_train(resolve(experiment()), options(folder)) == 0
+    expected = picture.read_bytes()
+    picture.unlink()
+    job = start_job("train", resolve(experiment()), options(folder))
+    curve = LossCurve(job, "token", interval=0)
+    curve.redraw()
+    assert curve._drawing is not None and curve._drawing.wait() == 0
+    assert picture.read_bytes() == expected
+    monkeypatch.setattr(sys, "executable", "/no/such/program")
+    curve.redraw()
+    early = LossCurve(job, "token")
+    early.redraw()
+    assert early._drawing is None
+    curve.finish({"table": 2.2})
+    assert picture.read_bytes() != expected
 
 
 @pytest.mark.usefixtures("matplotlib")

@@ -3,19 +3,15 @@
 The extra `plots` installs matplotlib, which is imported when a picture is drawn. While a job
 trains, a process of its own draws, so that no step waits:
 
-    python -m layerkit_runner.observers.loss_curve METRICS PICTURE KEY LABEL
+    python -m layerkit_runner.observers.loss_curve FOLDER KEY LABEL
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import io
 import math
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 
 from etils import epath
@@ -23,46 +19,9 @@ from etils import epath
 from layerkit.errors import ConfigError, pip_install
 from layerkit_inputs.base.errors import MissingExtraError
 from layerkit_runner.files.atomic_write import atomic_write
-from layerkit_runner.observers.base import Background
-from layerkit_runner.observers.metrics_log import Record, metrics_path, read_metrics, smooth
+from layerkit_runner.observers.metrics_log import Record, read_metrics, smooth
 
 _POINTS_PER_HALF_WIDTH = 40
-_MAX_SECONDS = 60.0
-
-
-class LossCurve:
-    """The picture of a job that trains: redrawn after evaluations, and finished at the end."""
-
-    def __init__(
-        self, job_log_dir: epath.PathLike, *, key: str, y_label: str, interval: float = 10.0
-    ) -> None:
-        """Store the job folder, the scalar to draw and the label of the y axis.
-
-        Drawings begin after `interval` seconds, and lie that far apart.
-        """
-        self._paths = metrics_path(job_log_dir), epath.Path(job_log_dir) / "loss_curve.png"
-        self._key, self._y_label = key, y_label
-        self._interval, self._next = interval, time.monotonic() + interval
-        self._background = Background()
-
-    def redraw(self) -> None:
-        """Start to draw the metrics so far if a drawing is due; a failure has no effect."""
-        if self._background.num_pending or time.monotonic() < self._next:
-            return
-        self._next = time.monotonic() + self._interval
-        words = [*map(os.fspath, self._paths), self._key, self._y_label]
-        command = [sys.executable, "-m", __name__, *words]
-        no = subprocess.DEVNULL
-        with contextlib.suppress(OSError):  # no process could be started
-            self._background.submit(
-                functools.partial(subprocess.run, command, stdin=no, stdout=no, stderr=no)
-            )
-
-    def finish(self, baselines: Mapping[str, float]) -> None:
-        """Wait for a drawing that runs, and draw the whole picture; see `draw_loss_curve`."""
-        with contextlib.suppress(OSError):
-            self._background.close(seconds=_MAX_SECONDS)
-        draw_loss_curve(*self._paths, baselines=baselines, key=self._key, y_label=self._y_label)
 
 
 def draw_loss_curve(
@@ -140,4 +99,4 @@ def _points(records: Sequence[Record], key: str) -> list[tuple[float, float]]:
 
 if __name__ == "__main__":
     os.nice(10)
-    draw_loss_curve(sys.argv[1], sys.argv[2], key=sys.argv[3], y_label=sys.argv[4])
+    draw_loss_curve(sys.argv[1], key=sys.argv[2], y_label=sys.argv[3])

@@ -6,8 +6,13 @@ other parts are made, and the exit code stays that of the training.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import os
+import subprocess
+import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +25,6 @@ from layerkit_runner.distributed.watchdog import phase
 from layerkit_runner.errors import exits_as_errors, naming_line
 from layerkit_runner.files.text import size_text
 from layerkit_runner.observers import memory_scalars
-from layerkit_runner.observers.loss_curve import LossCurve
 from layerkit_runner.observers.metrics_log import encode
 from layerkit_runner.run.executor import Executor
 from layerkit_runner.run.job import Job
@@ -31,10 +35,13 @@ from layerkit_runner.step.train_state import TrainState
 
 _SAMPLE_CHARACTERS = 600
 _ERROR_CHARACTERS = 300
+_MAX_DRAWING_SECONDS = 60.0
 
 
-def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
-    """Evaluate and decode the final model and report both."""
+def finish(
+    job: Job, executor: Executor, state: TrainState, step: int, curve: LossCurve | None
+) -> None:
+    """Evaluate and decode the final model and report both; `curve` is None on most processes."""
     parts = _Parts(job)
     baselines: dict[str, float] = {}
     parts.make(
@@ -64,8 +71,8 @@ def finish(job: Job, executor: Executor, state: TrainState, step: int) -> None:
             job.observers.message(f"memory: peak of {size_text(peak)} on one device")
 
     parts.make("summary", report_summary)
-    if (curve := executor.loss_curve) is not None:
-        parts.make("loss curve", lambda: _finish_curve(job, curve, baselines))
+    if curve is not None:
+        parts.make("loss curve", lambda: curve.finish(baselines))
         parts.make("commands to try next", lambda: _suggest(job, executor, step))
     if parts.unshared_failure is not None:
         raise parts.unshared_failure
@@ -138,20 +145,54 @@ def _report_speed(job: Job, executor: Executor) -> None:
     job.observers.message(f"speed: {speed}")
 
 
-def loss_curve(job: Job, token_unit: str) -> LossCurve:
-    """Return the picture of the metric that reports show; `token_unit` is that of the data."""
-    metric = ReportedMetric.of(job.task, token_unit=token_unit)
-    return LossCurve(job.directory, key=metric.name, y_label=metric.axis_label)
+@dataclasses.dataclass
+class LossCurve:
+    """The picture of a job's metrics: redrawn while the job trains, and completed at its end.
 
+    Attributes:
+      job: Job.
+      token_unit: Unit of the tokens of the training data.
+      interval: Seconds before the first drawing, and between two.
+    """
 
-def _finish_curve(job: Job, curve: LossCurve, baselines: dict[str, float]) -> None:
-    """Draw the whole loss curve and report its path, or why there is none."""
-    try:
-        curve.finish(baselines)
-    except (ValueError, MissingExtraError) as error:  # no finite value or no matplotlib
-        job.observers.message(f"no loss curve: {error}")
-        return
-    job.observers.message(f"loss curve: {job.given_directory / 'loss_curve.png'}")
+    job: Job
+    token_unit: str
+    interval: float = 10.0
+    _last: float = dataclasses.field(default_factory=time.monotonic)
+    _drawing: subprocess.Popen[bytes] | None = None
+
+    def redraw(self) -> None:
+        """Start to draw in another process if a drawing is due; a failure has no effect."""
+        is_drawing = self._drawing is not None and self._drawing.poll() is None
+        if is_drawing or time.monotonic() < self._last + self.interval:
+            return
+        self._last = time.monotonic()
+        words = [os.fspath(self.job.directory), self._metric.name, self._metric.axis_label]
+        # Without -P, a file of the current folder would shadow an installed module of its name.
+        command = [sys.executable, "-P", "-m", "layerkit_runner.observers.loss_curve", *words]
+        no = subprocess.DEVNULL
+        with contextlib.suppress(OSError):  # no process could be started
+            self._drawing = subprocess.Popen(command, stdin=no, stdout=no, stderr=no)
+
+    def finish(self, baselines: Mapping[str, float]) -> None:
+        """Draw the whole curve and report its path, or why there is none."""
+        from layerkit_runner.observers.loss_curve import draw_loss_curve
+
+        if self._drawing is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._drawing.wait(_MAX_DRAWING_SECONDS)
+            self._drawing.kill()
+        key, label, folder = self._metric.name, self._metric.axis_label, self.job.directory
+        try:
+            picture = draw_loss_curve(folder, baselines=baselines, key=key, y_label=label)
+        except (ValueError, MissingExtraError) as error:  # no finite value or no matplotlib
+            self.job.observers.message(f"no loss curve: {error}")
+            return
+        self.job.observers.message(f"loss curve: {self.job.given_directory / picture.name}")
+
+    @property
+    def _metric(self) -> ReportedMetric:
+        return ReportedMetric.of(self.job.task, token_unit=self.token_unit)
 
 
 def sample_text(name: str, record: Mapping[str, Any]) -> str:

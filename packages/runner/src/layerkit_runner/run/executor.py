@@ -28,7 +28,6 @@ from layerkit_runner.errors import (
     exits_as_errors,
 )
 from layerkit_runner.observers import DECODE_PREFIX, Goodput, Observer, Throughput
-from layerkit_runner.observers.loss_curve import LossCurve
 from layerkit_runner.observers.step_profiler import StepProfiler
 from layerkit_runner.optim.early_stopping import TRAIN_STEP, EarlyStop, join_metrics, program_of
 from layerkit_runner.run.programs.eval_program import BaseProgram
@@ -61,7 +60,7 @@ class Executor:
         after each step; None for no such rule.
       decode_interval_steps: Steps between two decodings; None for the setting of `train`.
       after_first_step: Called once, after the first step of this process; None for nothing.
-      loss_curve: Picture that each evaluation redraws; None draws nothing, as on most processes.
+      after_eval: Called after the evaluations of a step; None for nothing.
     """
 
     train: TrainHParams
@@ -80,7 +79,7 @@ class Executor:
     early_stop: EarlyStop | None = None
     decode_interval_steps: int | None = None
     after_first_step: Callable[[], None] | None = None
-    loss_curve: LossCurve | None = None
+    after_eval: Callable[[], None] | None = None
     # (step, metrics by program) of the latest evaluations.
     _evaluated: tuple[int, dict[str, dict[str, float]]] = dataclasses.field(
         default_factory=lambda: (-1, {}), init=False
@@ -207,8 +206,8 @@ class Executor:
             results = {p.name: dict(self._run_program(p, state, step)) for p in programs}
         self._evaluated = (step, self._evaluated_after(step) | results)
         self._record(step, results)
-        if self.loss_curve is not None and step < self.train.num_train_steps:
-            self.loss_curve.redraw()
+        if self.after_eval is not None:
+            self.after_eval()
         return results
 
     def evaluate_rest(self, state: TrainState, step: int) -> dict[str, dict[str, float]]:

@@ -243,10 +243,8 @@ def _built_in_observers(options: RunOptions, goodput: Goodput, *, quiet: bool) -
     if options.enable_summary_writer:
         observers.append(TensorBoard())
     observers.append(GoodputLog(goodput))
-    for project, name in (
-        (options.wandb_project, "WeightsAndBiases"),
-        (options.trackio_project, "Trackio"),
-    ):
+    projects = {"WeightsAndBiases": options.wandb_project, "Trackio": options.trackio_project}
+    for name, project in projects.items():
         if project is not None:
             from layerkit_runner.observers import trackers
 

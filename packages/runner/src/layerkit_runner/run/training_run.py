@@ -151,6 +151,7 @@ class TrainingRun:
         self._make_executor: Callable[..., Executor] = executor_class(job.resolved)
         # Programs that are traced after the first step.
         self._untraced: list[BaseProgram] = []
+        self._curve: end_report.LossCurve | None = None
 
     def open(self) -> None:
         """Lock the folder, open the data sets, and check what can be known before compilation."""
@@ -253,7 +254,7 @@ class TrainingRun:
             repeats = "run the same command to repeat the rest of the report"
             leaving = f"training ended at step {step}; {repeats}"
             with training_is_complete(), self.signals.leaving_at_once(leaving):
-                end_report.finish(job, self.executor, state, step)
+                end_report.finish(job, self.executor, state, step, self._curve)
         elif saves:
             job.observers.message(job.goodput.summary())
             job.observers.message(f"saved at step {step}; run the same command to resume")
@@ -444,7 +445,8 @@ class TrainingRun:
     def _build_executor(self) -> Executor:
         """Build the training programs on the compiled steps, and the executor that runs them."""
         job, train = self.job, self.job.task.train
-        unit = self.inputs.inputs[0].dataset.token_unit
+        if jax.process_index() == 0:
+            self._curve = end_report.LossCurve(job, self.inputs.inputs[0].dataset.token_unit)
         throughput = Throughput(self.info, job.goodput)
         reports = [StepReports(job.observers, throughput, work) for work in self.works]
         skipped = SkippedSteps(
@@ -473,7 +475,7 @@ class TrainingRun:
             early_stop=self.early_stop,
             decode_interval_steps=self._decode_interval,
             after_first_step=self._trace_rest,
-            loss_curve=None if jax.process_index() else end_report.loss_curve(job, unit),
+            after_eval=None if self._curve is None else self._curve.redraw,
         )
 
 
