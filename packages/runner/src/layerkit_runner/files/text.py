@@ -55,7 +55,7 @@ def stable_repr(value: object) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text whose control characters, which a terminal would obey, are escaped."""
+    """Return a text whose controls, marks of direction and other unseen characters are escaped."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

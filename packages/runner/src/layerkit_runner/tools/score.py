@@ -20,10 +20,10 @@ from layerkit.config.checks import require
 from layerkit_runner.config.flags import read_flags
 from layerkit_runner.config.help import flag_rows, table
 from layerkit_runner.errors import as_usage_error
-from layerkit_runner.files.text import check_utf8
+from layerkit_runner.files.text import check_utf8, printable
 from layerkit_runner.run_options import Flag, html_file, non_negative, positive
 from layerkit_runner.tools.pages.page import render_page, write_page
-from layerkit_runner.tools.pages.tokens import escaped, read_tokens
+from layerkit_runner.tools.pages.tokens import read_tokens
 
 if TYPE_CHECKING:
     from layerkit_inputs.base.tokenizer_interface import Tokenizer
@@ -109,7 +109,7 @@ def score_page(
     means = [(piece[0] + 1, piece[-1] + 1, float(losses[piece].mean())) for piece in pieces]
     return render_page(
         "pages/score.html.jinja",
-        title=f"Loss of each token of {escaped(name)}",
+        title=f"Loss of each token of {printable(name)}",
         scores=scores,
         tokens=[token._replace(nats=loss) for token, loss in zip(tokens, nats, strict=False)],
         # The full color is that of the largest losses, of which some tokens have more.

@@ -18,7 +18,7 @@ VENDOR = files("layerkit_runner.tools.pages") / "vendor"
 
 
 def curve(label: str, **fields: object) -> dict[str, object]:
-    defaults = {"color": 0, "dashed": False, "x": [1, 1, 2], "y": [1, 2, 4], "bad": [], "run": 0}
+    defaults = {"dashed": False, "x": [1, 1, 2], "y": [1, 2, 4], "bad": [], "run": 0}
     return {"label": label, **defaults, **fields}
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from layerkit_runner.files.text import draw_table
+from layerkit_runner.files.text import draw_table, printable
 from layerkit_runner.tools.inspect.batch_rows import BatchView, Histogram, Row, Segment
 from layerkit_runner.tools.pages.page import render_page
-from layerkit_runner.tools.pages.tokens import Token, escaped
+from layerkit_runner.tools.pages.tokens import Token
 
 Part = str | BatchView | Histogram
 
@@ -75,7 +75,7 @@ def _quoted(tokens: Iterable[Token], *, is_colored: bool) -> str:
         (None if token.weight is None else token.weight > 0, char)
         for token in tokens
         for c in (SPECIAL.format(token.text) if token.is_special else token.text)
-        for char in escaped(c)
+        for char in printable(c)
     ]
     if len(line) > _MOST_CHARACTERS:
         half = _MOST_CHARACTERS // 2

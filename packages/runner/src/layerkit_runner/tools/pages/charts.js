@@ -1,16 +1,18 @@
 /* Draws the curves of a page with uPlot: cursors and zoom are linked, `log` switches the y axis.
 
-   data.charts[name] = {title, unit, log, over, curves}: `log` is whether the y axis begins logarithmic,
-   `over` names the x axis ("step" if absent). A curve is {label, color, dashed, faint, x, y, bad, run}: x holds
-   the first value and then differences, all positive; y numbers or null (a gap); `bad` x values that
-   are marked by a triangle, since y is not finite there. A smoothed curve is drawn over a `faint` one.
-   An unchecked `input[data-run=run]` hides a curve. data.resumes has pairs of run and x, marked by a line.
+   data.charts[name] = {title, unit, log, curves}: `log` is whether the y axis begins logarithmic. A curve
+   is {run, label, dashed, faint, x, y, bad}: x holds the first step and then differences, all positive; y
+   numbers or null (a gap); `bad` steps that are marked by a triangle. A mean is drawn over a `faint` curve.
+   data.resumes has pairs of run and step, marked by a line. The run selects the color, and an unchecked
+   `input[data-run=run]` hides its curves.
    A figure with `data-chart=name` (the macro `curves` of drawings.html.jinja) receives the chart. */
 "use strict";
 (() => {
   const { charts, resumes = [] } = JSON.parse(document.getElementById("data").textContent);
   const figures = [...document.querySelectorAll("figure[data-chart]")];
   const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const colorOf = (run) => color(`--c${run % 8}`);
+  const isShown = ({ run }) => document.querySelector(`input[data-run="${run}"]`)?.checked ?? true;
   const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 4 });
   const whole = [...Array(16).keys()].flatMap((power) => [1, 2, 5].map((n) => n * 10 ** power));
 
@@ -37,21 +39,16 @@
     figures.forEach((figure) => figure.plot.setScale("x", range));
   }
 
-  function isShown({ run }) {
-    const box = document.querySelector(`input[data-run="${run}"]`);
-    return !box || box.checked;
-  }
-
   function mark(plot, curves) {
     const { ctx, bbox } = plot, size = 5 * devicePixelRatio;
     const isInside = (left) => left >= bbox.left && left <= bbox.left + bbox.width;
     for (const [run, x] of resumes.filter(([run]) => isShown({ run }))) {
       const left = plot.valToPos(x, "x", true);
-      ctx.fillStyle = color(`--c${run % 8}`);
+      ctx.fillStyle = colorOf(run);
       if (isInside(left)) ctx.fillRect(left, bbox.top, devicePixelRatio, bbox.height);
     }
     for (const curve of curves.filter(isShown)) {
-      ctx.fillStyle = color(`--c${curve.color}`);
+      ctx.fillStyle = colorOf(curve.run);
       for (const left of curve.bad.map((x) => plot.valToPos(x, "x", true)).filter(isInside)) {
         ctx.beginPath();
         ctx.moveTo(left - size, bbox.top);
@@ -73,23 +70,22 @@
     };
     const lastRun = Math.max(...chart.curves.map((curve) => curve.run));
     const last = (plot, series) => plot.data[series].findLast((v) => v != null);
-    const over = chart.over || "step";
     figure.plot?.destroy();
     figure.plot = new uPlot({
       width: place.clientWidth,
       height: figure.classList.contains("wide") ? 300 : 220,
       scales: { x: { time: false }, y: { distr: isLog ? 3 : 1 } },
-      axes: [{ ...axis, size: 26, space: 70, incrs: whole, label: over, labelSize: 18 }, { ...axis, size: 56 }],
+      axes: [{ ...axis, size: 26, space: 70, incrs: whole, label: "step", labelSize: 18 }, { ...axis, size: 56 }],
       legend: { markers: { width: 3, dash: (plot, series) => (plot.series[series].dash ? "dotted" : "solid") } },
       series: [
-        { label: over, value: (plot, v) => (v ?? last(plot, 0))?.toLocaleString("en") },
+        { label: "step", value: (plot, v) => (v ?? last(plot, 0))?.toLocaleString("en") },
         ...chart.curves.map((curve) => ({
           label: curve.label, class: curve.faint ? "faint" : "drawn",
           // A later run is drawn over an earlier one, which stays visible at its sides.
           width: curve.faint ? 1 : 1.75 + 1.5 * Math.min(lastRun - curve.run, 2),
-          stroke: color(`--c${curve.color}`) + (curve.faint ? "55" : ""), show: isShown(curve),
+          stroke: colorOf(curve.run) + (curve.faint ? "55" : ""), show: isShown(curve),
           dash: curve.dashed ? [6, 4] : undefined,
-          points: { ...(curve.dashed && { show: true }), size: 5, fill: color(`--c${curve.color}`) },
+          points: { ...(curve.dashed && { show: true }), size: 5, fill: colorOf(curve.run) },
           value: (plot, v, series, index) => text(index == null ? last(plot, series) : v) || "–",
         })),
       ],
@@ -99,7 +95,7 @@
           while (index > 0 && plot.data[series][index] == null) index--;
           return index;
         },
-        sync: { key: over, scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
+        sync: { key: "step", scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } },
         bind: { dblclick: () => () => zoom({ min: low, max: high }) },
       },
       hooks: {

@@ -26,8 +26,8 @@ def render_page(template: str, *, title: str, data: Any = None, **context: Any) 
     Args:
       template: Path of the template below the folder `tools`, such as `report/page.html.jinja`.
       title: Title of the page, as plain text.
-      data: What scripts of the page read: values of JSON. Numbers must be finite. A page with
-        curves has `{"charts": {name: chart}}`, as `pages/charts.js` describes them.
+      data: Values of JSON, which `pages/charts.js` describes and draws; None for no curves.
+        Numbers must be finite.
       **context: Further names that the template uses.
 
     Raises:

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from layerkit_runner.files.text import printable
+
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _MOST_BYTES = 4  # of a character in UTF-8
 _SIGNS = str.maketrans({" ": "␣", "\n": "⏎", "\t": "⇥"})
@@ -36,12 +38,7 @@ class Token(NamedTuple):
     def shown(self) -> str:
         """Text of visible characters, in which only spaces beside others stay as they are."""
         text = self.text.replace("\n", "⏎") if self.text.strip() else self.text.translate(_SIGNS)
-        return escaped(text) or "‥"
-
-
-def escaped(text: str) -> str:
-    """Return a text whose controls, marks of direction and other unseen characters are escaped."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+        return printable(text) or "‥"
 
 
 def read_tokens(

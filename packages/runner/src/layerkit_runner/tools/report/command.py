@@ -91,7 +91,8 @@ class ReportPage(Observer):
 
     def _write(self, *flags: str) -> None:
         words = ["report", str(self._folder), f"--html={self._folder}/{self.file}", *flags]
-        command = ["nice", sys.executable, "-m", "layerkit_runner.cli", *words]
+        # Without -P, a file of the current folder would shadow an installed module of its name.
+        command = ["nice", sys.executable, "-P", "-m", "layerkit_runner.cli", *words]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{self.file} was not written: {done.stderr[-1000:]}")

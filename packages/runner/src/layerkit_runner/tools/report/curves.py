@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -107,7 +106,7 @@ def _curves(line: _Line, num_buckets: int, *, smooths: bool) -> Iterator[dict[st
     """Yield the sampled values of a line, and their mean if there are many."""
     kept = sample(line.values, line.is_bad, num_buckets)
     finite = np.flatnonzero(np.isfinite(line.values))
-    style = {"run": line.run, "color": line.run % 8, "label": line.label, "dashed": line.dashed}
+    style = {"run": line.run, "label": line.label, "dashed": line.dashed}
     is_faint = smooths and not line.dashed and len(finite) > _NUM_SMOOTHED
     bad = line.steps[kept][line.is_bad[kept]].tolist()
     yield style | {"faint": is_faint, "bad": bad} | _points(line.steps[kept], line.values[kept])
@@ -142,9 +141,9 @@ def sample(values: np.ndarray, is_bad: np.ndarray, num_buckets: int) -> np.ndarr
     if n <= 2 * num_buckets:
         return np.arange(n)
     kept = {0, n - 1}
-    for low, high in itertools.pairwise(np.linspace(0, n, num_buckets + 1).astype(int).tolist()):
-        finite = low + np.flatnonzero(np.isfinite(values[low:high]))
-        kept.update((low + np.flatnonzero(is_bad[low:high])[:1]).tolist())
+    for part in np.array_split(np.arange(n), num_buckets):
+        finite = part[np.isfinite(values[part])]
+        kept.update(part[is_bad[part]][:1].tolist())
         if len(finite):
             kept |= {int(finite[pick(values[finite])]) for pick in (np.argmin, np.argmax)}
     return np.array(sorted(kept))

@@ -19,7 +19,7 @@ from layerkit.config.checks import require
 from layerkit_runner.config.recorded import RecordedConfig, read_recorded_config
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import absolute
-from layerkit_runner.files.text import near_folders
+from layerkit_runner.files.text import near_folders, printable
 from layerkit_runner.observers.metrics_log import (
     Metrics,
     Record,
@@ -27,7 +27,6 @@ from layerkit_runner.observers.metrics_log import (
     read_metrics,
     smooth,
 )
-from layerkit_runner.tools.pages.tokens import escaped
 
 _SECONDS_UNTIL_SILENT = 600.0
 _MAX_SAMPLES, _MAX_SAMPLE_CHARACTERS = 60, 600
@@ -127,7 +126,7 @@ def read_jobs(folders: Iterable[str | os.PathLike[str]]) -> list[JobRecord]:
     require(paths, "report of runs", "DIR", [], "at least one job folder", UsageError)
     # The slash before makes absolute paths of remote ones.
     shared = os.path.commonpath([f"/{path.parent}" for path in paths])
-    return [_read(path, escaped(os.path.relpath(f"/{path}", shared))) for path in paths]
+    return [_read(path, printable(os.path.relpath(f"/{path}", shared))) for path in paths]
 
 
 def plain_text(value: Any) -> str:
@@ -159,7 +158,7 @@ def _read(path: epath.Path, name: str) -> JobRecord:
         samples=[*_samples(path)],
         checkpoints=sorted(int(step) for step in steps if step.isdecimal()),
         state=state,
-        errors=[escaped(line[:_MAX_ERROR_CHARACTERS]) for line in errors],
+        errors=[printable(line[:_MAX_ERROR_CHARACTERS]) for line in errors],
     )
 
 
