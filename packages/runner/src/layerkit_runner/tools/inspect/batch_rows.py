@@ -49,7 +49,7 @@ class BatchView(NamedTuple):
 
 
 class Histogram(NamedTuple):
-    """Whole numbers, or percents as floats, of all batches that were read."""
+    """Whole numbers of all batches that were read."""
 
     title: str
     values: np.ndarray
@@ -61,13 +61,11 @@ class Histogram(NamedTuple):
 
     def bins(self) -> list[tuple[str, int, int, int]]:
         """Return the text of each bin, the number of its values, and its first and last one."""
-        edges = np.arange(0, 101, 100 // _BINS)
-        if is_whole := self.values.dtype.kind == "i":
-            low, high = int(self.values.min()), int(self.values.max())
-            width = -(-(high - low + 1) // _BINS)
-            edges = np.arange(low, high + width + 1, width)
-        counts, firsts = np.histogram(self.values, edges)[0].tolist(), edges[:-1].tolist()
-        bins = zip(counts, firsts, (edges[1:] - is_whole).tolist(), strict=True)
+        low, high = int(self.values.min()), int(self.values.max())
+        width = -(-(high - low + 1) // _BINS)
+        edges = np.arange(low, high + width + 1, width)
+        counts = np.histogram(self.values, edges)[0].tolist()
+        bins = zip(counts, edges[:-1].tolist(), (edges[1:] - 1).tolist(), strict=True)
         return [(f"{first} to {last}: {n}", n, first, last) for n, first, last in bins]
 
 
@@ -107,7 +105,8 @@ def sizes_of(batch: NestedMap) -> Iterator[tuple[str, np.ndarray]]:
             numbers = np.where(valid, part.get("segment_ids", 1), 0)[rows]
             lengths = [np.unique(row[row > 0], return_counts=True)[1] for row in numbers]
             yield f"{label}tokens of a text", np.concatenate(lengths)
-            yield f"{label}padding of a row in %", np.round(100 * (1 - valid[rows].mean(axis=1)), 1)
+            padding = np.rint(100 - 100 * valid[rows].mean(axis=1))
+            yield f"{label}padding of a row in %", padding.astype(np.int64)
 
 
 def read_row(
