@@ -111,7 +111,7 @@ def test_trackio_continues_the_run_of_a_resumed_job(
     trackio = pytest.importorskip("trackio")
     job = epath.Path(tmp_path) / "job"
     job.mkdir()
-    for start_step, mode in enumerate(("train", "lm_eval", "eval")):
+    for start_step, mode in enumerate(("train", "lm_eval")):
         info = run_info(job_log_dir=job, start_step=start_step, mode=mode, config=CONFIG)
         record(Trackio("toy", report=print), info)
     (run,) = trackio.Api().runs("toy")

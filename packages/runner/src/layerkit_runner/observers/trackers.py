@@ -61,14 +61,13 @@ class Tracker(Observer):
 
     def start(self, info: RunInfo) -> None:
         """Create the run of a job, or resume it."""
-        if info.job_log_dir is None or info.mode not in ("train", "lm_eval"):
-            return
         self._module = importlib.import_module(self.library)  # about a second
-        id_file = info.job_log_dir / f"{self.library}_run_id.txt"
+        directory: Any = info.job_log_dir
+        id_file = directory / f"{self.library}_run_id.txt"
         if not id_file.exists():
             atomic_write(id_file, secrets.token_hex(4) + "\n")
         config = {**info.config.get("config", {}), "num_params": info.num_params}
-        self._run = self._begin(info.job_log_dir, id_file.read_text().strip(), config)
+        self._run = self._begin(directory, id_file.read_text().strip(), config)
 
     def train_metrics(self, step: int, scalars: Mapping[str, float]) -> None:
         """Log the scalars as `train/…`."""
@@ -81,7 +80,7 @@ class Tracker(Observer):
     def histograms(self, step: int, histograms: Mapping[str, Histogram]) -> None:
         """Log the norms of all arrays, and the histograms that are finite."""
         values: dict[str, Any] = {}
-        for name, histogram in histograms.items() if self._run is not None else ():
+        for name, histogram in histograms.items():
             values[f"{name}/norm"] = histogram.norm
             if histogram.is_finite:
                 bins = histogram.counts, histogram.edges
@@ -94,29 +93,25 @@ class Tracker(Observer):
 
     def images(self, step: int, images: Mapping[str, np.ndarray]) -> None:
         """Log the images as `train/…`."""
-        if self._run is not None:
-            drawn = {name: self._module.Image(image) for name, image in images.items()}
-            self._log(step, _below("train", drawn))
+        drawn = {name: self._module.Image(image) for name, image in images.items()}
+        self._log(step, _below("train", drawn))
 
     def text(self, step: int, name: str, text: str) -> None:
         """Log the text as `decode/<data set>/sample`."""
-        if self._run is not None:
-            page = self._module.Html(f"<pre>{html.escape(text)}</pre>")
-            self._log(step, {f"decode/{name}/sample": page})
+        page = self._module.Html(f"<pre>{html.escape(text)}</pre>")
+        self._log(step, {f"decode/{name}/sample": page})
 
     def close(self) -> None:
         """Finish the run."""
-        run, self._run = self._run, None
-        if run is not None:
-            run.finish()
+        if self._run is not None:
+            self._run.finish()
 
     @abc.abstractmethod
-    def _begin(self, directory: Any, run_id: str, config: Mapping[str, Any]) -> Any:
+    def _begin(self, directory: Any, run_id: str, config: dict[str, Any]) -> Any:
         """Create or resume the run of a job folder, and return it."""
 
-    def _log(self, step: int, values: Mapping[str, Any]) -> None:
-        if self._run is not None:
-            self._run.log(dict(values), step=step)
+    def _log(self, step: int, values: dict[str, Any]) -> None:
+        self._run.log(values, step=step)
 
 
 class Trackio(Tracker):
@@ -124,12 +119,10 @@ class Trackio(Tracker):
 
     library = "trackio"
 
-    def _begin(self, directory: Any, run_id: str, config: Mapping[str, Any]) -> Any:
+    def _begin(self, directory: Any, run_id: str, config: dict[str, Any]) -> Any:
         # The name identifies the run. A notebook gets no dashboard, which would be a server.
-        name = f"{directory.name}-{run_id}"
-        return self._module.init(
-            self._project, name=name, resume="allow", config=dict(config), embed=False
-        )
+        named = {"name": f"{directory.name}-{run_id}", "config": config}
+        return self._module.init(self._project, resume="allow", embed=False, **named)
 
 
 class WeightsAndBiases(Tracker):
@@ -150,7 +143,7 @@ class WeightsAndBiases(Tracker):
             )
         self._unsent: str | None = None  # folder of an offline run, its only copy
 
-    def _begin(self, directory: Any, run_id: str, config: Mapping[str, Any]) -> Any:
+    def _begin(self, directory: Any, run_id: str, config: dict[str, Any]) -> Any:
         # wandb appends to its files, which a remote store does not support.
         is_local = not is_remote(directory)
         run = self._module.init(
@@ -178,9 +171,8 @@ class WeightsAndBiases(Tracker):
         if self._unsent is not None:
             self._report(f"wandb: to send the offline run: wandb sync {shlex.quote(self._unsent)}")
 
-    def _log(self, step: int, values: Mapping[str, Any]) -> None:
-        if self._run is not None:
-            self._run.log({"step": step, **values})
+    def _log(self, step: int, values: dict[str, Any]) -> None:
+        self._run.log({"step": step, **values})
 
 
 def _has_key() -> bool:

@@ -73,7 +73,9 @@ def finish(
     parts.make("summary", report_summary)
     if curve is not None:
         parts.make("loss curve", lambda: curve.finish(baselines))
-        parts.make("commands to try next", lambda: _suggest(job, executor, step))
+        # No command can import a class of a notebook.
+        if type(job.resolved.experiment).__module__ != "__main__":
+            parts.make("commands to try next", lambda: _suggest(job, executor, step))
     if parts.unshared_failure is not None:
         raise parts.unshared_failure
 

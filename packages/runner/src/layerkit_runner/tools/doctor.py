@@ -85,11 +85,8 @@ def run_doctor(words: Sequence[str]) -> int:
     fails = print_report("packages", examine_packages()) | print_report("host", examine_host())
     for name, limit in TIME_LIMITS.items():
         fails |= run_check(name, values.get("job_log_dir", "."), limit=limit)
-    print(
-        color_text("\nsome checks failed", "red")
-        if fails
-        else color_text("\nall checks passed", "green")
-    )
+    verdict = ("some checks failed", "red") if fails else ("all checks passed", "green")
+    print(f"\n{color_text(*verdict)}")
     return 1 if fails else 0
 
 
