@@ -264,6 +264,7 @@ def test_remote_folder_is_read_and_written(bucket, tmp_path):
         path.write_text(file.read_text())
     (job,) = read_jobs([bucket])
     assert (job.name, job.state, job.newest["loss"]) == ("job", "running", 2.0)
+    assert [job.name for job in read_jobs([bucket, local])] == ["s3:/bucket/job", str(local)[1:]]
     command.run_report([str(bucket), f"--html={bucket}/report.html"])
     assert "<title>Report of job</title>" in (bucket / "report.html").read_text()
 
