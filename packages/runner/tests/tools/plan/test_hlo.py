@@ -117,4 +117,3 @@ def test_loop_count_is_read_from_the_condition(first, step, compare, executions,
     program = {each.name: each for each in instructions(text)}
     assert (program["y"].executions, program["y"].is_exact) == (executions, is_exact)
     assert program["y"].computation == "body"
-    assert not program["y"].is_fused

@@ -121,11 +121,15 @@ def draw_sharding(
 
 
 def dimension_names(
-    shape: Sequence[int], sharding: Sequence[Sequence[str]], axes: Sequence[str | None]
+    shape: Sequence[int],
+    sharding: Sequence[Sequence[str]],
+    axes: Sequence[str | None] | None = None,
 ) -> list[str]:
     """Return texts such as `embed 3072/fsdp`, with the mesh axes that split a dimension."""
-    sizes = ["/".join([str(size), *split]) for size, split in zip(shape, sharding, strict=True)]
-    return [f"{axis} {size}" if axis else size for axis, size in zip(axes, sizes, strict=True)]
+    return [
+        "/".join([f"{axis} {size}" if axis else str(size), *split])
+        for size, split, axis in zip(shape, sharding, axes or [None] * len(shape), strict=True)
+    ]
 
 
 def weight_table(
@@ -144,8 +148,7 @@ def weight_table(
     for texts, rows in groups.items():
         row, size = rows[0], sum(row.bytes_per_device for row in rows)
         if (key := str(row.sharding)) not in pictures:
-            axes = getattr(row, "axes", [None] * len(row.shape))
-            names = dimension_names(row.shape, row.sharding, axes)
+            names = dimension_names(row.shape, row.sharding, getattr(row, "axes", None))
             parts = shards(row.shape, row.sharding, mesh, devices)
             pictures[key] = drawing(parts, names, title=f"{len(pictures) + 1}. {texts[0]}")
         table.append((texts, size, f"{100 * size / total:.1f}%", [*pictures].index(key) + 1))

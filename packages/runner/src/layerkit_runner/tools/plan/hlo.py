@@ -23,8 +23,6 @@ _INSTRUCTION = re.compile(
 _CALLED = re.compile(
     r"\b(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)"
 )
-# These run the instructions of the called computation separately; a fusion runs them as one.
-_CALLERS = ("while", "conditional", "call", "async")
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _LOOP_PARTS = re.compile(r"\b(condition|body)=%?([\w.\-]+)")
 _OPERAND = re.compile(r"%([\w.\-]+)")
@@ -38,8 +36,7 @@ class Instruction:
 
     `executions` is the number of runs each time the program runs. It is not exact inside a branch,
     which counts as if always taken, and inside a loop that may end early or whose counter is
-    unknown: such a loop counts its limit if that is a constant, otherwise once. The result of a
-    fused instruction takes no memory of its own.
+    unknown: such a loop counts its limit if that is a constant, otherwise once.
     """
 
     name: str
@@ -49,7 +46,6 @@ class Instruction:
     executions: int = 1
     is_exact: bool = True
     computation: str = ""
-    is_fused: bool = False
 
     @property
     def operands(self) -> list[str]:
@@ -76,35 +72,28 @@ def instructions(hlo_text: str) -> Iterator[Instruction]:
         instruction.name: instruction for body in computations.values() for instruction in body
     }
     calls = {
-        name: [(caller, call) for caller in body for call in _calls(caller, computations, named)]
+        name: [call for caller in body for call in _calls(caller, computations, named)]
         for name, body in computations.items()
     }
     callers: dict[str, set[str]] = collections.defaultdict(set)
     for caller, called in calls.items():
-        for _, (callee, _) in called:
+        for callee, _ in called:
             callers[callee].add(caller)
     counts: dict[str, _Count] = {entry: (1, True)}
-    fused: set[str] = set()
     # HLO has no recursion, so callers come before their callees.
     for caller in graphlib.TopologicalSorter(callers).static_order():
         if caller not in counts:
             continue
         times, is_exact = counts[caller]
-        for instruction, (callee, (rounds, is_known)) in calls.get(caller, ()):
+        for callee, (rounds, is_known) in calls.get(caller, ()):
             before, was_exact = counts.get(callee, (0, True))
             counts[callee] = (before + times * rounds, was_exact and is_exact and is_known)
-            if caller in fused or not instruction.opcode.startswith(_CALLERS):
-                fused.add(callee)
     for name, body in computations.items():
         if name in counts:
             times, is_exact = counts[name]
             for instruction in body:
                 yield dataclasses.replace(
-                    instruction,
-                    executions=times,
-                    is_exact=is_exact,
-                    computation=name,
-                    is_fused=name in fused,
+                    instruction, executions=times, is_exact=is_exact, computation=name
                 )
 
 

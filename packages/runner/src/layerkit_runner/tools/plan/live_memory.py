@@ -12,7 +12,6 @@ import dataclasses
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from layerkit_runner.tools.plan.collectives import type_bytes
 from layerkit_runner.tools.plan.hlo import Instruction, instructions
@@ -65,15 +64,10 @@ class _Buffer:
     instruction: Instruction
 
 
-class _Point(NamedTuple):
-    """An instruction, and the buffers in use while it runs."""
-
-    instruction: Instruction
-    buffers: list[_Buffer]
-
-
 # The buffers in which each element of a result may lie; a result that is no tuple has one element.
 _Elements = list[set[_Buffer]]
+# An instruction, and the buffers in use while it runs.
+_Point = tuple[Instruction, list[_Buffer]]
 
 
 def live_memory(hlo_text: str) -> LiveMemory | None:
@@ -84,24 +78,27 @@ def live_memory(hlo_text: str) -> LiveMemory | None:
     if not bodies:
         return None
     points = [*_points(list(bodies)[-1], bodies)]  # the entry stands last
-    sizes = [sum(buffer.size for buffer in point.buffers) for point in points]
+    sizes = [sum(buffer.size for buffer in buffers) for _, buffers in points]
     # Zeros for gradients are often made long before the backward pass.
     backward = [
         at
-        for at, point in enumerate(points)
-        if "transpose(" in (text := point.instruction.rest) and "broadcast_in_dim" not in text
+        for at, (instruction, _) in enumerate(points)
+        if "transpose(" in instruction.rest and "broadcast_in_dim" not in instruction.rest
     ]
-    buffers = points[sizes.index(max(sizes))].buffers
-    counts = collections.Counter((b.size, b.shape, _traced_name(b.instruction)) for b in buffers)
-    listed = [
-        TemporaryTensor(size, shape, count, name) for (size, shape, name), count in counts.items()
-    ]
-    listed.sort(key=lambda tensor: (-tensor.bytes_per_device, tensor.name))
+    _, peak = points[sizes.index(max(sizes))]
+    counts = collections.Counter(
+        (-buffer.size, _traced_name(buffer.instruction), buffer.shape)
+        for buffer in peak
+        if buffer.size
+    )
     step = -(-len(points) // _MOST_POINTS)
     return LiveMemory(
         [max(sizes[at : at + step]) for at in range(0, len(sizes), step)],
         [at // step for at in (*backward[:1], *backward[-1:])],
-        [tensor for tensor in listed if tensor.bytes_per_device][:_LARGEST],
+        [
+            TemporaryTensor(-size, shape, count, name)
+            for (size, name, shape), count in sorted(counts.items())[:_LARGEST]
+        ],
     )
 
 
@@ -123,10 +120,10 @@ def _points(name: str, bodies: Mapping[str, Sequence[Instruction]]) -> Iterator[
     for at, instruction in enumerate(body):
         new = set().union(*elements[instruction.name]) - results
         live += [buffer for buffer in new if buffer.instruction is instruction]
-        yield _Point(instruction, [*live])
+        yield instruction, [*live]
         for callee in instruction.called if instruction.opcode in _RUNS else ():
-            for point in _points(callee, bodies):
-                yield _Point(point.instruction, live + point.buffers)
+            for inner, buffers in _points(callee, bodies):
+                yield inner, live + buffers
         live = [buffer for buffer in live if last[buffer] > at]
 
 
@@ -143,11 +140,10 @@ def _result(instruction: Instruction, hlo_type: str, operands: list[_Elements]) 
     if opcode in _SAME or opcode.endswith(("-done", "-update")):
         return operands[0]
     # Memory other than that of the device has a number: `{1,0:S(1)}`.
-    sizes = [
-        (0 if "S(" in layout else type_bytes(shape), shape)
+    return [
+        {_Buffer(0 if "S(" in layout else type_bytes(shape), shape, instruction)}
         for shape, layout in _SHAPE.findall(hlo_type)
     ]
-    return [{_Buffer(size, shape, instruction)} for size, shape in sizes]
 
 
 def _traced_name(instruction: Instruction) -> str:

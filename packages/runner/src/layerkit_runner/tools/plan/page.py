@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Iterator
 
 from layerkit_runner.files.text import color_text, draw_table, seconds_text, size_text
+from layerkit_runner.tools.pages.shards import dimension_names
 from layerkit_runner.tools.plan.bounds import RESOURCES
 from layerkit_runner.tools.plan.memory import KINDS, TensorMemory
 from layerkit_runner.tools.plan.plan import Plan
@@ -114,11 +115,8 @@ def memory_sizes(plan: Plan) -> dict[str, int]:
     """Return bytes of a device by kind."""
     memory = plan.memory
     sizes = {kind: getattr(memory, kind.replace("-", "_")) for kind in KINDS}
-    return {
-        **sizes,
-        "temporaries": memory.temporaries,
-        "outputs": memory.outputs - memory.donated,
-    }
+    outputs = memory.outputs - memory.donated
+    return {**sizes, "temporaries": memory.temporaries, "outputs": outputs}
 
 
 def memory_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
@@ -144,8 +142,7 @@ def _tensor_rows(plan: Plan) -> Iterator[tuple[str, str]]:
 
 def array_text(tensor: TensorMemory) -> str:
     """Return text such as `float32[18, 3072/fsdp]`, with the mesh axes that split a dimension."""
-    sizes = zip(tensor.shape, tensor.sharding, strict=True)
-    return f"{tensor.dtype}[{', '.join('/'.join([str(size), *axes]) for size, axes in sizes)}]"
+    return f"{tensor.dtype}[{', '.join(dimension_names(tensor.shape, tensor.sharding))}]"
 
 
 def _temporary_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
