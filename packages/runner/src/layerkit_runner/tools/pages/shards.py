@@ -16,8 +16,6 @@ from layerkit_runner.tools.pages.page import render_drawing
 if TYPE_CHECKING:
     from jax.sharding import Sharding
 
-_MOST_CELLS = 256
-
 
 class Shard(NamedTuple):
     """A rectangle of an array: (start, stop) of each dimension, and the devices that hold it."""
@@ -62,21 +60,15 @@ def drawing(parts: Sequence[Shard], names: Sequence[str], *, title: str) -> dict
     counts = [len({part.bounds[d] for part in parts}) for d in range(len(names))]
     split = [d for d, count in enumerate(counts) if count > 1]
     across = split[-1:] if split[1:] or split[-1:] == [len(names) - 1] else []
-    sides = {"down": [d for d in split if d not in across], "across": across}
     columns = counts[across[0]] if across else 1
-    copies = len(parts[0].devices)
     return {
-        "caption": f"{title}: {len(parts)} rectangle(s), each on {copies} device(s)",
-        "axes": ", ".join(
-            f"{side}: {' and '.join(names[d] for d in dims)}"
-            for side, dims in sides.items()
-            if dims
-        ),
+        "title": title,
+        "names": names,
+        "down": [names[d] for d in split if d not in across],
+        "across": [names[d] for d in across],
         "columns": columns,
         "rows": len(parts) // columns,
-        "cells": parts[:_MOST_CELLS],
-        "names": names,
-        "hidden": max(len(parts) - _MOST_CELLS, 0),
+        "parts": parts,
     }
 
 
