@@ -270,7 +270,7 @@ def test_reduced_sets_the_reduced_fields(place: Path):
 @pytest.mark.parametrize(
     ("arguments", "fact"),
     [
-        ([], "missing flag: --exp"),
+        ([], "name the experiment by --exp"),
         (["--exp=lm.Small", "--enable_checkpoint_savin=False"], "'--enable_checkpoint_saving'"),
         (["--fdl_config=Small"], "acme.lm.Small, acme.vision.Small"),
         (["--list", "--tag=lm", "--tag=visoin"], "'vision'"),

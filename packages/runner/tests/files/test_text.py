@@ -62,6 +62,8 @@ def test_table_on_a_terminal_is_a_box_of_its_width_with_color(monkeypatch: pytes
     # A first column that is wide leaves room for the others.
     monkeypatch.setenv("COLUMNS", "30")
     assert len(draw_table(ROWS)) < 20
+    # No column has less than ten characters.
+    assert draw_table([("lm.Small", "2", "f32", "x")]) == ["lm.Small  2  f32  x"]
     monkeypatch.setenv("TERM", "xterm")
     assert "\x1b[36m" in draw_table(ROWS)[1]
     assert color_text("bad " * 30, "red") == f"\x1b[31m{'bad ' * 30}\x1b[0m"

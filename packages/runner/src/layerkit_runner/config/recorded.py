@@ -112,7 +112,7 @@ def add_recorded_experiment(flags: ParsedFlags, report: Callable[[str], None]) -
             expected="the name of an experiment, or the --job_log_dir of a job that ran it",
             hint="`runner --list` prints all.",
         )
-    hint = "Or name the experiment by --exp."
+    hint = "Or name the experiment by --exp; `runner --list` prints all."
     recorded = load_recorded_config(folder, flag="--job_log_dir", hint=hint)
     if not _CLASS_NAME.fullmatch(recorded.experiment):
         expected, name = "the full name of a class", recorded.experiment

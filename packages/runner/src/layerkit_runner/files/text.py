@@ -12,6 +12,9 @@ from typing import Any
 
 from layerkit_runner.errors import UsageError
 
+# Terminals with fewer characters for each column of a table get lines without boxes.
+_COLUMN_WIDTH = 10
+
 
 def check_utf8(text: str, *, field: str) -> None:
     """Raise `UsageError` for text that cannot be written as UTF-8; `field` is for messages."""
@@ -68,8 +71,8 @@ def draw_table(
 ) -> list[str]:
     """Return the lines of a table, drawn by rich on a terminal; none without rows.
 
-    Elsewhere columns are separated by spaces and each row is one line, as `grep` needs it. Control
-    characters of cells are escaped.
+    In a pipe, or a terminal that is too narrow, columns are separated by spaces and each row is one
+    line, as `grep` needs it. Control characters of cells are escaped.
 
     Args:
       rows: Cells of equal number.
@@ -83,7 +86,8 @@ def draw_table(
     lines = [[*map(printable, cells)] for cells in rows]
     if not lines:
         return []
-    if not sys.stdout.isatty():
+    width = shutil.get_terminal_size().columns
+    if not sys.stdout.isatty() or width < _COLUMN_WIDTH * len(lines[0]):
         lines = [[*head], *lines] if head else lines
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         forms = [f"{'>' if index in right else '<'}{width}" for index, width in enumerate(widths)]
@@ -94,7 +98,7 @@ def draw_table(
 
     drawn = table.Table(box=box.ROUNDED, show_header=bool(head), border_style="dim")
     # Other columns are folded before the first one, which names the row, unless that is wide.
-    is_whole = 2 * max(len(line[0]) for line in lines) <= shutil.get_terminal_size().columns
+    is_whole = 2 * max(len(line[0]) for line in lines) <= width
     for index, name in enumerate(head or lines[0]):
         drawn.add_column(
             text.Text(name),

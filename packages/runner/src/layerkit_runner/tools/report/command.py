@@ -12,7 +12,7 @@ from typing import Any
 from layerkit_runner.config.flags import read_flags
 from layerkit_runner.config.help import flag_rows, table
 from layerkit_runner.errors import as_usage_error
-from layerkit_runner.files.text import color_text, draw_table, size_text
+from layerkit_runner.files.text import color_text, draw_table, printable, size_text
 from layerkit_runner.observers.base import Observer, RunInfo
 from layerkit_runner.run_options import Flag, html_file, positive
 from layerkit_runner.tools.report.page import Report, summarize
@@ -42,7 +42,7 @@ def run_status(words: Sequence[str]) -> int:
     for job in jobs:
         print(color_text(f"{job.name}: {job.state}", styles.get(job.state, "bold cyan")))
         print("\n".join(draw_table([*summarize(job, jobs).items(), ("folder", job.folder)])))
-        print(*(color_text(error, "red") for error in job.errors), sep="\n", flush=True)
+        print(*(color_text(printable(error), "red") for error in job.errors), sep="\n", flush=True)
     return int(any(job.state in ("failed", "killed") for job in jobs))
 
 
