@@ -115,9 +115,14 @@ def test_read_metrics_ignores_an_incomplete_last_line_only(raises, train, tmp_pa
     whole = path.read_text()
     path.write_text(whole + '{"step": 3, "lo')
     assert losses(read_metrics(path).train) == [(1, 1.0), (2, 0.5)]
-    path.write_text('{"step": 1, "lo\n' + whole)
-    with raises(ConfigError, owner=f"{path}, line 1", value='{"step": 1, "lo'):
-        read_metrics(path)
+    for line, value in (
+        (b'{"step": 1, "lo', '{"step": 1, "lo'),
+        (b"null", "null"),
+        (b"\xff", "\ufffd"),
+    ):
+        path.write_bytes(line + b"\n" + whole.encode())
+        with raises(ConfigError, owner=f"{path}, line 1", value=value):
+            read_metrics(path)
 
 
 def test_evaluation_job_writes_a_separate_file(train, run_info, tmp_path):

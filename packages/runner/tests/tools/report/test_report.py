@@ -20,7 +20,7 @@ from layerkit_runner.observers import MetricsLog, RunInfo
 from layerkit_runner.run import job_folder
 from layerkit_runner.tools.report import command
 from layerkit_runner.tools.report.curves import make_charts, sample
-from layerkit_runner.tools.report.page import report
+from layerkit_runner.tools.report.page import report, summarize
 from layerkit_runner.tools.report.record import read_jobs
 
 
@@ -172,6 +172,15 @@ def test_states_of_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: later)
     for name in ("elsewhere", "without_locks"):
         assert read_jobs([tmp_path / name])[0].state == "silent"
+
+
+def test_record_without_phases_and_with_another_lock_is_read(tmp_path):
+    folder = write_run(tmp_path / "run", [3.0, 2.0], reason="", num_steps=9)
+    (folder / ".running").write_text("[1]")
+    for goodput, share in (({"seconds": {"steps": 3.0}}, "100%"), ({}, "–")):
+        (folder / "goodput.json").write_text(json.dumps(goodput))
+        (job,) = read_jobs([folder])
+        assert (job.state, summarize(job, [job])["time in steps"]) == ("running", share)
 
 
 def test_sweep_with_a_trial_that_failed_before_its_first_step(tmp_path):
