@@ -107,26 +107,34 @@ def api_page(page: str, modules: tuple[str, ...], documented: dict[str, str]) ->
 
 
 def layer_table() -> str:
-    """Return the page with a line for each layer, in a table for each folder of `layers/`."""
+    """Return the page with a line for each layer, in a table for each folder of `layers/`.
+
+    The layers of the folder `basic` have a table for each module.
+    """
     lines = heading("All layers at a glance", "=")
-    lines += ["The first sentence of each layer's documentation, by folder of ``layerkit/layers``."]
+    lines += ["The first sentence of each layer's documentation, by module of ``layerkit.layers``."]
     lines += [
-        "Each name leads to the fields of the layer. :doc:`/first_layer` writes a new one.",
+        "Each name leads to the fields of the layer; those of its base classes are on their pages.",
+        ":doc:`/first_layer` writes a new one. Convolutions, recurrence and other modules of Flax are",
+        "used by :py:obj:`~layerkit.layers.FlaxModule`.",
         "",
     ]
     folders: dict[str, list[tuple[str, str]]] = {}
-    for name in public_names.names_of("layerkit.layers"):
-        value = getattr(importlib.import_module("layerkit.layers"), name)
+    modules = ("layerkit.layers", "layerkit.layers.quantization.lora")
+    for home, name in ((home, name) for home in modules for name in public_names.names_of(home)):
+        value = getattr(importlib.import_module(home), name)
         if inspect.isclass(value) and issubclass(value, BaseLayer):
             text = " ".join(inspect.cleandoc(value.__doc__ or "").partition("\n\n")[0].split())
             sentence = re.split(r"(?<=\.) (?=[A-Z`])", text)[0]
-            folders.setdefault(value.__module__.split(".")[2], []).append((name, sentence))
+            parts = value.__module__.split(".")[2:]
+            folder = ".".join(parts[:2]) if parts[0] == "basic" else parts[0]
+            folders.setdefault(folder, []).append((f"{home}.{name}", sentence))
     for folder, rows in sorted(folders.items()):
         lines += heading(folder, "-")
         lines += [summary(f"layerkit.layers.{folder}"), "", ".. list-table::", "   :widths: 30 70"]
         lines += ["   :class: layer-table", ""]
         for name, sentence in rows:
-            lines += [f"   * - :py:obj:`~layerkit.layers.{name}`", f"     - {escape(sentence)}"]
+            lines += [f"   * - :py:obj:`~{name}`", f"     - {escape(sentence)}"]
     return "\n".join(lines).lstrip() + "\n"
 
 

@@ -12,6 +12,8 @@ from sphinx.application import Sphinx
 
 from layerkit_runner.tools.plan.pictures import plan_html, read_plan
 
+BACK = '<p><a href="../index.html">layerkit documentation</a></p>'
+
 
 def setup(app: Sphinx) -> dict[str, Any]:
     """Write the pages after the others."""
@@ -26,4 +28,5 @@ def write_plans(app: Sphinx, exception: Exception | None) -> None:
         folder.mkdir(exist_ok=True)
         for file in sorted(Path(app.srcdir).glob("results/plan_*.json")):
             plan = read_plan(str(file))
-            (folder / f"{file.stem}.html").write_text(plan_html({plan.target: plan}))
+            page = plan_html({plan.target: plan}).replace("<header>", f"<header>{BACK}", 1)
+            (folder / f"{file.stem}.html").write_text(page)

@@ -1,6 +1,7 @@
 """Sphinx extension for references of pages to files of the repository outside of `docs/`.
 
-The site does not contain these files. A link to one becomes its path in the repository, as code.
+A link to a module of a package leads to its page of `source_pages`. The site does not contain the
+other files: a link to one becomes its path in the repository, as code.
 A link to a file that does not exist is a warning, which ends the build. The last column of a table
 is left out if it names tests, under the heading "shown by" or "test".
 """
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from source_pages import module_name
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.transforms import SphinxTransform
@@ -47,6 +49,11 @@ class ReplaceLinks(SphinxTransform):
                 continue
             if not path.exists():
                 logger.warning("no such file: %s", target, location=node)
+                continue
+            if path.suffix == ".py" and "src" in path.parts:
+                folder = "../" * self.env.docname.count("/") + "source"
+                address = f"{folder}/{module_name(path)}.html"
+                node.replace_self(nodes.reference("", "", *node.children, refuri=address))
                 continue
             shown = str(path.relative_to(source.parent))
             same = node.astext() == shown

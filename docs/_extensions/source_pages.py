@@ -63,6 +63,12 @@ def definitions(module: str) -> dict[str, int]:
     return lines
 
 
+def module_name(path: Path) -> str:
+    """Return the full name of the module of a file below `SOURCES`."""
+    parts = path.relative_to(SOURCES).with_suffix("").parts[2:]
+    return ".".join(parts).removesuffix(".__init__")
+
+
 def write_sources(app: Sphinx, exception: Exception | None) -> None:
     """Write a page for each module of the packages."""
     if exception is not None or app.builder.format != "html":
@@ -71,8 +77,7 @@ def write_sources(app: Sphinx, exception: Exception | None) -> None:
     folder.mkdir(exist_ok=True)
     formatter = HtmlFormatter(lineanchors="L", linenos="inline", anchorlinenos=True)
     for path in sorted(SOURCES.glob("*/src/**/*.py")):
-        parts = path.relative_to(SOURCES).with_suffix("").parts[2:]
-        name = ".".join(parts).removesuffix(".__init__")
+        name = module_name(path)
         code = highlight(path.read_text(), PythonLexer(), formatter)
         shown = html.escape(str(path.relative_to(SOURCES.parent)))
         (folder / f"{name}.html").write_text(PAGE.format(name=name, path=shown, code=code))

@@ -47,7 +47,7 @@ _LATENT_AXES = ("batch", "length", None)
 
 
 class MultiHeadLatentAttention(AttentionLayer):
-    """Multi-head latent attention, which caches latents; see the module docstring.
+    """Multi-head latent attention: keys and values come from one small latent (DeepSeek-V2).
 
     The other fields are those of `MultiHeadAttention`.
 

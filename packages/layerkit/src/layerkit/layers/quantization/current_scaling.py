@@ -84,8 +84,9 @@ class CurrentScalingDot(Dot):
 
 
 class Fp8CurrentDot(CurrentScalingDot):
-    """A product of factors rounded to e4m3, with output gradients rounded to e5m2.
+    """A product in fp8 whose scales come from the tensors of the same step.
 
+    Factors are rounded to e4m3, and output gradients to e5m2.
     Every tensor is read twice, once for its largest value. In exchange, the scale is exact, where
     delayed scaling predicts it from past steps, and the layer has no state.
     """

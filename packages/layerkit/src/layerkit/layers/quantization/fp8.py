@@ -38,8 +38,9 @@ _TENSORS = ("input", "kernel", "output_grad")
 
 
 class Fp8Dot(Dot):
-    """A product of factors rounded to e4m3, with output gradients rounded to e5m2.
+    """A product in fp8 whose scales come from past steps (delayed scaling).
 
+    Factors are rounded to e4m3, and output gradients to e5m2.
     The first step scales by 1, since the history is empty. A tensor has one scale, also if it is a
     group of weights.
 

@@ -28,7 +28,7 @@ from layerkit.ops.attention.masks import AttentionMask, row_positions
 
 
 class MultiTokenModule(BaseLayer):
-    """One module, which a `TransformerLm` gives its sizes.
+    """A module of `MultiTokenPrediction` that predicts the tokens one position further ahead.
 
     Attributes:
       input_dims: Size of the model dimension.

@@ -23,7 +23,7 @@ from layerkit.layers.transformer.stacks import StackedTransformer, StackedTransf
 
 
 class PipelinedTransformer(StackedTransformer):
-    """A stack of Transformer layers as a pipeline; see `layerkit.layers.transformer.pipeline`.
+    """A stack of Transformer layers, split into the stages of a pipeline.
 
     The fields of the pipeline are those of `Pipeline`.
 
