@@ -115,13 +115,14 @@ def layer_table() -> str:
     lines += ["The first sentence of each layer's documentation, by module of ``layerkit.layers``."]
     lines += [
         "Each name leads to the fields of the layer; those of its base classes are on their pages.",
-        ":doc:`/first_layer` writes a new one. Convolutions, recurrence and other modules of Flax are",
-        "used by :py:obj:`~layerkit.layers.FlaxModule`.",
+        ":doc:`/first_layer` writes a new one. :py:obj:`~layerkit.layers.FlaxModule` makes a layer",
+        "of any Flax module, such as a convolution.",
         "",
     ]
     folders: dict[str, list[tuple[str, str]]] = {}
     modules = ("layerkit.layers", "layerkit.layers.quantization.lora")
-    for home, name in ((home, name) for home in modules for name in public_names.names_of(home)):
+    names = [(home, name) for home in modules for name in public_names.names_of(home)]
+    for home, name in names:
         value = getattr(importlib.import_module(home), name)
         if inspect.isclass(value) and issubclass(value, BaseLayer):
             text = " ".join(inspect.cleandoc(value.__doc__ or "").partition("\n\n")[0].split())
