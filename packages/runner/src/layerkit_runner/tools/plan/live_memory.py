@@ -66,8 +66,6 @@ class _Buffer:
 
 # The buffers in which each element of a result may lie; a result that is no tuple has one element.
 _Elements = list[set[_Buffer]]
-# An instruction, and the buffers in use while it runs.
-_Point = tuple[Instruction, list[_Buffer]]
 
 
 def live_memory(hlo_text: str) -> LiveMemory | None:
@@ -77,21 +75,23 @@ def live_memory(hlo_text: str) -> LiveMemory | None:
         bodies[instruction.computation].append(instruction)
     if not bodies:
         return None
-    points = [*_points(list(bodies)[-1], bodies)]  # the entry stands last
-    sizes = [sum(buffer.size for buffer in buffers) for _, buffers in points]
-    # Zeros for gradients are often made long before the backward pass.
-    backward = [
-        at
-        for at, (instruction, _) in enumerate(points)
-        if "transpose(" in instruction.rest and "broadcast_in_dim" not in instruction.rest
-    ]
-    _, peak = points[sizes.index(max(sizes))]
+    live: set[_Buffer] = set()
+    sizes: list[int] = []
+    backward: list[int] = []
+    peak, most = live, -1
+    for at, instruction in enumerate(_run(list(bodies)[-1], bodies, live)):  # the entry is last
+        sizes.append(sum(buffer.size for buffer in live))
+        if sizes[-1] > most:
+            peak, most = {*live}, sizes[-1]
+        # Zeros for gradients are often made long before the backward pass.
+        if "transpose(" in instruction.rest and "broadcast_in_dim" not in instruction.rest:
+            backward.append(at)
     counts = collections.Counter(
         (-buffer.size, _traced_name(buffer.instruction), buffer.shape)
         for buffer in peak
         if buffer.size
     )
-    step = -(-len(points) // _MOST_POINTS)
+    step = -(-len(sizes) // _MOST_POINTS)
     return LiveMemory(
         [max(sizes[at : at + step]) for at in range(0, len(sizes), step)],
         [at // step for at in (*backward[:1], *backward[-1:])],
@@ -102,29 +102,32 @@ def live_memory(hlo_text: str) -> LiveMemory | None:
     )
 
 
-def _points(name: str, bodies: Mapping[str, Sequence[Instruction]]) -> Iterator[_Point]:
-    """Yield the points of a computation and of those that it runs, in the order of the schedule."""
+def _run(
+    name: str, bodies: Mapping[str, Sequence[Instruction]], live: set[_Buffer]
+) -> Iterator[Instruction]:
+    """Yield the instructions of a computation and of those that it runs, in their order.
+
+    While an instruction is yielded, `live` has the buffers in use.
+    """
     body = bodies[name]
     # The result of an asynchronous instruction has the type that its `-done` returns.
     types = {i.operands[0]: i.type for i in body if i.opcode.endswith("-done") and i.operands}
     elements: dict[str, _Elements] = {}
-    last: dict[_Buffer, int] = {}
-    for at, instruction in enumerate(body):
+    used: list[set[_Buffer]] = []
+    for instruction in body:
         operands = [elements.get(operand, [set()]) for operand in instruction.operands]
         result = _result(instruction, types.get(instruction.name, instruction.type), operands)
         elements[instruction.name] = result
-        last |= dict.fromkeys(set().union(*result, *itertools.chain.from_iterable(operands)), at)
+        used.append(set().union(*result, *itertools.chain.from_iterable(operands)))
+    last = {buffer: at for at, buffers in enumerate(used) for buffer in buffers}
     # The caller counts results: the state of a loop, or outputs in place of the old state.
     results = set().union(*elements[body[-1].name])
-    live: list[_Buffer] = []
     for at, instruction in enumerate(body):
-        new = set().union(*elements[instruction.name]) - results
-        live += [buffer for buffer in new if buffer.instruction is instruction]
-        yield instruction, [*live]
+        live |= {buffer for buffer in used[at] - results if buffer.instruction is instruction}
+        yield instruction
         for callee in instruction.called if instruction.opcode in _RUNS else ():
-            for inner, buffers in _points(callee, bodies):
-                yield inner, live + buffers
-        live = [buffer for buffer in live if last[buffer] > at]
+            yield from _run(callee, bodies, live)
+        live -= {buffer for buffer in used[at] if last[buffer] == at}
 
 
 def _result(instruction: Instruction, hlo_type: str, operands: list[_Elements]) -> _Elements:
