@@ -101,7 +101,7 @@ def draw_table(
     is_whole = 2 * max(len(line[0]) for line in lines) <= width
     for index, name in enumerate(head or lines[0]):
         drawn.add_column(
-            text.Text(name),
+            text.Text(name, overflow="fold"),
             justify="right" if index in right else "left",
             style="" if index else "cyan",
             no_wrap=is_whole and not index,
