@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import textwrap
+from html import escape
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,7 @@ from layerkit_runner.tools.inspect.model import (
     built_layers,
     describe_layers,
     parameter_table,
+    table_html,
     table_text,
 )
 
@@ -219,6 +221,16 @@ def test_table_matches_the_created_weights(lm_config: Any, lm_table: ParameterTa
         assert tuple(divided) == shard.shape
     optimizer = jax.tree.leaves(state.opt_state)
     assert lm_table.totals["optimizer"].bytes == sum(leaf.nbytes for leaf in optimizer)
+
+
+def test_page_has_the_sums_and_the_notes_of_the_text(lm_table: ParameterTable):
+    table = dataclasses.replace(lm_table, loads="<Weights>", padded="w: 10 to 12")
+    devices = range(table.num_devices)
+    html, text = table_html(table, [*devices]), table_text(table)
+    for name, total in table.modules.items():
+        assert f"<td>{name}</td><td>{total.count:,}</td>" in html
+    for note in ("task.initial_weights (<Weights>) sets", "padded on the devices: w: 10 to 12"):
+        assert note in text and escape(note) in html
 
 
 def test_axes_sharding_and_first_values(lm_table: ParameterTable):

@@ -243,10 +243,9 @@ def table_html(table: ParameterTable, devices: Sequence[int]) -> str:
     return render_page(
         "inspect/parameters.html.jinja",
         title=f"weights of {table.experiment}",
-        lines=table_text(table).splitlines()[1:3],
-        padded=table.padded,
-        totals=[*_total_rows(table.totals)],
-        tables={n: weight_table(_rows(p), table.mesh, devices) for n, p in groups.items() if p},
+        table=table,
+        sums=[[*_module_rows(table)], [*_total_rows(table.totals)]],
+        weights={n: weight_table(_rows(p), table.mesh, devices) for n, p in groups.items() if p},
     )
 
 
@@ -263,20 +262,20 @@ def table_text(table: ParameterTable) -> str:
     if table.non_trainable:
         rows = draw_table(_rows(table.non_trainable), right=[1])
         lines += ["not trained, changed by the model itself", *rows, ""]
-    in_all = max(table.totals["weights"].count, 1)
-    lines += draw_table(
-        [
-            (name, f"{total.count:,}", f"{100 * total.count / in_all:.1f} %", *_size_texts(total))
-            for name, total in table.modules.items()
-        ],
-        right=[1, 2],
-    )
+    lines += draw_table(_module_rows(table), right=[1, 2])
     lines += ["", *draw_table(_total_rows(table.totals), right=[1])]
     if table.padded:
         lines.append(f"padded on the devices: {table.padded}")
     if table.loads is not None:
         lines.append(f"task.initial_weights ({table.loads}) sets weights before the first step")
     return "\n".join(lines)
+
+
+def _module_rows(table: ParameterTable) -> Iterator[tuple[str, ...]]:
+    in_all = max(table.totals["weights"].count, 1)
+    for name, total in table.modules.items():
+        share = f"{100 * total.count / in_all:.1f} %"
+        yield name, f"{total.count:,}", share, *_size_texts(total)
 
 
 def _total_rows(totals: Mapping[str, Total]) -> Iterator[tuple[str, ...]]:
