@@ -15,6 +15,7 @@ from layerkit_runner.checkpointing.policy import EVALUATIONS_FILE, write_evaluat
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import (
     UnsafePathError,
+    absolute,
     atomic_write,
     check_links,
     naming_path,
@@ -168,3 +169,8 @@ def test_error_of_a_full_disk_names_the_path(tmp_path: Path):
     full = pytest.raises(OSError, match=f"No space left on device: '{tmp_path}/config.json'")
     with full, naming_path(tmp_path / "config.json"), open("/dev/full", "wb", buffering=0) as file:
         file.write(b"{}")
+
+
+def test_scheme_that_no_store_has_is_an_error_that_names_it():
+    with pytest.raises(UsageError, match="memory://jobs/1"):
+        absolute("memory://jobs/1")

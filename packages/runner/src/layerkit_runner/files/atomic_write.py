@@ -167,11 +167,23 @@ def check_links(directory: os.PathLike[str] | str) -> None:
 
 
 def absolute(path: os.PathLike[str] | str) -> epath.Path:
-    """Return a path that does not depend on the working folder; `~` is the user's home folder."""
+    """Return a path that does not depend on the working folder; `~` is the user's home folder.
+
+    Raises:
+      UsageError: The scheme of a remote path is unknown.
+    """
     from etils import epath
 
+    from layerkit_runner.errors import UsageError
+
     text = os.fspath(path)
-    return epath.Path(text if is_remote(text) else os.path.abspath(os.path.expanduser(text)))
+    if not is_remote(text):
+        return epath.Path(os.path.abspath(os.path.expanduser(text)))
+    try:
+        return epath.Path(text)
+    except KeyError as error:
+        expected = "a local path, or one of a store that etils.epath knows, such as gs:// or s3://"
+        raise UsageError("unknown scheme", value=text, expected=expected) from error
 
 
 def is_remote(path: os.PathLike[str] | str) -> bool:

@@ -261,10 +261,13 @@ def build_parts(resolved: ResolvedExperiment) -> tuple[Partitioner, SingleTask]:
 def environment() -> dict[str, str]:
     """Return where a run takes place: versions, host, and the commit of the working folder."""
     facts = {**versions(), "python": platform.python_version(), "host": socket.gethostname()}
-    # `-dirty` follows the commit if files differ from it.
-    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    # `-dirty` follows the commit if files differ from it. No program that the configuration of the
+    # folder names watches its files.
+    describe = "git -c core.fsmonitor=false describe --always --dirty --abbrev=12 --exclude=*"
     with contextlib.suppress(OSError, subprocess.SubprocessError):  # no git, or no repository
-        described = subprocess.run(command, capture_output=True, check=True, text=True, timeout=5)
+        described = subprocess.run(
+            describe.split(), capture_output=True, check=True, text=True, timeout=5
+        )
         facts["git"] = described.stdout.strip()
     return facts
 
