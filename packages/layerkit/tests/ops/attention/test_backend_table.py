@@ -295,9 +295,9 @@ other devices ([context parallelism](partitioning.md#context-parallelism)). `all
 `ulysses` use the backend; cuDNN requires `ulysses`. `ring` is ring attention, the last columns of
 the table: `xla` computes a block of logits at a time, and `pallas` runs the fused kernels.
 
-Measured on one H200: a step of GPT-3 126M with 8 rows of 2048 tokens takes 52.0 ms with cuDNN,
-57.1 ms with Pallas and 148.1 ms with `xla`
-([commands](../benchmarks/README.md#gpus)).
+On one H200, 2026-11-27, a step of GPT-3 126M with 8 rows of 2048 tokens took 52.0 ms with cuDNN,
+57.1 ms with Pallas and 148.1 ms with `xla` ([commands](benchmarks.md#gpus)). This was before the
+changes that made the [step on an H100](results.md#measured-one-gpu) faster.
 
 The biases of T5 and ALiBi (`relative_bias_tpl`) and of classes derived from them depend on the
 distance of query and key alone. In rows in order, layers pass one number per distance
