@@ -68,5 +68,6 @@ def test_estimate_is_near_the_temporaries_of_the_compiler(num_layers):
     memory = live_memory(compiled.as_text())
     assert memory is not None
     reported = compiled.memory_analysis().temp_size_in_bytes
-    assert max(memory.bytes) == pytest.approx(reported, rel=0.15)
+    # Compilers that reuse the array of an input in place save up to one result of a layer.
+    assert max(memory.bytes) == pytest.approx(reported, abs=512 * 256 * 4)
     assert memory.largest[0].shape == f"f32[{num_layers},512,256]"
