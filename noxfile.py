@@ -142,10 +142,10 @@ def train(session: nox.Session) -> None:
     """Train the quickstart language model; arguments go to `runner` and override the defaults."""
     install_sources(session)
     defaults = {"--exp": "lm.quickstart.LocalText", "--job_log_dir": "runs/quickstart"}
-    given = dict(argument.partition("=")[::2] for argument in session.posargs)
-    if (ROOT / given.get("--job_log_dir", "") / "config.json").is_file():
+    passed = dict(argument.partition("=")[::2] for argument in session.posargs)
+    if (ROOT / passed.get("--job_log_dir", "") / "config.json").is_file():
         del defaults["--exp"]  # The folder records its experiment.
-    flags = [f"{flag}={value}" for flag, value in defaults.items() if flag not in given]
+    flags = [f"{flag}={value}" for flag, value in defaults.items() if flag not in passed]
     # After Ctrl-C the runner saves a checkpoint: nox must wait for it, however long that takes.
     environment = {"RUNNER_COMMAND": "python3 start.py train"}
     arguments = [*flags, *session.posargs]

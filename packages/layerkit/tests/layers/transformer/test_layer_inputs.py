@@ -127,11 +127,11 @@ def test_a_pipeline_shares_keys_and_values():
 
 def test_attention_to_the_keys_and_values_of_an_equal_layer_is_its_output():
     fields = {"input_dims": 8, "num_heads": 4, "num_kv_heads": 2, "qk_norm_tpl": Config(L.RmsNorm)}
-    own = build(Config(L.MultiHeadAttention, **fields))
+    layer = build(Config(L.MultiHeadAttention, **fields))
     reader = build(Config(L.MultiHeadAttention, **fields, kv_layer=3))
-    params = own.init(jax.random.key(0))["params"]
+    params = layer.init(jax.random.key(0))["params"]
     kept: Any = {}
-    expected = own.apply({"params": params}, X, mask=MASK, positions=POSITIONS, kv=kept)
+    expected = layer.apply({"params": params}, X, mask=MASK, positions=POSITIONS, kv=kept)
     shared = {name: params[name] for name in ("query", "output", "query_norm")}
     assert set(shared) == set(reader.init(jax.random.key(0))["params"])
 
