@@ -106,7 +106,10 @@ class WeightHParams:
       init: Initializer; None inherits the layer's `params_init`.
       dtype: Storage dtype; None inherits the layer's `dtype`.
       fan_in_dims: Dimensions that are contracted with the input; None for all but the last.
-      fan_out_dims: Dimensions of the output; None for the last.
+      fan_out_dims: Dimensions of the output; None for the last. A weight that declares both is that
+        of a product, as one of `create_variable(…, is_factor=True)`.
+      parts: (dimension, counted from the end; sizes along it) of the products that the weight
+        combines, such as (-2, (group, 1, 1)) for queries, keys and values; None for one product.
       last_axes: Dimensions that Praxis stores as the last two, for `WeightInit.XavierLastAxes`;
         None for the last two.
       decays: True for a weight that weight decay shrinks, as matrices; False for one that it
@@ -121,6 +124,7 @@ class WeightHParams:
     dtype: Any = None
     fan_in_dims: tuple[int, ...] | None = None
     fan_out_dims: tuple[int, ...] | None = None
+    parts: tuple[int, tuple[int, ...]] | None = None
     last_axes: tuple[int, int] | None = None
     decays: bool | None = None
 
@@ -131,19 +135,22 @@ class WeightHParams:
             return self.fan_in_dims
         return tuple(range(len(self.shape) - 1)) or tuple(range(len(self.shape)))
 
+    @property
+    def output_dims(self) -> tuple[int, ...]:
+        """Dimensions of the output."""
+        if self.fan_out_dims is not None:
+            return self.fan_out_dims
+        return (len(self.shape) - 1,) if self.shape else ()
+
     def fans(self, init: WeightInit | None = None) -> tuple[int, int]:
         """Return (fan_in, fan_out) of the weight, as the initializer defines them."""
         if init is not None and init.method == "xavier_last_axes" and len(self.shape) > 1:
             first, second = self.last_axes or (-2, -1)
             size = math.prod(self.shape)
             return size // self.shape[second], size // self.shape[first]
-        ins = self.contracted_dims
-        outs = self.fan_out_dims
-        if outs is None:
-            outs = (len(self.shape) - 1,) if self.shape else ()
         return (
-            math.prod(self.shape[dim] for dim in ins),
-            math.prod(self.shape[dim] for dim in outs),
+            math.prod(self.shape[dim] for dim in self.contracted_dims),
+            math.prod(self.shape[dim] for dim in self.output_dims),
         )
 
 
@@ -177,6 +184,10 @@ class WeightBox(struct.PyTreeNode, meta.AxisMetadata[Any]):
       init: Initializer that a layer declared. A stack draws each of its layers separately.
       fans: (fan_in, fan_out) of the declared weight.
       decays: True if weight decay shrinks the weight; see `WeightHParams.decays`.
+      is_factor: True for the weight of a product; see `WeightHParams.fan_out_dims`.
+      fan_in_dims: Contracted dimensions, counted from the end, which stacked axes do not move.
+      fan_out_dims: Dimensions of the output, counted from the end.
+      parts: Products that the weight combines; see `WeightHParams.parts`.
     """
 
     value: Any
@@ -184,6 +195,10 @@ class WeightBox(struct.PyTreeNode, meta.AxisMetadata[Any]):
     init: WeightInit | None = struct.field(pytree_node=False, default=None)
     fans: tuple[int, int] | None = struct.field(pytree_node=False, default=None)
     decays: bool = struct.field(pytree_node=False, default=False)
+    is_factor: bool = struct.field(pytree_node=False, default=False)
+    fan_in_dims: tuple[int, ...] = struct.field(pytree_node=False, default=())
+    fan_out_dims: tuple[int, ...] = struct.field(pytree_node=False, default=())
+    parts: tuple[int, tuple[int, ...]] | None = struct.field(pytree_node=False, default=None)
 
     def unbox(self) -> Any:
         """Return the array."""
@@ -236,7 +251,18 @@ def draw_boxed(
     decays = weight.decays
     if decays is None:
         decays = is_factor or (len(weight.shape) > 1 and init.method != "constant")
-    return WeightBox(value.astype(dtype), tuple(weight.axes), init, (fan_in, fan_out), decays)
+    rank, declares_both = len(weight.shape), None not in (weight.fan_in_dims, weight.fan_out_dims)
+    return WeightBox(
+        value.astype(dtype),
+        tuple(weight.axes),
+        init,
+        (fan_in, fan_out),
+        decays,
+        is_factor=is_factor or declares_both,
+        fan_in_dims=tuple(dim - rank for dim in weight.contracted_dims),
+        fan_out_dims=tuple(dim - rank for dim in weight.output_dims),
+        parts=weight.parts,
+    )
 
 
 def is_box(value: Any) -> bool:

@@ -69,13 +69,14 @@ class AuxiliaryOptimizer(Configurable):
     Attributes:
       name: Name in scalars (`learning/lr_<name>`) and in the optimizer's state.
       weights: Regular expressions, each of which has to match the whole path of at least one
-        trained weight. Patterns of different optimizers must not match the same weight.
+        trained weight, or a function of the trained weights to a tree of booleans, such as
+        `all_but_matrices`. Different optimizers must not select the same weight.
       optimizer: An optimizer; see `Learner.optimizer`.
       learning_rate: A learning rate; see `Learner.learning_rate`.
     """
 
     name: str = ""
-    weights: Sequence[str] = ()
+    weights: Annotated[Any, Sequence[str] | Callable[[Any], Any]] = ()
     optimizer: Annotated[Any, optax.GradientTransformation | Callable[..., Any] | None] = (
         instance_field(None)
     )
@@ -87,8 +88,9 @@ class AuxiliaryOptimizer(Configurable):
         expected = f"an identifier other than {MAIN!r}, such as 'embedding'"
         require(is_name, "AuxiliaryOptimizer", "name", self.name, expected)
         owner = f"AuxiliaryOptimizer {self.name}"
-        check_regexes(owner, weights=self.weights)
-        require(self.weights, owner, "weights", self.weights, "at least one pattern")
+        if not callable(self.weights):
+            check_regexes(owner, weights=self.weights)
+            require(self.weights, owner, "weights", self.weights, "at least one pattern")
         transformation = make_transformation(self.optimizer, self.learning_rate, owner=owner)
         self.named = NamedOptimizer(
             self.name,
@@ -251,7 +253,7 @@ class Learner(Configurable):
         update = jax.jit(update_without_gradient)
         both = update(ones), update(jax.tree.map(jnp.negative, ones))
         changed = flatten_dict(jax.tree.map(lambda a, b: bool(jnp.any(a != b)), *both))
-        parts = zip(optimizers, groups.assign(list(trained)), strict=True)
+        parts = zip(optimizers, groups.assign(trained), strict=True)
         return tuple(
             DecayedWeights(
                 optimizer="" if len(optimizers) == 1 else one.name,

@@ -8,7 +8,7 @@ the layout of layers. Each group has an optimizer state.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -63,7 +63,8 @@ class NamedOptimizer:
     """An optimizer of a learner; `owner` names it in errors.
 
     `per_layer` is what the optimizer declares (`declare_per_layer`), `learning_rate` is None if the
-    optimizer has its own, and `weights` is None for all that are left.
+    optimizer has its own, and `weights` is None for all that are left. `weights` are patterns of
+    paths, or a function of the trained weights to a tree of booleans.
     """
 
     name: str
@@ -71,7 +72,7 @@ class NamedOptimizer:
     transformation: optax.GradientTransformation
     per_layer: bool | None
     learning_rate: Any = None
-    weights: Sequence[str] | None = None
+    weights: Sequence[str] | Callable[[Any], Any] | None = None
 
     def rate(self, step: jax.Array) -> jax.Array | None:
         """Return the float32 learning rate at `step`; None if it is unknown."""
@@ -105,7 +106,7 @@ class OptimizerGroups:
     def init(self, params: Any, stacks: Stacks) -> Any:
         """Return the initial state: that of the only group, or a dict by group name."""
         flat = flatten_dict(params)
-        for optimizer, paths in zip(self._optimizers, self.assign(list(flat)), strict=True):
+        for optimizer, paths in zip(self._optimizers, self.assign(flat), strict=True):
             part = unflatten_dict({path: flat[path] for path in paths})
             if problem := optimizer_updates.find_problem(optimizer.transformation, part):
                 hint = "Use optax.adamw or another, or an AuxiliaryOptimizer for some weights."
@@ -190,7 +191,7 @@ class OptimizerGroups:
     def _divide(self, params: Any, stacks: Stacks) -> dict[str, _Group]:
         flat = flatten_dict(params)
         groups: dict[str, _Group] = {}
-        for optimizer, paths in zip(self._optimizers, self.assign(list(flat)), strict=True):
+        for optimizer, paths in zip(self._optimizers, self.assign(flat), strict=True):
             stacked = {path: stacks[path] for path in paths if path in stacks}
             if not stacked or not self._works_by_layer(optimizer):
                 stacked = {}
@@ -211,26 +212,42 @@ class OptimizerGroups:
             raise ConfigError(owner=owner, field="Learner.per_layer", value=None, expected=expected)
         return per_layer
 
-    def assign(self, paths: list[Path]) -> list[list[Path]]:
-        """Return the paths that each optimizer updates."""
+    def assign(self, flat: Mapping[Path, Any]) -> list[list[Path]]:
+        """Return the paths that each optimizer updates, of weights or shapes by path."""
         main, *others = self._optimizers
         owners: dict[str, NamedOptimizer] = {}
-        names = ["/".join(path) for path in paths]
         for optimizer in others:
-            for pattern in optimizer.weights or ():
-                for name in matching_paths(
-                    pattern, names, owner=optimizer.owner, field="weights", kind="trained weight"
-                ):
+            for selection, names in _selections(optimizer, flat):
+                for name in names:
                     other = owners.setdefault(name, optimizer)
                     expected = f"no match with {name}, which {other.owner} updates"
-                    require(other is optimizer, optimizer.owner, "weights", pattern, expected)
+                    require(other is optimizer, optimizer.owner, "weights", selection, expected)
         assigned = [
-            [path for name, path in zip(names, paths, strict=True) if owners.get(name, main) is one]
+            [path for path in flat if owners.get("/".join(path), main) is one]
             for one in self._optimizers
         ]
         if not assigned[0]:
             raise ConfigError("no weight is left to train", owner=main.owner)
         return assigned
+
+
+def _selections(
+    optimizer: NamedOptimizer, flat: Mapping[Path, Any]
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield (pattern or name of a function, names of the weights that it selects)."""
+    if callable(optimizer.weights):
+        selected = flatten_dict(optimizer.weights(unflatten_dict(dict(flat))))
+        name = getattr(optimizer.weights, "__name__", str(optimizer.weights))
+        yield name, ["/".join(path) for path in flat if selected[path]]
+        return
+    names = ["/".join(path) for path in flat]
+    for pattern in optimizer.weights or ():
+        yield (
+            pattern,
+            matching_paths(
+                pattern, names, owner=optimizer.owner, field="weights", kind="trained weight"
+            ),
+        )
 
 
 def _bare(states: dict[str, Any]) -> Any:

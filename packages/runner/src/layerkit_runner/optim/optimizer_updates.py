@@ -22,6 +22,8 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonState, ScheduleFreeState, schedule_free_eval_params
 
+from layerkit.errors import UserError
+
 
 def update(
     transformation: optax.GradientTransformation,
@@ -51,12 +53,15 @@ def find_problem(transformation: optax.GradientTransformation, params: Any) -> s
     try:
         state = jax.eval_shape(transformation.init, shapes)
         updates, new_state = jax.eval_shape(update_once, shapes, state, shapes, loss)
+    except UserError:
+        raise
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         line = str(error).strip().partition("\n")[0]
         return f"the optimizer fails with (gradients, state, weights, value=loss): {line}"
     averages = [average.z for average in _instances(state, ScheduleFreeState)]
     if _instances(state, MuonState):
-        return "optax.contrib.muon trains weights of three dimensions, as of attention, by Adam"
+        name = "layerkit_runner.optim.muon.muon"
+        return f"optax.contrib.muon trains weights of three dimensions by Adam; use {name}"
     # The dtypes of updates may differ, because Optax converts sums to the dtypes of the weights.
     if _structure(updates, with_dtypes=False) != _structure(shapes, with_dtypes=False):
         return "the optimizer's updates differ in structure or shape from the weights"

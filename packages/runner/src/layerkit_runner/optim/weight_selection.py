@@ -241,9 +241,9 @@ def declared(declarations: Declarations) -> Iterator[None]:
 
 
 def mask_of(
-    params: Any, test: Callable[[WeightBox], bool], *, without: Callable[[Any], bool] | None = None
+    params: Any, test: Callable[[WeightBox], Any], *, without: Callable[[Any], Any] | None = None
 ) -> Any:
-    """Return a tree of booleans: `test` of the declaration of each weight.
+    """Return a tree of the results of `test` of the declaration of each weight, such as booleans.
 
     Args:
       params: Boxed weights, or plain ones whose declarations are bound.
@@ -256,7 +256,7 @@ def mask_of(
     """
     declarations, undeclared = _DECLARED.get({}), []
 
-    def mask(path: Any, leaf: Any) -> bool:
+    def mask(path: Any, leaf: Any) -> Any:
         box = leaf if is_box(leaf) else declarations.get(weight_path(path))
         if box is not None:
             return test(box)

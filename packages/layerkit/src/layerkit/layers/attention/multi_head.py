@@ -81,6 +81,7 @@ class CombinedProjection(BaseLayer):
             self.weight_axes,
             fan_in_dims=(0,),
             fan_out_dims=(1, 2, 3),
+            parts=(-2, (in_group - 2, 1, 1)),
             last_axes=(1, 3),  # Praxis stores [3, input_dims, num_heads, head_dim].
         )
         self.create_variable("w", weight, is_factor=True)

@@ -113,6 +113,7 @@ class LoraDot(Dot):
             init=WeightInit.FanIn(),
             dtype=weight.dtype,
             fan_in_dims=tuple(range(num_group, end)),
+            fan_out_dims=(end,),
             decays=True,
         )
         lora_b = WeightHParams(
@@ -120,6 +121,9 @@ class LoraDot(Dot):
             (*axes[group], None, *axes[outs]),
             init=WeightInit.Constant(0.0),
             dtype=weight.dtype,
+            fan_in_dims=(num_group,),
+            fan_out_dims=tuple(range(num_group + 1, len(shape) - num_in + 1)),
+            parts=weight.parts,
             decays=True,
         )
         adapter = {"lora_a": lora_a, "lora_b": lora_b}
@@ -185,9 +189,7 @@ class LoraDot(Dot):
         """Return (weight, number of group dimensions, number of contracted dimensions)."""
         weight = self.weight
         assert weight is not None  # The layer that has this `dot_tpl` sets it.
-        last = len(weight.shape) - 1
-        ins = tuple(range(last)) if weight.fan_in_dims is None else weight.fan_in_dims
-        outs = (last,) if weight.fan_out_dims is None else weight.fan_out_dims
+        ins, outs = weight.contracted_dims, weight.output_dims
         if ins != tuple(range(ins[0], ins[0] + len(ins))) or min(outs) < max(ins):
             raise ConfigError(
                 "LoRA cannot adapt the weight",

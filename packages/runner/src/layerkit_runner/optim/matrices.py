@@ -1,0 +1,144 @@
+"""The matrices of weights, by the dimensions that the weights declare.
+
+A weight of a product is one matrix `[in, out]`, or a batch of them. Its contracted dimensions are
+merged to `in`, such as heads and their size, and its output dimensions to `out`. All others are
+batch: stacked layers, stages and experts. A combined projection is one matrix for each product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from layerkit.base.weights import WeightBox
+from layerkit.errors import ConfigError
+from layerkit_runner.optim.weight_selection import mask_of, weight_path
+
+_HEADS = frozenset({"heads", "kv_heads"})
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixDims:
+    """The dimensions of the matrices of a weight, counted from the end.
+
+    Attributes:
+      ins: Contracted dimensions.
+      outs: Dimensions of the output. All that are neither are batch.
+      parts: (dimension, sizes along it) of combined products; None for one product.
+    """
+
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    parts: tuple[int, tuple[int, ...]] | None = None
+
+
+def matrix_dims(params: Any, *, split_heads: bool = False) -> Any:
+    """Return a tree of the `MatrixDims` of each weight, or None for a weight that is no matrix.
+
+    Weights of products are matrices, adapters included. Embeddings and heads (axis `vocab`),
+    products with one input or output, routers, norms, biases and positions are not.
+
+    Args:
+      params: Boxed weights, as `init_boxed` returns them, or, inside a learner, its plain weights.
+      split_heads: True for a matrix for each attention head; False merges heads with their size.
+
+    Raises:
+      ConfigError: A weight has no declaration.
+    """
+    return mask_of(params, lambda box: _dims_of(box, split_heads=split_heads))
+
+
+def all_but_matrices(params: Any) -> Any:
+    """Return a tree of booleans: True for the weights that are no matrices; see `matrix_dims`.
+
+    It selects the weights of an `AuxiliaryOptimizer` beside a main optimizer of matrices.
+    """
+    return mask_of(params, lambda box: _dims_of(box, split_heads=False) is None)
+
+
+def require_matrices(params: Any, *, owner: str, split_heads: bool = False) -> Any:
+    """Return `matrix_dims` of weights that all have to be matrices.
+
+    Args:
+      params: Weights, updates or gradients.
+      owner: Name of the optimizer, for the error.
+      split_heads: See `matrix_dims`.
+
+    Raises:
+      ConfigError: A weight is no matrix.
+    """
+    dims = matrix_dims(params, split_heads=split_heads)
+    leaves = jax.tree_util.tree_leaves_with_path(dims, is_leaf=lambda leaf: leaf is None)
+    for path, leaf in leaves:
+        if leaf is None:
+            raise ConfigError(
+                f"{owner} updates matrices, and {'/'.join(weight_path(path))} is none",
+                owner="Learner",
+                field="auxiliary_optimizers",
+                expected="AuxiliaryOptimizer(name='adamw', weights=all_but_matrices, …)",
+            )
+    return dims
+
+
+def as_matrices(x: jax.Array, dims: MatrixDims) -> list[jax.Array]:
+    """Return the matrices of a weight `[...]`: an array `[*batch, in, out]` for each product."""
+    order = _order(x.ndim, dims)
+    num_batch = x.ndim - len(dims.ins) - len(dims.outs)
+
+    def as_batch(part: jax.Array) -> jax.Array:
+        part = part.transpose(order)
+        ins = part.shape[num_batch : num_batch + len(dims.ins)]
+        return part.reshape(*part.shape[:num_batch], math.prod(ins), -1)
+
+    return [as_batch(part) for part in _split(x, dims) if part.size]
+
+
+def from_matrices(
+    matrices: Sequence[jax.Array], dims: MatrixDims, *, like: jax.Array | jax.ShapeDtypeStruct
+) -> jax.Array:
+    """Return the array `[...]` of the matrices of `as_matrices`, for a weight shaped `like`."""
+    order = _order(len(like.shape), dims)
+    shapes = [part.shape for part in _split(np.broadcast_to(0, like.shape), dims) if part.size]
+    parts = [
+        matrix.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
+        for matrix, shape in zip(matrices, shapes, strict=True)
+    ]
+    return jnp.concatenate(parts, axis=dims.parts[0]) if dims.parts else parts[0]
+
+
+def _order(rank: int, dims: MatrixDims) -> list[int]:
+    """Return the dimensions of a weight in the order batch, in, out."""
+    matrix = [dim + rank for dim in (*dims.ins, *dims.outs)]
+    return [dim for dim in range(rank) if dim not in matrix] + matrix
+
+
+def _split(x: Any, dims: MatrixDims) -> list[Any]:
+    """Return the products that a weight combines; some are empty if its sizes are replaced by 1."""
+    if dims.parts is None:
+        return [x]
+    axis, sizes = dims.parts
+    after = [slice(None)] * (-axis - 1)
+    return [x[(..., slice(*ends), *after)] for ends in pairwise(accumulate(sizes, initial=0))]
+
+
+def _dims_of(box: WeightBox, *, split_heads: bool) -> MatrixDims | None:
+    is_matrix = box.is_factor and "vocab" not in box.axes and min(box.fans or (1,)) > 1
+    if not is_matrix:
+        return None
+    if not split_heads or _HEADS.isdisjoint(box.axes):
+        return MatrixDims(box.fan_in_dims, box.fan_out_dims, box.parts)
+    # The heads of queries, keys and values of a combined projection are batch, as others.
+    heads = {-index for index, axis in enumerate(reversed(box.axes), 1) if axis in _HEADS}
+    batch = heads | ({box.parts[0]} if box.parts else set())
+    ins, outs = (
+        tuple(dim for dim in dims if dim not in batch)
+        for dims in (box.fan_in_dims, box.fan_out_dims)
+    )
+    return MatrixDims(ins, outs)
