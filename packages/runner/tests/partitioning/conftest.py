@@ -174,7 +174,7 @@ def axes_of_state(task: SingleTask) -> dict[str, Any]:
     """Logical axes of each array of a state, by path."""
     boxed, state = jax.eval_shape(lambda: task.init_boxed_state(jax.random.key(0)))
     found: dict[str, Any] = {}
-    map_with_axes(lambda path, axes, leaf: found.update({path: axes}), state, axes_by_path(boxed))
+    map_with_axes(lambda path, axes, *_: found.update({path: axes}), state, axes_by_path(boxed))
     return found
 
 

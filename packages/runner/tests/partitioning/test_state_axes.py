@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 from layerkit.config import Config, Partial
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
@@ -31,13 +32,18 @@ def test_every_weight_and_moment_has_axes(arrangements: Any, optimizer: Config):
     assert axes[".step"] == ()
 
 
-def test_moments_of_another_shape_have_no_axes(arrangements: Any):
-    factored = Partial(optax.adafactor, min_dim_size_to_factor=8)
+def test_arrays_of_another_shape_are_divided_over_the_mesh_axes_of_their_weight(arrangements: Any):
+    """Row moments `[layers, heads, head_dim]` of a weight over two mesh axes."""
+    factored = Partial(optax.adafactor, min_dim_size_to_factor=4)
     task = arrangements.sgd_task(arrangements.language_model(), optimizer=factored)
-    weight = "['attention']['query']['w']"
-    axes = arrangements.axes_of_state(task)
-    rows = [named for path, named in axes.items() if "v_row" in path and path.endswith(weight)]
-    assert rows == [(None, None, None)]
+    rows = "v_row['lm']['stack']['repeat']['sub']['attention']['query']['w']"
+    [axes] = [axes for path, axes in arrangements.axes_of_state(task).items() if rows in path]
+    assert axes == ("layers", None, None)
+    state = arrangements.start([2, 2, 2], task).abstract_state(task)
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    [leaf] = [leaf for path, leaf in leaves if rows in jax.tree_util.keystr(path)]
+    assert leaf.shape == (2, 8, 4)
+    assert leaf.sharding.spec == PartitionSpec(None, ("fsdp", "tensor"), None)
 
 
 def test_reduced_dimensions_have_no_axis(arrangements: Any):

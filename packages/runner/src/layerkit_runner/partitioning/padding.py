@@ -1,8 +1,10 @@
 """Logical axes of the arrays of a state, and padding of those that the mesh does not divide.
 
-An optimizer keeps arrays shaped like the weights in trees with the same paths. Such an array has
-the axes of the weight whose path is the end of its path; dimensions reduced to size 1 have no axis.
-Arrays of other shapes (counters, the moments of `optax.adafactor`) are replicated.
+An optimizer keeps its arrays in trees with the paths of the weights. An array shaped like the
+weight whose path is the end of its path has the axes of that weight; dimensions reduced to size 1
+have no axis. An array of another shape (a preconditioner, the moments of `optax.adafactor`) keeps
+the axes of leading layers and experts, and the mesh axes that divide the weight divide its largest
+dimension. Arrays at no weight (counters) are replicated.
 
 Between steps, JAX holds arrays in equal parts only, so a dimension such as 50257 words on 8 devices
 is rounded up with zeros at its end. A compiled step removes them first and adds them last, which
@@ -30,12 +32,18 @@ from jax.tree_util import DictKey, KeyPath
 from layerkit.base.weights import is_box
 from layerkit.errors import first_names
 from layerkit_runner.files.text import size_text
+from layerkit_runner.optim.optimizer_groups import STACK_AXES
 
 Axes = tuple[str | None, ...]
 Path = tuple[Any, ...]
+Declared = tuple[Axes, tuple[int, ...]]
+"""Axes and shape of a weight."""
+
+# Axes that an array keeps which has another shape than its weight: it has a part for each of these.
+_KEPT_AXES = STACK_AXES | {"expert"}
 
 
-def axes_by_path(boxed: Any) -> dict[Path, tuple[Axes, tuple[int, ...]]]:
+def axes_by_path(boxed: Any) -> dict[Path, Declared]:
     """Return (axes, shape) of each weight of boxed variables `{collection: …}` by layer path."""
     leaves = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box)
     return {
@@ -47,28 +55,34 @@ def axes_by_path(boxed: Any) -> dict[Path, tuple[Axes, tuple[int, ...]]]:
 
 
 def map_with_axes(
-    fn: Callable[[str, Axes, Any], Any], state: Any, weights: dict[Path, tuple[Axes, tuple]]
+    fn: Callable[[str, Axes, Any, Declared | None], Any], state: Any, weights: dict[Path, Declared]
 ) -> Any:
-    """Map `fn(path, axes, leaf)` over every array of a state, given `axes_by_path`."""
+    """Map `fn(path, axes, leaf, weight)` over every array of a state, given `axes_by_path`.
+
+    `weight` is the weight of an array of another shape, whose mesh axes the array is divided over,
+    and None for all others.
+    """
 
     def visit(path: KeyPath, leaf: Any) -> Any:
-        return fn(jax.tree_util.keystr(path), _axes_of(_dict_keys(path), leaf, weights), leaf)
+        axes, weight = _axes_of(_dict_keys(path), leaf, weights)
+        return fn(jax.tree_util.keystr(path), axes, leaf, weight)
 
     return jax.tree_util.tree_map_with_path(visit, state)
 
 
-def _axes_of(keys: Path, leaf: Any, weights: dict[Path, tuple[Axes, tuple]]) -> Axes:
+def _axes_of(keys: Path, leaf: Any, weights: dict[Path, Declared]) -> tuple[Axes, Declared | None]:
     # The longest end comes first, so that `lm/final_norm/scale` does not match a weight
     # `final_norm/scale`.
-    for start in range(len(keys)):
-        axes, shape = weights.get(keys[start:], ((), ()))
-        sizes = tuple(zip(leaf.shape, shape, strict=False))
-        if len(shape) == leaf.ndim > 0 and all(size in (1, full) for size, full in sizes):
-            return tuple(
-                axis if size == full else None
-                for axis, (size, full) in zip(axes, sizes, strict=True)
-            )
-    return (None,) * leaf.ndim
+    ends = (keys[start:] for start in range(len(keys)))
+    weight = next((weights[end] for end in ends if end in weights), None)
+    if weight is None or leaf.ndim == 0:
+        return (None,) * leaf.ndim, None
+    pairs = [*zip(*weight, leaf.shape, strict=False)]
+    if len(weight[1]) == leaf.ndim and all(size in (1, full) for _, full, size in pairs):
+        return tuple(axis if size == full else None for axis, full, size in pairs), None
+    is_kept = (axis in _KEPT_AXES and size == full for axis, full, size in pairs)
+    kept = weight[0][: sum(itertools.takewhile(bool, is_kept))]
+    return kept + (None,) * (leaf.ndim - len(kept)), weight
 
 
 def _dict_keys(path: KeyPath) -> Path:

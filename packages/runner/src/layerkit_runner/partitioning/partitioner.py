@@ -24,11 +24,13 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import padding
 from layerkit_runner.partitioning.mesh import make_mesh
 from layerkit_runner.partitioning.padding import (
+    Declared,
     Uneven,
     UnevenArray,
     axes_by_path,
     map_uneven,
     map_with_axes,
+    mesh_axes,
     split_over,
 )
 from layerkit_runner.step.metrics import GLOBAL_BATCH, StepContext
@@ -91,8 +93,10 @@ class Partitioner(Configurable):
         """Return the mesh axes that the rows of a batch are split over."""
         raise NotImplementedError
 
-    def _array_sharding(self, path: str, axes: Any, shape: tuple[int, ...]) -> NamedSharding:
-        """Return the sharding between steps of an array of a state with these logical axes."""
+    def _array_sharding(
+        self, path: str, axes: Any, shape: tuple[int, ...], weight: Declared | None
+    ) -> NamedSharding:
+        """Return the sharding between steps of an array of a state; see `map_with_axes`."""
         raise NotImplementedError
 
     def _spread(self, step: Callable[..., Any], *layouts: _Layout) -> Callable[..., Any]:
@@ -133,8 +137,8 @@ class Partitioner(Configurable):
         boxed, state = jax.eval_shape(lambda: task.init_boxed_state(jax.random.key(0)))
         arrays: dict[str, UnevenArray] = {}
 
-        def place(path: str, axes: Any, leaf: Any) -> jax.ShapeDtypeStruct:
-            sharding = self._array_sharding(path, axes, leaf.shape)
+        def place(path: str, axes: Any, leaf: Any, weight: Any) -> jax.ShapeDtypeStruct:
+            sharding = self._array_sharding(path, axes, leaf.shape, weight)
             array = UnevenArray(leaf.shape, leaf.dtype, tuple(axes), sharding)
             if array.padded_shape != leaf.shape:
                 arrays[path] = array
@@ -348,8 +352,16 @@ class SpmdPartitioner(Partitioner):
             devices=devices,
         )
 
-    def _array_sharding(self, path: str, axes: Any, shape: tuple[int, ...]) -> NamedSharding:
-        spec = self.model_sharding().spec(axes, shape=shape, owner=path, allow_uneven=True)
+    def _array_sharding(
+        self, path: str, axes: Any, shape: tuple[int, ...], weight: Declared | None
+    ) -> NamedSharding:
+        bound = self.model_sharding()
+        spec = bound.spec(axes, shape=shape, owner=path, allow_uneven=True)
+        if weight is not None:
+            of_weight = bound.spec(weight[0], shape=weight[1], owner=path, allow_uneven=True)
+            spec = split_over(
+                spec, shape, mesh=self.mesh, axes=sum(mesh_axes(of_weight, weight[1]), ())
+            )
         if self.shard_optimizer_over_data and path.startswith(_OPTIMIZER_PATHS):
             spec = split_over(spec, shape, mesh=self.mesh, axes=self.batch_axes())
         is_stacked = bool(axes) and axes[0] == "layers" and (not spec or spec[0] is None)
@@ -412,7 +424,9 @@ class PmapPartitioner(Partitioner):
         """Return the only mesh axis."""
         return (BATCH_AXIS,)
 
-    def _array_sharding(self, path: str, axes: Any, shape: tuple[int, ...]) -> NamedSharding:
+    def _array_sharding(
+        self, path: str, axes: Any, shape: tuple[int, ...], weight: Declared | None
+    ) -> NamedSharding:
         # This raises an error for unknown names.
         self.model_sharding().spec(axes, shape=shape, owner=path)
         return self.replicated()
