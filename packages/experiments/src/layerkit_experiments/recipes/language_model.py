@@ -10,7 +10,7 @@ from layerkit import layers
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import WeightInit
 from layerkit.config import Config, target_of
-from layerkit.config.checks import check_sizes, require
+from layerkit.config.checks import check_choice, check_sizes, require
 from layerkit.decoding import SampleDecoder
 from layerkit.errors import ConfigError
 from layerkit.layers import (
@@ -362,9 +362,8 @@ class LmExperiment(TrainedExperiment, abstract=True):
 
     def read(self, **options: Any) -> Config:
         """Return the config of an input by the reader of DATA_FORMAT."""
-        readers = self.readers()
-        if (name := self.DATA_FORMAT) not in readers:
-            raise ConfigError(field="DATA_FORMAT", value=name, choices=tuple(readers))
+        readers, name = self.readers(), self.DATA_FORMAT
+        check_choice(None, tuple(readers), DATA_FORMAT=name)
         return readers[name](self, percore_batch_size=self.PERCORE_BATCH_SIZE, **options)
 
     def decode_datasets(self) -> list[Config]:

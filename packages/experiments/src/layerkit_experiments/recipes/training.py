@@ -16,9 +16,15 @@ import optax
 
 from layerkit.base.sharding import DEFAULT_RULES
 from layerkit.config import Config, Partial, assigned_fields, is_config
-from layerkit.config.checks import check_non_negative, check_positive, check_rates, check_sizes
-from layerkit.errors import ConfigError
+from layerkit.config.checks import (
+    check_non_negative,
+    check_positive,
+    check_rates,
+    check_sizes,
+    require,
+)
 from layerkit_runner.config.experiment import BaseExperiment
+from layerkit_runner.config.stages import Stage
 from layerkit_runner.optim import schedules
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.optimizers import decays
@@ -119,9 +125,8 @@ def number_of_steps(fields: Any, name: str) -> int:
     value = getattr(fields, name)
     if isinstance(value, int):
         return value
-    if not 0.0 <= value <= 1.0:
-        expected = "an integer, or a fraction of MAX_STEPS between 0 and 1"
-        raise ConfigError(field=name, value=value, expected=expected)
+    expected = "an integer, or a fraction of MAX_STEPS between 0 and 1"
+    require(0.0 <= value <= 1.0, None, name, value, expected)
     return round(value * fields.MAX_STEPS)
 
 
@@ -174,6 +179,8 @@ class TrainedExperiment(BaseExperiment, abstract=True):
     """True to shard the activations between layers over tensor; see `spmd`."""
 
     MAX_STEPS: int = 300_000
+    STAGES: list[Stage] | None = None
+    """Parts of the run with a batch, length, mixture or rate of their own; see docs/stages.md."""
     GRADIENT_ACCUMULATION_STEPS: int = 1
     """Number of equal parts of a batch, which are computed one after another."""
     SUMMARY_INTERVAL_STEPS: int | None = None

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from layerkit.config import field_types
+from layerkit_runner.config.stages import set_last_step
 from layerkit_runner.errors import FieldError, recast, unknown_field
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class BaseExperiment:
         self._overrides = overrides
         for name, value in values.items():
             setattr(self, name, value)
+        set_last_step(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a field is checked and converted by its annotation."""
