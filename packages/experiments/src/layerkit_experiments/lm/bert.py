@@ -145,7 +145,7 @@ class PaxBert(PaxLm, abstract=True):
     DECAY_END = 100_000
     MAX_STEPS = 100_000
 
-    unused_fields: ClassVar[tuple[str, ...]] = ("DECAYED_WEIGHTS", "ADAM_EPSILON")
+    unused_fields: ClassVar[tuple[str, ...]] = ("OPTIMIZER", "DECAYED_WEIGHTS", "ADAM_EPSILON")
     reduced_fields: ClassVar[Mapping[str, Any]] = {**REDUCED_TEXT, "DROPOUT_RATE": 0.0}
     learner = adafactor_exponential
     shards_features = True
@@ -178,7 +178,10 @@ class BertAdamL4H128(PaxBert):
     DECAY_END = 300_000
     MAX_STEPS = 300_000
 
-    unused_fields = ("DECAYED_WEIGHTS", "ICI_MESH_SHAPE", "DCN_MESH_SHAPE", "SEQUENCE_PARALLEL")
+    unused_fields = (
+        *("OPTIMIZER", "DECAYED_WEIGHTS"),
+        *("ICI_MESH_SHAPE", "DCN_MESH_SHAPE", "SEQUENCE_PARALLEL"),
+    )
 
     learner = adam_exponential
     partitioner = pmap

@@ -84,7 +84,7 @@ class LlamaBoolQ(LmExperiment, abstract=True):
     SUMMARY_INTERVAL_STEPS = 100
 
     tfds_name = "super_glue/boolq:1.0.2"
-    unused_fields = ("DECAYED_WEIGHTS", "PROMPTS_PER_DEVICE", "PROMPT_LENGTH")
+    unused_fields = ("OPTIMIZER", "DECAYED_WEIGHTS", "PROMPTS_PER_DEVICE", "PROMPT_LENGTH")
     reduced_fields: ClassVar[Mapping[str, Any]] = {
         **REDUCED_TEXT,
         "INIT_FROM": None,

@@ -27,7 +27,7 @@ class C4Spmd(PaxLm, abstract=True):
     SUMMARY_INTERVAL_STEPS = 10
     CHECKPOINT_EVERY_N_STEPS = 1000
 
-    unused_fields = ("DECAYED_WEIGHTS",)
+    unused_fields = ("OPTIMIZER", "DECAYED_WEIGHTS")
     reduced_fields: ClassVar[Mapping[str, Any]] = REDUCED_TEXT
 
 
@@ -157,7 +157,7 @@ class C4SpmdPipelineAdam(Pipelined, PaxLm):
     CHECKPOINT_EVERY_N_STEPS = 1000
     ICI_MESH_SHAPE = [2, 1, 2, 2]
 
-    unused_fields = ("DECAYED_WEIGHTS",)
+    unused_fields = ("OPTIMIZER", "DECAYED_WEIGHTS")
     reduced_fields: ClassVar[Mapping[str, Any]] = REDUCED_TEXT
 
 

@@ -34,7 +34,10 @@ class C4Spmd22BAdamMaxText(PaxLm):
     SUMMARY_INTERVAL_STEPS = 10
     CHECKPOINT_EVERY_N_STEPS = 1000
 
-    unused_fields = ("DECAYED_WEIGHTS",)
+    unused_fields = (
+        "OPTIMIZER",
+        "DECAYED_WEIGHTS",
+    )
     reduced_fields: ClassVar[Mapping[str, Any]] = REDUCED_TEXT
 
 

@@ -57,7 +57,8 @@ class Glam(MixtureOfExperts, LmExperiment, abstract=True):
     MAX_STEPS = 500_000
 
     unused_fields = (
-        *("ADAM_BETA1", "ADAM_BETA2", "ADAM_EPSILON", "WEIGHT_DECAY", "DECAYED_WEIGHTS"),
+        *("OPTIMIZER", "ADAM_BETA1", "ADAM_BETA2", "ADAM_EPSILON", "WEIGHT_DECAY"),
+        "DECAYED_WEIGHTS",
         *("WARMUP_STEPS", "DECAY_START", "DECAY_END", "MIN_LEARNING_RATE_RATIO"),
     )
     reduced_fields: ClassVar[Mapping[str, Any]] = {**REDUCED_TEXT, "LEARNING_RATE": 0.03}
@@ -163,7 +164,7 @@ class PraxisExperts(LmExperiment, abstract=True):
     SUMMARY_INTERVAL_STEPS: int | None = 100
     CHECKPOINT_EVERY_N_STEPS = 100_000
 
-    unused_fields: ClassVar[tuple[str, ...]] = ("DECAYED_WEIGHTS", *TEXT_FIELDS)
+    unused_fields: ClassVar[tuple[str, ...]] = ("OPTIMIZER", "DECAYED_WEIGHTS", *TEXT_FIELDS)
     reduced_fields: ClassVar[Mapping[str, Any]] = {
         "NUM_GROUPS": None,
         "NUM_EXPERTS": 4,

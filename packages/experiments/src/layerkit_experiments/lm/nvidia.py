@@ -73,7 +73,7 @@ class NvidiaLm(LmExperiment, abstract=True):
     MAX_STEPS = 500_000
     CHECKPOINT_EVERY_N_STEPS = 100_000
 
-    unused_fields = ("DECAYED_WEIGHTS", *TEXT_FIELDS)
+    unused_fields = ("OPTIMIZER", "DECAYED_WEIGHTS", *TEXT_FIELDS)
     reduced_fields: ClassVar[Mapping[str, Any]] = {
         "DECAY_START": 6,
         "DECAY_END": 200,

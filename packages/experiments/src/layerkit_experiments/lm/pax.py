@@ -40,7 +40,7 @@ class PaxLm(LmExperiment, abstract=True):
     DECAY_START = 4001
     DECAY_END = 300_000
 
-    unused_fields: ClassVar[tuple[str, ...]] = ("DECAYED_WEIGHTS", *TEXT_FIELDS)
+    unused_fields: ClassVar[tuple[str, ...]] = ("OPTIMIZER", "DECAYED_WEIGHTS", *TEXT_FIELDS)
     reduced_fields: ClassVar[Mapping[str, Any]] = {
         "DECAY_START": 6,
         "DECAY_END": 200,

@@ -23,6 +23,7 @@ from layerkit.config.checks import (
     check_sizes,
     require,
 )
+from layerkit_experiments.recipes.optimizer_choices import OptimizerChoice
 from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.config.stages import Stage
 from layerkit_runner.optim import schedules
@@ -68,16 +69,13 @@ def adamw_cosine(fields: Any) -> Config:
 
 
 def adamw(fields: Any, learning_rate: Config, *, decays_all: bool = False) -> Config:
-    """Return AdamW with a schedule, which decays the weights that declare it (matrices), or all."""
-    optimizer = Partial(
-        optax.adamw,
-        b1=fields.ADAM_BETA1,
-        b2=fields.ADAM_BETA2,
-        eps=fields.ADAM_EPSILON,
-        weight_decay=fields.WEIGHT_DECAY,
-        mask=None if decays_all else decays,
-    )
-    return checked_learner(fields, optimizer, learning_rate)
+    """Return AdamW, or OPTIMIZER, with a schedule that has a `peak` and a `min_ratio`.
+
+    It decays the weights that declare it (matrices), or all.
+    """
+    optimizer = Partial(optax.adamw, mask=None if decays_all else decays)
+    learner = checked_learner(fields, optimizer, learning_rate)
+    return OptimizerChoice.of(fields).set_optimizer(learner, fields)
 
 
 def checked_learner(fields: Any, optimizer: Partial, learning_rate: Config) -> Config:
@@ -130,18 +128,18 @@ def number_of_steps(fields: Any, name: str) -> int:
     return round(value * fields.MAX_STEPS)
 
 
-def schedule_notes(experiment: Any) -> list[str]:
-    """Return a line for the start report if the learner has a shortened schedule."""
-    rate = experiment.learner().learning_rate
+def learner_notes(experiment: Any) -> list[str]:
+    """Return lines for the start report on OPTIMIZER and on a shortened schedule."""
+    notes, rate = OptimizerChoice.notes(experiment), experiment.learner().learning_rate
     if not is_config(rate):
-        return []
+        return notes
     steps, changes = assigned_fields(rate), []
     for name, argument in (("WARMUP_STEPS", "warmup_steps"), ("DECAY_START", "decay_start")):
         is_set = argument in steps and getattr(experiment, name) is not None
         if is_set and number_of_steps(experiment, name) != steps[argument]:
             changes.append(f"{name} {getattr(experiment, name)} → {steps[argument]}")
     fitted = f"schedule     {', '.join(changes)}, to fit into MAX_STEPS={experiment.MAX_STEPS}"
-    return [fitted] if changes else []
+    return [*notes, fitted] if changes else notes
 
 
 def spmd(fields: Any, *, axes: tuple[str, ...] = (), **rules: Any) -> Config:
@@ -168,7 +166,7 @@ def spmd(fields: Any, *, axes: tuple[str, ...] = (), **rules: Any) -> Config:
 
 
 class TrainedExperiment(BaseExperiment, abstract=True):
-    """Base of all experiments here: training by AdamW with a cosine on a mesh.
+    """Base of all experiments here: training by OPTIMIZER with a cosine on a mesh.
 
     A subclass lists fields that its `learner()` or `partitioner()` ignores in `unused_fields`.
     """
@@ -193,7 +191,9 @@ class TrainedExperiment(BaseExperiment, abstract=True):
     """Hours per checkpoint that is kept permanently besides the newest; None keeps no others."""
     SEED: int = 1234
 
-    # Optimizer: AdamW, a linear warmup and a cosine.
+    # Optimizer, a linear warmup and a cosine.
+    OPTIMIZER: str = "adamw"
+    """Name in `OPTIMIZERS` of recipes/optimizer_choices.py; other rates are factors of AdamW's."""
     LEARNING_RATE: float = 1e-3
     ADAM_BETA1: float = 0.9
     ADAM_BETA2: float = 0.95
@@ -233,7 +233,7 @@ class TrainedExperiment(BaseExperiment, abstract=True):
     }
 
     learner = adamw_cosine
-    start_notes = schedule_notes
+    start_notes = learner_notes
 
     def partitioner(self) -> Config:
         """Return the config of the partitioner."""

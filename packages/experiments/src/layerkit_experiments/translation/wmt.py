@@ -31,7 +31,7 @@ class WmtEnDe(TranslationExperiment, abstract=True):
     ICI_MESH_SHAPE = [8, 1, 1]
 
     unused_fields = (
-        *("LEARNING_RATE", "WEIGHT_DECAY", "DECAYED_WEIGHTS"),
+        *("OPTIMIZER", "LEARNING_RATE", "WEIGHT_DECAY", "DECAYED_WEIGHTS"),
         *("DECAY_START", "DECAY_END", "MIN_LEARNING_RATE_RATIO"),
     )
     reduced_fields: ClassVar[Mapping[str, Any]] = {"LEARNING_RATE_SCALE": 0.1, "WARMUP_STEPS": 10}

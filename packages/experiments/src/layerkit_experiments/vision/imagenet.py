@@ -61,8 +61,14 @@ class ResNet50Pjit(TrainedExperiment):
     ICI_MESH_SHAPE = [1, 8, 1]
 
     unused_fields = (
-        *("ADAM_BETA1", "ADAM_BETA2", "ADAM_EPSILON", "WEIGHT_DECAY", "DECAYED_WEIGHTS"),
-        *("CLIP_GRADIENT_NORM", "DECAY_START", "DECAY_END", "MIN_LEARNING_RATE_RATIO"),
+        *("OPTIMIZER", "ADAM_BETA1", "ADAM_BETA2", "ADAM_EPSILON", "WEIGHT_DECAY"),
+        *(
+            "DECAYED_WEIGHTS",
+            "CLIP_GRADIENT_NORM",
+            "DECAY_START",
+            "DECAY_END",
+            "MIN_LEARNING_RATE_RATIO",
+        ),
     )
     reduced_fields: ClassVar[Mapping[str, Any]] = {
         "CHANNELS": [32, 64],

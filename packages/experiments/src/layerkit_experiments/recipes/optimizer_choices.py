@@ -1,0 +1,134 @@
+"""Optimizers that the field OPTIMIZER of an experiment names.
+
+LEARNING_RATE and WEIGHT_DECAY are those of AdamW. An optimizer whose published values are
+multiples of them states the factors, which the start report prints. So `--fdl.OPTIMIZER=lion` is
+a sensible run of every experiment, and a rate tuned for AdamW is never used for updates of
+another size. `--fdl.task.train.learner.optimizer.NAME=VALUE` sets an argument without a field.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import optax
+
+from layerkit.config import Config, Partial
+from layerkit.errors import ConfigError
+from layerkit_runner.optim import adamw_variants
+from layerkit_runner.optim.learner import AuxiliaryOptimizer
+from layerkit_runner.optim.matrices import all_but_matrices
+from layerkit_runner.optim.muon import muon
+
+_ADAM = {"b1": "ADAM_BETA1", "b2": "ADAM_BETA2", "eps": "ADAM_EPSILON"}
+
+
+class OptimizerChoice(NamedTuple):
+    """An optimizer in place of AdamW, and what it takes from the fields of an experiment.
+
+    Attributes:
+      function: Function of `learning_rate`, `weight_decay` and `mask` that makes the optimizer.
+      fields: Names of fields by argument of `function`, or of `wrapped` if there is one.
+      wrapped: Optimizer without weight decay that `function` takes as `optimizer`; None for none.
+      rate: Factor of LEARNING_RATE.
+      decay: Factor of WEIGHT_DECAY.
+      keeps_rate: True if the rate stays constant after the warmup.
+      only_matrices: True if AdamW trains the weights that are no matrices.
+    """
+
+    function: Callable[..., Any]
+    fields: Mapping[str, str] = MappingProxyType(_ADAM)
+    wrapped: Callable[..., Any] | None = None
+    rate: float = 1.0
+    decay: float = 1.0
+    keeps_rate: bool = False
+    only_matrices: bool = False
+
+    @classmethod
+    def of(cls, experiment: Any) -> OptimizerChoice:
+        """Return the row of the experiment's OPTIMIZER.
+
+        Raises:
+          ConfigError: OPTIMIZER is unknown, or a field is overridden that nothing reads.
+        """
+        owner, name = type(experiment).__qualname__, experiment.OPTIMIZER
+        if name not in OPTIMIZERS:
+            raise ConfigError(owner=owner, field="OPTIMIZER", value=name, choices=OPTIMIZERS)
+        for field in OPTIMIZERS[name].unread_fields():
+            value, default = experiment.overrides.get(field), getattr(type(experiment), field)
+            if value not in (None, default):
+                expected = f"{default}, since OPTIMIZER={name!r} does not read it"
+                hint = "Set arguments by --fdl.task.train.learner.optimizer.NAME=VALUE"
+                raise ConfigError(
+                    owner=owner, field=field, value=value, expected=expected, hint=hint
+                )
+        return OPTIMIZERS[name]
+
+    def set_optimizer(self, learner: Config, experiment: Any) -> Config:
+        """Set the optimizer of a learner, and return it.
+
+        Args:
+          learner: Config of a learner with a schedule that has a `peak` and a `min_ratio`, and an
+            optimizer whose `mask` selects the weights that decay.
+          experiment: Experiment with the fields.
+        """
+        mask, rate = learner.optimizer.mask, learner.learning_rate
+        if self.only_matrices:
+            others = OPTIMIZERS["adamw"].config(experiment, mask)
+            learner.auxiliary_optimizers = [
+                AuxiliaryOptimizer.HParams.config(
+                    name="adamw", weights=all_but_matrices, optimizer=others, learning_rate=rate
+                )
+            ]
+        if self.rate != 1.0:
+            learner.learning_rate = copy.copy(rate)
+            learner.learning_rate.peak *= self.rate
+        if self.keeps_rate:
+            learner.learning_rate.min_ratio = 1.0
+        return learner.set(optimizer=self.config(experiment, mask))
+
+    def config(self, experiment: Any, mask: Any) -> Partial:
+        """Return the config of the optimizer; `mask` selects the weights that decay."""
+        values = {name: getattr(experiment, field) for name, field in self.fields.items()}
+        if self.wrapped is not None:
+            values = {"optimizer": Partial(self.wrapped, **values)}
+        decay = self.decay * experiment.WEIGHT_DECAY
+        return Partial(self.function, **values, weight_decay=decay, mask=mask)
+
+    def unread_fields(self) -> list[str]:
+        """Return the fields of AdamW that nothing reads."""
+        read = _ADAM.values() if self.only_matrices else self.fields.values()
+        return [field for field in _ADAM.values() if field not in read]
+
+    @classmethod
+    def notes(cls, experiment: Any) -> list[str]:
+        """Return a line for the start report if OPTIMIZER is not AdamW."""
+        name, row = experiment.OPTIMIZER, OPTIMIZERS[experiment.OPTIMIZER]
+        if name == "adamw":
+            return []
+        parts = (
+            f"{name}: rate {row.rate:g} × LEARNING_RATE",
+            "constant after the warmup" if row.keeps_rate else "",
+            f"weight decay {row.decay:g} × WEIGHT_DECAY",
+            "adamw for weights that are no matrices" if row.only_matrices else "",
+            *(f"{field} is not read" for field in row.unread_fields()),
+        )
+        return [f"optimizer    {', '.join(filter(None, parts))}"]
+
+
+# Sources of the factors: Lion, Chen et al., 2023, section 5 (rates 3 to 10 times smaller, decay as
+# much larger). The papers of the others compare them with AdamW at similar rates.
+OPTIMIZERS: Mapping[str, OptimizerChoice] = MappingProxyType(
+    {
+        "adamw": OptimizerChoice(optax.adamw),
+        "lion": OptimizerChoice(optax.lion, {}, rate=0.1, decay=10.0),
+        "ademamix": OptimizerChoice(adamw_variants.ademamix, {**_ADAM, "num_steps": "MAX_STEPS"}),
+        "adafactor": OptimizerChoice(adamw_variants.adafactor, {"b1": "ADAM_BETA1"}),
+        "mars": OptimizerChoice(adamw_variants.mars, {"eps": "ADAM_EPSILON"}),
+        "schedule_free": OptimizerChoice(adamw_variants.schedule_free_adamw, keeps_rate=True),
+        "cautious_adamw": OptimizerChoice(adamw_variants.cautious, wrapped=optax.adam),
+        "muon": OptimizerChoice(muon, {}, only_matrices=True),
+    }
+)

@@ -1,0 +1,186 @@
+"""OPTIMIZER: updates by NumPy from the papers, and every experiment with every optimizer."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax.traverse_util import flatten_dict
+
+import layerkit_experiments
+from layerkit.base.base_layer import PARAMS
+from layerkit.base.weights import unbox
+from layerkit.errors import ConfigError
+from layerkit_experiments.lm.quickstart import LocalText
+from layerkit_experiments.recipes.experts import MixtureOfExperts
+from layerkit_experiments.recipes.optimizer_choices import OPTIMIZERS
+from layerkit_runner.config.experiment import experiment_fields
+from layerkit_runner.config.registry import experiment_classes
+from layerkit_runner.optim.optimizer_groups import stacks_of
+from layerkit_runner.optim.weight_selection import declarations_of, declared
+from layerkit_runner.run.resolve import resolve
+from layerkit_runner.tools.catalogue import fields_without_value
+
+STEPS, RATE, DECAY = 4, 1e-2, 0.3
+EXPERIMENTS = {
+    name: cls
+    for name, cls in experiment_classes(layerkit_experiments.__name__).items()
+    if "OPTIMIZER" in experiment_fields(cls) and not fields_without_value(cls)
+}
+
+
+class Small(MixtureOfExperts, LocalText):
+    """Repeated layers with heads and experts, and a tied embedding whose moments are factored."""
+
+    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_EXPERTS, DIMS_PER_HEAD = 2, 128, 6, 3, 4
+    LEARNING_RATE, WEIGHT_DECAY, WARMUP_STEPS, MAX_STEPS = RATE, DECAY, 0, 10
+
+
+def adam(g: Any, m: Any, v: Any, t: int, b1: float, b2: float) -> tuple[Any, Any, Any]:
+    """(direction, first moment, second moment) of Kingma and Ba, algorithm 1."""
+    m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+    return m / (1 - b1**t) / (np.sqrt(v / (1 - b2**t)) + 1e-8), m, v
+
+
+def factored_rms(g: Any, v: Any, decay: float) -> tuple[Any, Any]:
+    """(direction, moments) of Shazeer and Stern, algorithms 4 and 5."""
+    squares = g * g + 1e-30
+    if g.ndim < 2 or sorted(g.shape)[-2] < 128:
+        v = decay * v + (1 - decay) * squares
+        u = g / np.sqrt(v)
+    else:
+        rows, columns = (0.0, 0.0) if np.isscalar(v) else v
+        rows = decay * rows + (1 - decay) * squares.sum(1)
+        columns = decay * columns + (1 - decay) * squares.sum(0)
+        v = rows, columns
+        u = g / np.sqrt(np.outer(rows, columns) / rows.sum())
+    return u / max(1.0, math.sqrt(np.mean(u * u))), v
+
+
+def trained(name: str, grads: Any, w: Any, rates: Any, decay: float) -> Iterator[Any]:
+    """The float64 weights of one tensor after each step, by the papers of the optimizers."""
+    m = v = slow = last = 0.0
+    x = z = w
+    for t, (g, rate) in enumerate(zip(grads, rates, strict=True), 1):
+        pull = rate * decay * w
+        if name == "adamw":
+            u, m, v = adam(g, m, v, t, 0.9, 0.98)
+        elif name == "lion":  # Chen et al., algorithm 2
+            u, m = np.sign(0.9 * m + 0.1 * g), 0.99 * m + 0.01 * g
+        elif name == "ademamix":  # Pagliardini et al., algorithm 1
+            part = (t - 1) / Small.MAX_STEPS
+            lasting = math.log(0.9), math.log(0.9999)
+            b3 = math.exp(math.prod(lasting) / ((1 - part) * lasting[1] + part * lasting[0]))
+            slow = b3 * slow + (1 - b3) * g
+            u, m, v = adam(g, m, v, t, 0.9, 0.98)
+            u = u + part * 5.0 * slow / (np.sqrt(v / (1 - 0.98**t)) + 1e-8)
+        elif name == "adafactor":
+            u, v = factored_rms(g, v, 1 - t**-0.8)
+            m = 0.9 * m + 0.1 * rate * u
+            u = m / rate
+        elif name == "mars":  # Yuan et al., algorithm 2, with c of at most norm 1
+            c = g + 0.025 * 0.95 / 0.05 * (g - last)
+            last = g
+            u, m, v = adam(c / max(1.0, np.linalg.norm(c)), m, v, t, 0.95, 0.99)
+        elif name == "cautious_adamw":  # Liang et al., algorithm 2
+            u, m, v = adam(g, m, v, t, 0.9, 0.98)
+            mask = u * g > 0
+            u = u * mask / max(mask.mean(), 1e-3)
+        else:  # Defazio et al., algorithm 1
+            assert name == "schedule_free"
+            u, _, v = adam(g, 0.0, v, t, 0.0, 0.98)
+            z = z - rate * u - pull
+            x = (1 - 1 / t) * x + z / t
+            w = 0.1 * z + 0.9 * x
+            yield w
+            continue
+        w = w - rate * u - pull
+        yield w
+
+
+def draw(shapes: Any, seed: int, scale: float) -> Any:
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: (scale * rng.normal(size=x.shape)).astype(np.float32), shapes)
+
+
+def clip(grad: Any, limit: float | None) -> Any:
+    """The float64 gradient of one layer, of at most a norm."""
+    grad = grad.astype(np.float64)
+    return grad if limit is None else grad * min(1.0, limit / np.linalg.norm(grad))
+
+
+@pytest.fixture(scope="module")
+def boxes() -> Any:
+    model = resolve(Small()).task.model.Instantiate()
+    return jax.eval_shape(model.init_boxed, jax.random.key(0))[PARAMS]
+
+
+@pytest.mark.parametrize("limit", [None, 0.5], ids=["not clipped", "clipped per layer"])
+@pytest.mark.parametrize("name", [n for n, row in OPTIMIZERS.items() if not row.only_matrices])
+def test_updates_equal_numpy(boxes: Any, name: str, limit: float | None):
+    config = resolve(Small(OPTIMIZER=name, CLIP_GRADIENT_NORM=None)).task.train.learner
+    learner = config.set(clip_per_tensor_norm=limit).Instantiate()
+    declarations, stacks, params = declarations_of(boxes), stacks_of(boxes), unbox(boxes)
+    params = draw(params, 0, 0.1)
+    grads = [draw(params, 1 + step, 0.03) for step in range(STEPS)]
+    factor, decay = (0.1, 10 * DECAY) if name == "lion" else (1.0, DECAY)
+    rates = factor * RATE * (0.55 + 0.45 * np.cos(np.pi * np.arange(STEPS) / Small.MAX_STEPS))
+    rates = np.full(STEPS, RATE) if name == "schedule_free" else rates
+    weights = [params]
+    with declared(declarations):
+        state = learner.init(params, stacks=stacks)
+        update = jax.jit(functools.partial(learner.update, stacks=stacks))
+        for step, grad in enumerate(grads):
+            result = update(grad, state, weights[-1], step=step, loss=1.0)
+            weights, state = [*weights, result.params], result.opt_state
+    for path, first in flatten_dict(params).items():
+        decayed = decay * declarations[path].decays
+        for layer in np.ndindex(stacks.get(path, ())):
+            gs = [clip(flatten_dict(grad)[path][layer], limit) for grad in grads]
+            expected = trained(name, gs, first[layer].astype(np.float64), rates, decayed)
+            for new, reference in zip(weights[1:], expected, strict=True):
+                found = np.asarray(flatten_dict(new)[path][layer])
+                np.testing.assert_allclose(found, reference, rtol=0, atol=1e-5 * RATE)
+
+
+def test_unknown_name_and_field_that_is_not_read_raise(raises: Any):
+    with raises(ConfigError, owner="LocalText", field="OPTIMIZER", value="lyon") as caught:
+        resolve(LocalText(OPTIMIZER="lyon"))
+    assert "Did you mean 'lion'?" in str(caught.value)
+    with raises(ConfigError, owner="LocalText", field="ADAM_BETA2", value=0.9):
+        resolve(LocalText(OPTIMIZER="lion", ADAM_BETA2=0.9))
+    resolve(LocalText(OPTIMIZER="muon", ADAM_BETA2=0.9))
+
+
+def test_start_report_states_the_factors_of_the_rates():
+    assert LocalText().start_notes() == []
+    (note,) = LocalText(OPTIMIZER="lion").start_notes()
+    assert "lion: rate 0.1 × LEARNING_RATE, weight decay 10 × WEIGHT_DECAY" in note
+
+
+def check_optimizers(name: str, optimizers: Any) -> None:
+    """Build the learner of an experiment with optimizers, and trace their first states."""
+    task = resolve(EXPERIMENTS[name]()).task
+    boxes = jax.eval_shape(task.model.Instantiate().init_boxed, jax.random.key(0))[PARAMS]
+    for optimizer in optimizers:
+        learner = EXPERIMENTS[name](OPTIMIZER=optimizer).learner().Instantiate()
+        with declared(declarations_of(boxes)):
+            init = functools.partial(learner.init, stacks=stacks_of(boxes))
+            assert jax.eval_shape(init, unbox(boxes))
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiment_has_a_state_of_an_optimizer(name: str):
+    """The optimizers take turns, so that all of them are tried."""
+    check_optimizers(name, [[*OPTIMIZERS][[*EXPERIMENTS].index(name) % len(OPTIMIZERS)]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_experiment_has_a_state_of_every_optimizer(name: str):
+    check_optimizers(name, OPTIMIZERS)
