@@ -95,9 +95,10 @@ def as_matrices(x: jax.Array, dims: MatrixDims) -> list[jax.Array]:
     def as_batch(part: jax.Array) -> jax.Array:
         part = part.transpose(order)
         ins = part.shape[num_batch : num_batch + len(dims.ins)]
-        return part.reshape(*part.shape[:num_batch], math.prod(ins), -1)
+        outs = part.shape[num_batch + len(dims.ins) :]
+        return part.reshape(*part.shape[:num_batch], math.prod(ins), math.prod(outs))
 
-    return [as_batch(part) for part in _split(x, dims) if part.size]
+    return [as_batch(part) for part in _split(x, dims)]
 
 
 def from_matrices(
@@ -105,7 +106,7 @@ def from_matrices(
 ) -> jax.Array:
     """Return the array `[...]` of the matrices of `as_matrices`, for a weight shaped `like`."""
     order = _order(len(like.shape), dims)
-    shapes = [part.shape for part in _split(np.broadcast_to(0, like.shape), dims) if part.size]
+    shapes = [part.shape for part in _split(np.broadcast_to(0, like.shape), dims)]
     parts = [
         matrix.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
         for matrix, shape in zip(matrices, shapes, strict=True)
@@ -120,12 +121,14 @@ def _order(rank: int, dims: MatrixDims) -> list[int]:
 
 
 def _split(x: Any, dims: MatrixDims) -> list[Any]:
-    """Return the products that a weight combines; some are empty if its sizes are replaced by 1."""
+    """Return the products that a weight combines, or the only one."""
     if dims.parts is None:
         return [x]
     axis, sizes = dims.parts
     after = [slice(None)] * (-axis - 1)
-    return [x[(..., slice(*ends), *after)] for ends in pairwise(accumulate(sizes, initial=0))]
+    parts = [x[(..., slice(*ends), *after)] for ends in pairwise(accumulate(sizes, initial=0))]
+    # The learner traces optimizers with weights of one entry, which only the first part has.
+    return [part for part in parts if part.shape[axis]]
 
 
 def _dims_of(box: WeightBox, *, split_heads: bool) -> MatrixDims | None:

@@ -1,11 +1,13 @@
-"""Muon: momentum of which each matrix is orthogonalized (Jordan et al., 2024)."""
+"""Muon and its kin: the momentum of each matrix, orthogonalized (Jordan et al., 2024)."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, get_args
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax.contrib import scale_by_muon
 
@@ -22,13 +24,21 @@ from layerkit_runner.optim.schedules import concrete_numbers
 
 MuonScale = Literal["rms", "shape", "spectral"]
 """Factor of the update of a matrix `[in, out]`; see `muon`."""
+MuonVariant = Literal["muon", "normuon", "adamuon"]
+"""Second moment by which an orthogonalized momentum is divided; see `muon`."""
 
 _RMS = 0.2
-_SCALES = {
-    "rms": lambda num_in, num_out: _RMS * math.sqrt(max(num_in, num_out)),
-    "shape": lambda num_in, num_out: math.sqrt(max(1.0, num_out / num_in)),
-    "spectral": lambda num_in, num_out: math.sqrt(num_out / num_in),
-}
+_TINY = 1e-10
+
+
+class SecondMomentState(NamedTuple):
+    """The state of NorMuon's and AdaMuon's normalization.
+
+    Attributes:
+      nu: Second moments, shaped like the weights; NorMuon's have size 1 in contracted dimensions.
+    """
+
+    nu: Any
 
 
 @declare_per_layer(lambda **_: False)
@@ -37,70 +47,127 @@ def muon(
     *,
     beta: float = 0.95,
     nesterov: bool = True,
-    ns_steps: int = 5,
-    eps: float = 1e-7,
+    variant: MuonVariant = "muon",
+    beta2: float = 0.95,
     scale: MuonScale = "rms",
+    split_heads: bool = False,
     weight_decay: float = 0.0,
     mask: Any = None,
+    ns_steps: int = 5,
+    eps: float = 1e-7,
+    ns_dtype: Any = None,
     mu_dtype: Any = None,
-    split_heads: bool = False,
 ) -> optax.GradientTransformation:
     """Return Muon for the matrices of a model; see `layerkit_runner.optim.matrices`.
 
-    Each update is the momentum with all singular values near 1, times the factor of `scale`. Other
+    An update is the momentum with all singular values near 1, times the factor of `scale`. Other
     weights need an `AuxiliaryOptimizer` with `weights=all_but_matrices`.
 
     Args:
       learning_rate: A number or schedule.
       beta: Decay of the momentum.
       nesterov: True to look ahead by one step of the momentum.
-      ns_steps: Number of Newton-Schulz iterations.
-      eps: Number added to the Frobenius norm by which a matrix is divided before them.
+      variant: "normuon" divides the orthogonalized momentum by the root of a second moment of each
+        output (Li et al., 2025, arXiv:2510.05491). "adamuon" takes the sign of the momentum before,
+        and a second moment of each entry (Si et al., 2025, arXiv:2507.11005). Both then restore the
+        Frobenius norm of an orthogonal matrix. "muon" does neither.
+      beta2: Decay of the second moment of a variant.
       scale: "rms" for 0.2·√max(in, out), at which the root mean square of an update is about that
-        of AdamW's, so that both have the same learning rate (Liu et al., 2025, arXiv:2502.16982).
+        of AdamW's, so that one learning rate serves both (Liu et al., 2025, arXiv:2502.16982).
         "shape" for √max(1, out/in), as in Jordan's code. "spectral" for √(out/in), at which the
         best rate does not depend on the width (Yang et al., 2023, arXiv:2310.17813).
+      split_heads: True to orthogonalize the matrix of each attention head; False for one matrix of
+        all heads.
       weight_decay: Decoupled weight decay, times the learning rate.
       mask: A tree of booleans, or a function from the weights to one such as `decays`, True for
         weights that decay; None for all.
+      ns_steps: Number of Newton-Schulz iterations.
+      eps: Number added to the Frobenius norm by which a matrix is divided before the iterations.
+      ns_dtype: Dtype of the iterations, such as bfloat16, as in Jordan's code; None for that of the
+        gradients.
       mu_dtype: Dtype of the momentum; None for that of the weights.
-      split_heads: True to orthogonalize the matrix of each attention head; False for one matrix of
-        all heads.
 
     Raises:
       ConfigError: A number is out of range, or a weight is no matrix.
     """
     owner = "muon"
-    check_rates(owner, **concrete_numbers(beta=beta))
+    check_rates(owner, **concrete_numbers(beta=beta, beta2=beta2))
     check_integers(owner, minimum=1, ns_steps=ns_steps)
     check_positive(owner, **concrete_numbers(eps=eps))
     check_non_negative(owner, **concrete_numbers(weight_decay=weight_decay))
     check_choice(owner, get_args(MuonScale), scale=scale)
+    check_choice(owner, get_args(MuonVariant), variant=variant)
+
+    def dims_of(tree: Any) -> Any:
+        return require_matrices(tree, owner=owner, split_heads=split_heads)
+
+    def stateless(function: Any) -> optax.GradientTransformation:
+        return optax.stateless(lambda tree, _: jax.tree.map(function, tree, dims_of(tree)))
+
     # Without a momentum, this is only the Newton-Schulz iteration.
     newton_schulz = scale_by_muon(ns_steps=ns_steps, beta=0.0, eps=eps, nesterov=False)
 
     def orthogonalize(matrix: jax.Array) -> jax.Array:
+        matrix = jnp.sign(matrix) if variant == "adamuon" else matrix
         orthogonal: jax.Array = newton_schulz.update(matrix, newton_schulz.init(matrix))[0]
         return orthogonal
 
     def direction(x: jax.Array, dims: MatrixDims) -> jax.Array:
+        matrices = as_matrices(x.astype(ns_dtype or x.dtype), dims)
+        matrices = [_map_matrices(orthogonalize, matrix) for matrix in matrices]
+        return from_matrices(matrices, dims, like=x).astype(x.dtype)
+
+    def rescale(x: jax.Array, dims: MatrixDims) -> jax.Array:
         matrices = [
-            _SCALES[scale](*part.shape[-2:]) * _map_matrices(orthogonalize, part)
-            for part in as_matrices(x, dims)
+            _factor(scale, *matrix.shape[-2:]) * (matrix if variant == "muon" else _unit(matrix))
+            for matrix in as_matrices(x, dims)
         ]
         return from_matrices(matrices, dims, like=x)
 
-    def directions(updates: Any, params: Any) -> Any:
-        del params
-        dims = require_matrices(updates, owner=owner, split_heads=split_heads)
-        return jax.tree.map(direction, updates, dims)
-
     return optax.chain(
         optax.trace(beta, nesterov, accumulator_dtype=mu_dtype),
-        optax.stateless(directions),
+        stateless(direction),
+        *([] if variant == "muon" else [_divide_by_second_moment(variant, beta2, dims_of)]),
+        stateless(rescale),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )
+
+
+def _divide_by_second_moment(
+    variant: MuonVariant, beta2: float, dims_of: Callable[[Any], Any]
+) -> optax.GradientTransformation:
+    """Return the normalization of a variant; `dims_of` gives the `MatrixDims` of a tree."""
+
+    def square(x: jax.Array, dims: MatrixDims) -> jax.Array:
+        means_of_outputs = variant == "normuon"
+        return jnp.mean(x**2, dims.ins, keepdims=True) if means_of_outputs else x**2
+
+    def init(params: Any) -> SecondMomentState:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return SecondMomentState(jax.tree.map(square, zeros, dims_of(params)))
+
+    def update(updates: Any, state: SecondMomentState, params: Any = None) -> Any:
+        del params
+        new = jax.tree.map(square, updates, dims_of(updates))
+        nu = jax.tree.map(lambda old, x: beta2 * old + (1 - beta2) * x, state.nu, new)
+        updates = jax.tree.map(lambda x, v: x / (jnp.sqrt(v) + _TINY), updates, nu)
+        return updates, SecondMomentState(nu)
+
+    return optax.GradientTransformation(init, update)
+
+
+def _factor(scale: MuonScale, num_in: int, num_out: int) -> float:
+    if scale == "rms":
+        return _RMS * math.sqrt(max(num_in, num_out))
+    ratio = num_out / num_in
+    return math.sqrt(ratio if scale == "spectral" else max(1.0, ratio))
+
+
+def _unit(matrices: jax.Array) -> jax.Array:
+    """Return matrices `[..., in, out]` with the Frobenius norm of an orthogonal matrix."""
+    norms = jnp.linalg.norm(matrices, axis=(-2, -1), keepdims=True)
+    return matrices * (math.sqrt(min(matrices.shape[-2:])) / (norms + _TINY))
 
 
 def _map_matrices(function: Any, x: jax.Array) -> jax.Array:
