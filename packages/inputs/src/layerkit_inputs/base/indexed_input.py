@@ -272,5 +272,6 @@ class IndexedInput(BaseInput):
         return {"rows_done": self._rows_done, "data": self._identity()}
 
     def _set_reader_state(self, position: dict[str, Any]) -> None:
-        check_same_data(self._label, position["data"], self._identity())
+        # What identifies the data may depend on the rows that are done.
         self._rows_done = operator.index(position["rows_done"])
+        check_same_data(self._label, position["data"], self._identity())

@@ -16,6 +16,7 @@ from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.evaluation import concatenate_rows
 from layerkit_inputs.base.host_batches import spec_of
+from layerkit_inputs.base.indexed_input import IndexedInput
 
 _DECIDED_BY_OWNER = (
     "infeed_host_index", "num_infeed_hosts", "is_training", "reset_for_eval", "repeat",
@@ -91,6 +92,14 @@ def _fingerprints(built: Mapping[str, BaseInput]) -> dict[str, str]:
         elif tokenizer is not None and hasattr(tokenizer, "fingerprint"):
             fingerprints[name] = tokenizer.fingerprint()
     return fingerprints
+
+
+def check_reads_rows(owner: BaseInput, field: str, reader: BaseInput) -> None:
+    """Raise `ConfigError` if a component cannot read any row by its number."""
+    reads_rows = isinstance(reader, IndexedInput)
+    reads_rows = reads_rows and type(reader).get_next is BaseInput.get_next
+    expected = "an IndexedInput that does not override get_next"
+    require(reads_rows, owner._label, field, type(reader).__qualname__, expected)
 
 
 def _row_fields(batch: NestedMap) -> list[str]:

@@ -16,13 +16,18 @@ from typing import Any, cast
 import numpy as np
 
 from layerkit.config import Config, sub_config_field
-from layerkit.config.checks import check_positive, require
+from layerkit.config.checks import check_choice, check_positive, require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.indexed_input import IndexedInput
-from layerkit_inputs.mixing.components import build_components, check_same_rows, merge_rows
+from layerkit_inputs.mixing.components import (
+    build_components,
+    check_reads_rows,
+    check_same_rows,
+    merge_rows,
+)
 from layerkit_inputs.mixing.composite_input import CompositeInput
-from layerkit_inputs.mixing.schedule import MixingSchedule
+from layerkit_inputs.mixing.schedule import MixingSchedule, PiecewiseSchedule
 
 
 class Mixture(IndexedInput, CompositeInput):
@@ -46,6 +51,10 @@ class Mixture(IndexedInput, CompositeInput):
     pass of the mixture. Each component shuffles by its own fields."""
     weights: Mapping[str, float] | None = None
     """Weight of each component, above 0, in any unit. None: equal weights."""
+    weights_from: Mapping[int, Mapping[str, float]] | None = None
+    """Weights by the first row of the mixture that they hold for, 0 for the first weights; they
+    replace `weights`. A component without weight has no rows there, and later goes on where it
+    stopped."""
 
     def __post_init__(self) -> None:
         """Check the fields and build the components."""
@@ -64,26 +73,34 @@ class Mixture(IndexedInput, CompositeInput):
             field="components",
             batch_sizes=dict.fromkeys(names, self.local_batch_size),
         )
-        weights = dict.fromkeys(names, 1) if self.weights is None else self.weights
-        expected = f"a weight of each of {list(names)}"
-        is_complete = weights.keys() == names.keys()
-        require(is_complete, self._label, "weights", dict(weights), expected)
-        check_positive(self._label, **{f"weights[{name!r}]": weights[name] for name in names})
-        self._schedule = MixingSchedule({name: weights[name] for name in names})
-        self._readers = [self._checked(name, reader) for name, reader in self._components.items()]
+        self._schedule = PiecewiseSchedule([*names], self._pieces([*names]))
+        for name, reader in self._components.items():
+            check_reads_rows(self, f"components[{name!r}]", reader)
+        self._readers = cast("list[IndexedInput]", [*self._components.values()])
         self._are_alike = False
 
-    def _checked(self, name: str, reader: BaseInput) -> IndexedInput:
-        reads_rows = isinstance(reader, IndexedInput)
-        reads_rows = reads_rows and type(reader).get_next is BaseInput.get_next
-        expected = "an IndexedInput that does not override get_next"
-        kind = type(reader).__qualname__
-        require(reads_rows, self._label, f"components[{name!r}]", kind, expected)
-        return cast("IndexedInput", reader)
+    def _pieces(self, names: list[str]) -> dict[int, MixingSchedule]:
+        if (pieces := self.weights_from) is None:
+            weights = dict.fromkeys(names, 1) if self.weights is None else self.weights
+            expected = f"a weight of each of {names}"
+            is_complete = weights.keys() == set(names)
+            require(is_complete, self._label, "weights", dict(weights), expected)
+            pieces = {0: weights}
+        expected = "weights from row 0 on, and from later ones"
+        begins = sorted(pieces)
+        require(begins[:1] == [0], self._label, "weights_from", begins, expected)
+        schedules = {}
+        for begin, weights in pieces.items():
+            check_choice(self._label, names, **{f"weight at row {begin}": n for n in weights})
+            field = "weights" if self.weights_from is None else f"weights_from[{begin}]"
+            check_positive(self._label, **{f"{field}[{n!r}]": w for n, w in weights.items()})
+            # In the order of the components, whatever that of the weights.
+            schedules[begin] = MixingSchedule({n: weights[n] for n in names if n in weights})
+        return schedules
 
     def shares(self) -> dict[str, float]:
-        """Return the share of each component in the rows."""
-        return self._schedule.shares()
+        """Return the share of each component in the rows, by the first weights."""
+        return self._schedule.pieces[0].shares()
 
     def _num_rows(self) -> None:
         return None
@@ -115,7 +132,7 @@ class Mixture(IndexedInput, CompositeInput):
         return {name: reader._read_at(first, _num_rows_of(reader))[0] for name, reader in readers}
 
     def _fingerprint(self) -> dict[str, Any]:
-        identity: dict[str, Any] = {"turns": self._schedule.identity()}
+        identity = self._schedule.identity(self._rows_done)
         for name, reader in zip(self._schedule.names, self._readers, strict=True):
             identity |= {f"{name}.{key}": value for key, value in reader._identity().items()}
         return identity

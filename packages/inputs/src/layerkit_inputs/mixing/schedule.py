@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import heapq
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -75,6 +75,12 @@ class MixingSchedule:
         component = self._component[places]
         return component, periods * self.counts[component] + self._number[places]
 
+    def counts_before(self, position: int) -> np.ndarray:
+        """Return the number of turns of each component before a position, int64 `[components]`."""
+        periods, place = divmod(position, self.period)
+        rest = np.bincount(self._component[:place], minlength=len(self.counts))
+        return periods * self.counts + rest
+
     def identity(self) -> list[list[Any]]:
         """Return `[name, count]` of each component in order, which determine the schedule."""
         return [[name, count] for name, count in zip(self.names, self.counts.tolist(), strict=True)]
@@ -82,6 +88,51 @@ class MixingSchedule:
     def shares(self) -> dict[str, float]:
         """Return the share of each component after rounding."""
         return {name: count / self.period for name, count in self.identity()}
+
+
+class PiecewiseSchedule:
+    """Turns of components whose weights change at some positions.
+
+    Each component goes on with the number after its last turn in the piece before.
+
+    Attributes:
+      names: Names of all components.
+      pieces: Schedule of the components that have turns, by the first position of its piece.
+    """
+
+    def __init__(self, names: Sequence[str], pieces: Mapping[int, MixingSchedule]):
+        """Count the turns before each piece; the first piece begins at position 0."""
+        self.names = tuple(names)
+        self.pieces = dict(sorted(pieces.items()))
+        self._begins = np.array([*self.pieces], np.int64)
+        # Index in `names` of each component of a piece, and its turns before the piece.
+        self._indices = [
+            np.array([self.names.index(name) for name in piece.names])
+            for piece in self.pieces.values()
+        ]
+        self._before = np.zeros((len(pieces), len(names)), np.int64)
+        for number, piece in enumerate([*self.pieces.values()][:-1]):
+            size = int(self._begins[number + 1] - self._begins[number])
+            self._before[number + 1] = self._before[number]
+            self._before[number + 1][self._indices[number]] += piece.counts_before(size)
+
+    def turns(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Look up the turns at some positions; see `MixingSchedule.turns`."""
+        positions = np.asarray(positions, np.int64)
+        places = self._begins.searchsorted(positions, side="right") - 1
+        component, turn = np.empty(len(positions), np.int32), np.empty(len(positions), np.int64)
+        pieces = [*self.pieces.values()]
+        for number in np.unique(places).tolist():
+            here = places == number
+            index, turn[here] = pieces[number].turns(positions[here] - self._begins[number])
+            component[here] = self._indices[number][index]
+        turn += self._before[places, component]
+        return component, turn
+
+    def identity(self, position: int) -> dict[str, Any]:
+        """Return what determines the turns before a position; later pieces may change."""
+        begun = {at: p.identity() for at, p in self.pieces.items() if at < max(position, 1)}
+        return {f"turns from row {at}" if at else "turns": turns for at, turns in begun.items()}
 
 
 def _turns_per_period(weights: Mapping[str, float]) -> list[int]:

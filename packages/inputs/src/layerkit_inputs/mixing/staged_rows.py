@@ -1,0 +1,206 @@
+"""StagedRows: rows of an indexed input in batches whose size and length change at some steps.
+
+All stages read one stream: the tokens of the rows of the source, in its order. A shorter row is an
+equal part of a row of the source, and the parts of a row follow one another, as in DeepSpeed's
+`seqlen_reshape`. So stages read the documents that the source reads alone, in the same order, and
+a position in tokens determines what comes next. A longer length begins with a whole row of it, so
+up to one row of the longer length is left out at its border.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from layerkit.config import Config, sub_config_field
+from layerkit.config.checks import check_sizes, require
+from layerkit.config.nested_map import NestedMap
+from layerkit_inputs.base.base_input import BaseInput
+from layerkit_inputs.base.indexed_input import IndexedInput
+from layerkit_inputs.mixing.components import build_components, check_reads_rows
+from layerkit_inputs.mixing.composite_input import CompositeInput
+
+
+class StageRows(NamedTuple):
+    """The batches of a stage."""
+
+    num_steps: int
+    """Number of batches."""
+    batch: int
+    """Rows of a batch over all hosts."""
+    length: int = 1
+    """Positions of a row; 1 if the rows have no length."""
+    weights: Mapping[str, float] | None = None
+    """Weight of each component of a `Mixture`. None: those of the stage before."""
+
+
+class StageBegin(NamedTuple):
+    """The first token of a stage, and the tokens before it that no stage reads."""
+
+    token: int
+    num_left_out: int
+
+
+def stage_begins(stages: Sequence[StageRows]) -> list[StageBegin]:
+    """Return where stages begin in the tokens of the source.
+
+    >>> stage_begins([StageRows(3, 1, 64), StageRows(1, 1, 256)])
+    [StageBegin(token=0, num_left_out=0), StageBegin(token=256, num_left_out=64)]
+    """
+    begins, end = [], 0
+    for stage in stages:
+        num_left_out = -end % stage.length
+        begins.append(StageBegin(end + num_left_out, num_left_out))
+        end = begins[-1].token + stage.num_steps * stage.batch * stage.length
+    return begins
+
+
+class StagedRows(CompositeInput):
+    """An input for training on the rows of another one, in stages.
+
+    The batches of the last stage go on without end.
+    """
+
+    source: Config[BaseInput] | None = sub_config_field(None)
+    """Config of the other input, which reads rows by their numbers."""
+    row_length: int = 1
+    """Positions of a row of the other input; 1 if the rows have no length."""
+    stages: Sequence[StageRows] = ()
+    """The stages. A length divides `row_length`."""
+
+    def __post_init__(self) -> None:
+        """Check the fields and build the other input."""
+        super().__post_init__()
+        require(self.is_training, self._label, "is_training", self.is_training, "True")
+        require(self.stages, self._label, "stages", self.stages, "at least one stage")
+        for stage in self.stages:
+            check_sizes(self._label, num_steps=stage.num_steps, length=stage.length)
+            hosts = self.num_infeed_hosts
+            is_shared = stage.batch > 0 and stage.batch % hosts == 0
+            require(is_shared, self._label, "batch", stage.batch, f"a multiple of {hosts} hosts")
+            expected = f"a divisor of row_length={self.row_length}"
+            is_part = self.row_length % stage.length == 0
+            require(is_part, self._label, "length", stage.length, expected)
+        self._last_steps = [*itertools.accumulate(stage.num_steps for stage in self.stages)]
+        self._step, self._token = 0, 0
+        self._num_rows = self.stages[0].batch // self.num_infeed_hosts
+        self._components = build_components(
+            self,
+            {"source": self._source_config()},
+            field="source",
+            batch_sizes={"source": self.local_batch_size},
+        )
+        reader = self._components["source"]
+        check_reads_rows(self, "source", reader)
+        self._source = cast("IndexedInput", reader)
+
+    def _source_config(self) -> Config[BaseInput]:
+        """Return the config of the source, with the weights of the stages if there are any."""
+        source = cast("Config[BaseInput]", self.source)
+        weights = [stage.weights for stage in self.stages]
+        if not any(weights):
+            return source
+        expected = "a config of a Mixture, since stages have weights"
+        require(hasattr(source, "weights_from"), self._label, "source", source, expected)
+        names: Any = source.components
+        from_rows: dict[int, Mapping[str, float]] = {0: source.weights or dict.fromkeys(names, 1.0)}
+        for begin, new in zip(stage_begins(self.stages), weights, strict=True):
+            if new is not None:
+                # A row has one component, so a row that has begun is read to its end.
+                row = -(-begin.token // self.row_length)
+                from_rows[row] = {name: weight for name, weight in new.items() if weight}
+        return source.clone(weights=None, weights_from=from_rows)
+
+    @property
+    def local_batch_size(self) -> int:
+        """Number of rows on this host of the batch that was made last, or else of the first."""
+        return self._num_rows
+
+    def _stage_of(self, step: int) -> StageRows:
+        """Return the stage of a step, counted from 0."""
+        index = bisect.bisect_right(self._last_steps, step)
+        return self.stages[min(index, len(self.stages) - 1)]
+
+    def _next(self) -> NestedMap:
+        stage = self._stage_of(self._step)
+        begin = self._token + -self._token % stage.length
+        self._num_rows = stage.batch // self.num_infeed_hosts
+        parts = self.row_length // stage.length
+        first = begin // stage.length + self.infeed_host_index * self._num_rows
+        stop = first + self._num_rows
+        rows = np.arange(first // parts, -(-stop // parts), dtype=np.int64)
+        batch, _ = self._source._read_at(rows, self._source._num_rows())
+        self._token, self._step = begin + stage.batch * stage.length, self._step + 1
+        if parts == 1:
+            return batch
+        skipped = first - first // parts * parts
+        cut = cut_rows(batch, parts=parts, row_length=self.row_length)
+        return cut.transform(lambda array: array[skipped : skipped + self._num_rows])
+
+    def _reset(self) -> None:
+        self._step, self._token = 0, 0
+        self._num_rows = self.stages[0].batch // self.num_infeed_hosts
+
+    def _reader_state(self) -> dict[str, Any]:
+        rows = self._token // self.row_length
+        self._source._rows_done = rows
+        left = self._token - rows * self.row_length
+        return {"step": self._step, "tokens_of_row": left, "source": self._source.get_state()}
+
+    def _set_reader_state(self, position: dict[str, Any]) -> None:
+        self._source.set_state(position["source"])
+        self._token = self._source._rows_done * self.row_length + position["tokens_of_row"]
+        self._step = position["step"]
+        self._num_rows = self._stage_of(max(self._step - 1, 0)).batch // self.num_infeed_hosts
+
+    def state_at(self, step: int, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state with which a step comes next, at the position of a state in the data.
+
+        Args:
+          step: Number of steps before it.
+          state: State of this input, or of the source alone, whose run then goes on in stages.
+        """
+        position = state["position"]
+        if "tokens_of_row" not in position:
+            position = {"tokens_of_row": 0, "source": state}
+        return {**self._state_owner(), "position": {**position, "step": step}}
+
+    def describe_data(self) -> list[str]:
+        """Return the lines of the other input."""
+        return self._source.describe_data()
+
+
+def cut_rows(batch: NestedMap, *, parts: int, row_length: int) -> NestedMap:
+    """Cut each row into equal parts, as if rows of that length had been packed.
+
+    Args:
+      batch: Arrays `[rows, row_length, ...]`. The segments of a part are counted from 1, and the
+        positions of a segment that began in the part before from 0.
+      parts: Number of parts of a row.
+      row_length: Positions of a row.
+
+    Returns:
+      Arrays `[rows * parts, row_length / parts, ...]`.
+
+    Raises:
+      ConfigError: An array has another second axis.
+    """
+
+    def cut(array: np.ndarray) -> np.ndarray:
+        expected = f"[rows, {row_length}, ...], which can be cut"
+        require(array.shape[1:2] == (row_length,), None, "shape", list(array.shape), expected)
+        return array.reshape(array.shape[0] * parts, row_length // parts, *array.shape[2:])
+
+    batch = batch.transform(cut)
+    if "segment_ids" in batch:
+        ids = batch.segment_ids
+        if "segment_pos" in batch:
+            is_first = ids == ids[:, :1]
+            batch.segment_pos = batch.segment_pos - is_first * batch.segment_pos[:, :1]
+        # 0 is padding.
+        batch.segment_ids = np.where(ids > 0, ids - np.maximum(ids[:, :1] - 1, 0), ids)
+    return batch

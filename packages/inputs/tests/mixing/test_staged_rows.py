@@ -1,0 +1,237 @@
+"""StagedRows against the rows of its source, and cut rows against rows packed at that length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from layerkit.config.nested_map import NestedMap
+from layerkit.errors import ConfigError
+from layerkit_inputs import BaseInput, LocalText, Mixture
+from layerkit_inputs.base.indexed_input import IndexedInput
+from layerkit_inputs.mixing.staged_rows import StagedRows, StageRows, cut_rows, stage_begins
+
+LENGTH = 16
+
+
+class Tokens(IndexedInput):
+    """Rows of `LENGTH` tokens, each of which occurs once in an epoch."""
+
+    num_rows: int = 40
+    first: int = 0
+
+    def _num_rows(self) -> int:
+        return self.num_rows
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        return NestedMap(ids=self.first + rows[:, None] * LENGTH + np.arange(LENGTH))
+
+
+# A batch ramp, growth to two longer lengths, of which the second leaves out a part of a row, a
+# shorter length, and more than one epoch of the 40 rows.
+STAGES = (
+    StageRows(3, 4, 4),
+    StageRows(2, 8, 4),
+    StageRows(2, 6, 8),
+    StageRows(3, 4, 16),
+    StageRows(20, 8, 8),
+)
+NUM_STEPS = sum(stage.num_steps for stage in STAGES)
+
+
+def staged(source=None, *, stages=STAGES, hosts=1, host=0, **fields) -> StagedRows:
+    source = Tokens.HParams.config() if source is None else source
+    fields |= {"batch_size": stages[0].batch // hosts, "is_training": True, "name": "train"}
+    fields |= {"num_infeed_hosts": hosts, "infeed_host_index": host}
+    return StagedRows(source=source, stages=stages, **{"row_length": LENGTH, **fields})
+
+
+def alone(config, num_rows: int) -> np.ndarray:
+    """Tokens of the first rows of a source that is read by itself, [tokens]."""
+    source = config.clone(is_training=True, batch_size=1, input_random_seed=0).Instantiate()
+    return np.concatenate([source.get_next().ids[0] for _ in range(num_rows)])
+
+
+def take(sources: list[StagedRows], count: int) -> list[np.ndarray]:
+    """The ids of the next global batches of all hosts."""
+    return [np.concatenate([one.get_next().ids for one in sources]) for _ in range(count)]
+
+
+def test_stages_read_the_tokens_of_the_source_once_and_in_order():
+    batches = take([staged()], NUM_STEPS)
+    sizes = [(stage.batch, stage.length) for stage in STAGES for _ in range(stage.num_steps)]
+    assert [batch.shape for batch in batches] == sizes
+    begins = stage_begins(STAGES)
+    # 3·4·4 + 2·8·4 = 112 tokens are whole rows of 8, and 112 + 2·6·8 = 208 whole rows of 16.
+    assert [begin.num_left_out for begin in begins] == [0, 0, 0, 0, 0]
+    tokens = np.concatenate([batch.ravel() for batch in batches])
+    np.testing.assert_array_equal(tokens, alone(Tokens.HParams.config(), 200)[: len(tokens)])
+    assert len(tokens) > 2 * 40 * LENGTH  # more than two epochs
+
+
+def test_a_longer_row_begins_whole_and_the_rest_before_it_is_counted():
+    stages = (StageRows(3, 1, 4), StageRows(1, 2, 8), StageRows(2, 1, 16))
+    # 12 tokens, 4 left out, 16 of [16, 32), then rows from 32 on.
+    assert [tuple(begin) for begin in stage_begins(stages)] == [(0, 0), (16, 4), (32, 0)]
+    tokens = np.concatenate([batch.ravel() for batch in take([staged(stages=stages)], 6)])
+    whole = alone(Tokens.HParams.config(), 4)
+    np.testing.assert_array_equal(tokens, np.delete(whole, range(12, 16)))
+
+
+@pytest.mark.parametrize("hosts", [1, 2, 4])
+@pytest.mark.parametrize("new_hosts", [1, 2])
+def test_every_state_resumes_on_another_number_of_hosts(hosts: int, new_hosts: int):
+    stages = tuple(stage._replace(batch=4 * (1 + n % 2)) for n, stage in enumerate(STAGES))
+    expected = take([staged(stages=stages)], NUM_STEPS)
+    running = [staged(stages=stages, hosts=hosts, host=n) for n in range(hosts)]
+    for step in range(NUM_STEPS):
+        state = running[-1].get_state()
+        resumed = [staged(stages=stages, hosts=new_hosts, host=n) for n in range(new_hosts)]
+        for one in resumed:
+            one.set_state(state)
+        for now, then in zip(take(resumed, 2), expected[step : step + 2], strict=False):
+            np.testing.assert_array_equal(now, then)
+        np.testing.assert_array_equal(take(running, 1)[0], expected[step])
+        assert running[0].local_batch_size * hosts == len(expected[step])
+
+
+MIXED = (
+    StageRows(5, 4, 8, {"web": 1, "code": 1, "anneal": 0}),
+    StageRows(4, 6, 16),
+    StageRows(6, 4, 16, {"web": 1, "anneal": 3}),
+    StageRows(4, 4, 16, {"code": 1}),
+)
+
+
+def mixture() -> object:
+    parts = {"web": (30, 0), "code": (17, 10_000), "anneal": (9, 20_000)}
+    components = {
+        name: Tokens.HParams.config(num_rows=rows, first=first, input_random_seed=7)
+        for name, (rows, first) in parts.items()
+    }
+    return Mixture.HParams.config(components=components)
+
+
+def test_each_component_goes_on_where_it_was_when_the_weights_change():
+    batches = take([staged(mixture(), stages=MIXED)], 19)
+    rows = np.concatenate([batch.ravel() for batch in batches]).reshape(-1, LENGTH)
+    owner = rows[:, 0] // 10_000  # web, code, anneal
+    stage_rows = [5 * 4 // 2, 4 * 6, 6 * 4, 4 * 4]
+    counts = [np.bincount(part, minlength=3) for part in np.split(owner, np.cumsum(stage_rows))]
+    # 24 rows at 1:3 are 6 and 18, and the last stage has one component.
+    assert [count.tolist() for count in counts[:4]] == [
+        [5, 5, 0],
+        [12, 12, 0],
+        [6, 0, 18],
+        [0, 16, 0],
+    ]
+    for number, component in enumerate(mixture().components.values()):  # type: ignore[attr-defined]
+        source = component.clone(is_training=True, batch_size=1).Instantiate()
+        mine = rows[owner == number]
+        assert len(mine) > (
+            source.num_rows if number else 0
+        )  # more than an epoch of the small ones
+        expected = np.concatenate([source.get_next().ids for _ in range(len(mine))])
+        np.testing.assert_array_equal(mine, expected)
+
+
+def test_a_state_fits_other_later_stages_and_no_other_earlier_ones():
+    running = staged(mixture(), stages=MIXED)
+    take([running], 12)  # within the third stage
+    state = running.get_state()
+    longer = (*MIXED[:3], StageRows(9, 4, 16, {"web": 1, "code": 4}))
+    other = staged(mixture(), stages=longer)
+    other.set_state(state)
+    np.testing.assert_array_equal(take([other], 3), take([running], 3))
+    earlier = (MIXED[0]._replace(weights={"web": 1}), *MIXED[1:])
+    with pytest.raises(ConfigError, match="turns"):
+        staged(mixture(), stages=earlier).set_state(state)
+
+
+def test_stages_begin_where_a_run_without_stages_was_saved():
+    plain = Tokens.HParams.config(is_training=True, batch_size=4, name="train").Instantiate()
+    for _ in range(6):
+        plain.get_next()
+    stages = (StageRows(6, 4, 16), StageRows(5, 8, 8))
+    branch = staged(stages=stages)
+    branch.set_state(branch.state_at(6, plain.get_state()))
+    tokens = np.concatenate([batch.ravel() for batch in take([branch], 2)])
+    expected = np.concatenate([plain.get_next().ids.ravel() for _ in range(2)])
+    np.testing.assert_array_equal(tokens, expected)
+    assert branch.state_at(3, branch.get_state())["position"]["step"] == 3
+
+
+@pytest.mark.parametrize("length", [8, 32, 64])
+def test_cut_rows_are_the_rows_that_are_packed_at_that_length(length: int, tmp_path: Path):
+    sizes = [5, 0, 40, 3, 130, 64, 1, 17, 90]
+    for number, size in enumerate(sizes):
+        (tmp_path / f"{number}.txt").write_text("abcdefghij"[number] * size)
+
+    def rows(seq_length: int) -> NestedMap:
+        source = LocalText(paths=[str(tmp_path)], split="all", seq_length=seq_length, batch_size=1)
+        count = source._num_rows()
+        return source._read_rows(np.arange(count))
+
+    cut, expected = cut_rows(rows(64), parts=64 // length, row_length=64), rows(length)
+    assert sorted(cut) == sorted(expected)
+    for name, array in expected.items():
+        assert cut[name].dtype == array.dtype
+        # The last row of 64 ends with padding, which are no rows at the shorter length.
+        np.testing.assert_array_equal(cut[name][: len(array)], array)
+    assert not cut.weights[len(expected.weights) :].any()
+
+
+class Images(IndexedInput):
+    """Rows without a length."""
+
+    def _num_rows(self) -> int:
+        return 10
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        return NestedMap(image=rows[:, None, None] * np.ones((1, 3, 2)), label=rows)
+
+
+def test_rows_without_a_length_have_stages_of_batches():
+    stages = (StageRows(2, 2), StageRows(2, 3))
+    source = staged(Images.HParams.config(shuffle=False), stages=stages, row_length=1)
+    assert [source.get_next().label.tolist() for _ in range(4)] == [
+        [0, 1],
+        [2, 3],
+        [4, 5, 6],
+        [7, 8, 9],
+    ]
+
+
+class Changed(Tokens):
+    """An input whose batches are no rows by number."""
+
+    def get_next(self) -> NestedMap:
+        return super().get_next()
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"stages": (StageRows(1, 4, 5),)}, "length"),
+        ({"stages": (StageRows(1, 3, 4),), "hosts": 2}, "batch"),
+        ({"stages": (StageRows(1, 4, 4, {"web": 1}),)}, "source"),
+        ({"source": Changed.HParams.config()}, "source"),
+    ],
+)
+def test_stages_that_do_not_fit_raise(fields: dict, field: str):
+    with pytest.raises(ConfigError) as error:
+        staged(**fields)
+    assert error.value.field == field
+
+
+def test_arrays_that_cannot_be_cut_raise():
+    with pytest.raises(ConfigError, match=r"\[rows, 16, \.\.\.\]"):
+        cut_rows(NestedMap(label=np.zeros(3)), parts=2, row_length=16)
+
+
+def test_unknown_components_of_a_stage_raise():
+    with pytest.raises(ConfigError) as error:
+        staged(mixture(), stages=(StageRows(1, 4, 16, {"wep": 1.0}),))
+    assert error.value.value == "wep" and isinstance(staged(), BaseInput)
