@@ -21,6 +21,7 @@ from layerkit.config.checks import (
 from layerkit_runner.optim.matrices import MatrixDims, as_matrices, from_matrices, require_matrices
 from layerkit_runner.optim.optimizer_updates import declare_per_layer
 from layerkit_runner.optim.schedules import concrete_numbers
+from layerkit_runner.optim.spread_matrices import map_matrices
 
 MuonScale = Literal["rms", "shape", "spectral"]
 """Factor of the update of a matrix `[in, out]`; see `muon`."""
@@ -112,10 +113,14 @@ def muon(
         orthogonal: jax.Array = newton_schulz.update(matrix, newton_schulz.init(matrix))[0]
         return orthogonal
 
-    def direction(x: jax.Array, dims: MatrixDims) -> jax.Array:
-        matrices = as_matrices(x.astype(ns_dtype or x.dtype), dims)
-        matrices = [_map_matrices(orthogonalize, matrix) for matrix in matrices]
-        return from_matrices(matrices, dims, like=x).astype(x.dtype)
+    def directions(updates: Any, _: Any) -> Any:
+        cast = jax.tree.map(lambda x: x.astype(ns_dtype or x.dtype), updates)
+        ((made,), _) = map_matrices(
+            lambda matrices, states: ((orthogonalize(*matrices),), states),
+            [cast],
+            dims=dims_of(updates),
+        )
+        return jax.tree.map(lambda x, like: x.astype(like.dtype), made, updates)
 
     def rescale(x: jax.Array, dims: MatrixDims) -> jax.Array:
         matrices = [
@@ -126,7 +131,7 @@ def muon(
 
     return optax.chain(
         optax.trace(beta, nesterov, accumulator_dtype=mu_dtype),
-        stateless(direction),
+        optax.stateless(directions),
         *([] if variant == "muon" else [_divide_by_second_moment(variant, beta2, dims_of)]),
         stateless(rescale),
         optax.add_decayed_weights(weight_decay, mask),
@@ -168,9 +173,3 @@ def _unit(matrices: jax.Array) -> jax.Array:
     """Return matrices `[..., in, out]` with the Frobenius norm of an orthogonal matrix."""
     norms = jnp.linalg.norm(matrices, axis=(-2, -1), keepdims=True)
     return matrices * (math.sqrt(min(matrices.shape[-2:])) / (norms + _TINY))
-
-
-def _map_matrices(function: Any, x: jax.Array) -> jax.Array:
-    for _ in x.shape[:-2]:
-        function = jax.vmap(function)
-    return function(x)

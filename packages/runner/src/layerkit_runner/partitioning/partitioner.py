@@ -391,7 +391,11 @@ class SpmdPartitioner(Partitioner):
 
     def _spread(self, step: Callable[..., Any], *layouts: _Layout) -> Callable[..., Any]:
         del layouts  # Results are global, and out_shardings of jit lay them out.
-        context = dataclasses.replace(GLOBAL_BATCH, row_shards=self.num_batch_shards())
+        context = dataclasses.replace(
+            GLOBAL_BATCH,
+            row_shards=self.num_batch_shards(),
+            optimizer_layout=functools.partial(self._array_sharding, ".opt_state"),
+        )
         return lambda *arguments: step(*arguments, context)
 
     def describe(self) -> str:

@@ -164,6 +164,8 @@ class StepContext:
       fold_shard: Function that makes a random key different on each shard.
       num_shards: Number of shards of the batch; 1 under SPMD.
       row_shards: Number of devices that the rows of a step are split over; 1 under pmap.
+      optimizer_layout: Layout of the optimizer's arrays; None if each device holds them whole. See
+        `layerkit_runner.optim.spread_matrices`.
     """
 
     batch_sum: Callable[[Any], Any]
@@ -171,6 +173,7 @@ class StepContext:
     fold_shard: Callable[[jax.Array], jax.Array]
     num_shards: int
     row_shards: int = 1
+    optimizer_layout: Callable[..., Any] | None = None
 
     def mean_metrics(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Return the metrics of the global batch from those of each shard; see `Reported`."""

@@ -42,6 +42,7 @@ from layerkit_inputs.base.evaluation import ROW_MARKS
 from layerkit_runner.optim.early_stopping import StoppingRule
 from layerkit_runner.optim.learner import cast_like, choose, global_norm
 from layerkit_runner.optim.optimizer_groups import Stacks, stacks_of
+from layerkit_runner.optim.spread_matrices import spread_by
 from layerkit_runner.optim.weight_selection import (
     DecayedWeights,
     Declarations,
@@ -200,7 +201,7 @@ class SingleTask(Configurable):
         if aux is not None:
             loss = WeightedScalar(loss.value + aux, loss.weight)
         metrics[self.loss_name] = WeightedScalar.of(loss.value, loss.weight)
-        with self.declared_weights() as stacks:
+        with self.declared_weights() as stacks, spread_by(context.optimizer_layout):
             update = learner.update(
                 context.batch_sum(result.gradients),
                 state.opt_state,
