@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerkit.errors import ConfigError
 from layerkit_inputs.mixing.schedule import LONGEST_PERIOD, MixingSchedule
 
 some_weights = st.lists(st.integers(1, 60), min_size=1, max_size=7).map(
@@ -57,3 +58,91 @@ def test_counts_are_rounded_to_the_longest_period():
     assert schedule.period == LONGEST_PERIOD == schedule.counts.sum()
     for name, share in schedule.shares().items():
         assert abs(share - weights[name] / sum(weights.values())) < 1 / LONGEST_PERIOD
+
+
+piece_weights = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 9), min_size=1)
+changing_weights = st.dictionaries(
+    st.sampled_from("abcdef"),
+    st.one_of(st.integers(1, 9), st.tuples(st.integers(0, 9), st.integers(1, 9))),
+    min_size=1,
+)
+
+
+def is_changing(weights):
+    return any(isinstance(weight, tuple) for weight in weights.values())
+
+
+def shares_at(weights, part):
+    """Return the shares of weights in the middle of a turn, a part of the piece."""
+    pairs = {n: w if isinstance(w, tuple) else (w, w) for n, w in weights.items()}
+    numbers = {n: first + (last - first) * part for n, (first, last) in pairs.items()}
+    return {name: number / sum(numbers.values()) for name, number in numbers.items()}
+
+
+@given(
+    pieces=st.lists(st.tuples(changing_weights, st.integers(1, 300)), min_size=1, max_size=4),
+    last=piece_weights,
+)
+def test_errors_stay_near_one_turn_across_changes(pieces, last):
+    starts = np.cumsum([0, *(length for _, length in pieces)]).tolist()
+    all_weights = [*(weights for weights, _ in pieces), last]
+    later = dict(zip(starts[1:], all_weights[1:], strict=True))
+    schedule = MixingSchedule(all_weights[0], later_weights=later)
+    end = starts[-1] + 100
+    exact, rounded = np.zeros((2, end, len(schedule.names)))
+    for position in range(end):
+        piece = int(np.searchsorted(starts, position, side="right")) - 1
+        size = pieces[piece][1] if piece < len(pieces) else 1
+        part = (position + 0.5 - starts[piece]) / size
+        now = shares_at(all_weights[piece], part)
+        exact[position] = [now.get(name, 0.0) for name in schedule.names]
+        rounded[position] = [*schedule.shares(position).values()]
+    component, number = schedule.turns(np.arange(end))
+    turns = np.cumsum(np.eye(len(schedule.names))[component], axis=0)
+    errors = np.abs(turns - np.cumsum(rounded, axis=0)).max(axis=1)
+    # Turns do not depend on later weights, so the error may pass one turn after a change.
+    assert errors[: pieces[0][1] if not is_changing(pieces[0][0]) else 1].max() < 1
+    assert errors.max() < 1.5
+    # The staircase and the rounding of a linear change.
+    assert np.abs(np.cumsum(exact - rounded, axis=0)).max() < 0.25
+    for index in range(len(schedule.names)):
+        of_component = number[component == index]
+        assert of_component.tolist() == list(range(len(of_component)))
+
+
+def test_long_pieces_are_looked_up_without_the_turns_before():
+    later = {10**9: {"a": [0.7, 0.2], "b": [0.3, 0.8]}, 2 * 10**9: {"a": 0.2, "b": 0.8}}
+    schedule = MixingSchedule({"a": 0.7, "b": 0.3}, later_weights=later)
+    assert schedule._component.size < 1e6
+    shares = {10**9: 0.7, 2 * 10**9: 0.575, 10**12: 0.20075}
+    for position, share in shares.items():
+        component, number = schedule.turns(np.arange(position - 200, position))
+        before = number[component == 0][-1] + 1
+        assert before == pytest.approx(share * position, rel=1e-6)
+
+
+def test_turns_and_identity_before_a_change_do_not_depend_on_it():
+    weights, position = {"a": 3, "b": 2, "c": 1}, 43
+    plain = MixingSchedule(weights)
+    later = MixingSchedule(weights, later_weights={position: {"c": [1, 5]}, 99: {"a": 1}})
+    places = np.arange(position)
+    for one, other in zip(plain.turns(places), later.turns(places), strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert plain.identity(position) == later.identity(position)
+    assert plain.identity(position + 1) != later.identity(position + 1)
+
+
+@pytest.mark.parametrize(
+    ("later", "message"),
+    [
+        ({5: {"a": 1}, 3: {"a": 2}}, "positions that increase"),
+        ({5: {"a": [1, 2]}}, "no later weights end this linear change"),
+        ({5: {"a": 0, "b": 0}}, "not all 0"),
+        ({5: {"a": -1, "b": 2}}, "numbers from 0"),
+        ({5: {"a": [1, 2, 3]}}, "first and last weight"),
+        ({5: {"a": 1e-9, "b": 1}}, "at least one row in"),
+    ],
+)
+def test_errors_name_the_weights_of_a_change(later, message):
+    with pytest.raises(ConfigError, match=message):
+        MixingSchedule({"a": 1, "b": 1}, later_weights=later)

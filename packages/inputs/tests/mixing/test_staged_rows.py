@@ -114,6 +114,28 @@ def mixture() -> object:
     return Mixture.HParams.config(components=components)
 
 
+def test_weights_change_linearly_over_a_stage_and_stay():
+    stages = (
+        StageRows(10, 4, 16, {"web": 1, "code": 1}),
+        StageRows(50, 4, 16, {"web": [1, 0], "code": 1, "anneal": [0, 1]}),
+        StageRows(20, 4, 16),
+    )
+    running = [staged(mixture(), stages=stages)]
+    batches = take(running, 80)
+    owner = np.concatenate(batches)[:, 0] // 10_000  # web, code, anneal
+    counts = np.cumsum(np.eye(3)[owner], axis=0)
+    part = np.clip((np.arange(320) + 0.5 - 40) / 200, 0, 1)
+    shares = np.stack([(1 - part) / 2, np.full(320, 0.5), part / 2], axis=1)
+    assert np.abs(counts - np.cumsum(shares, axis=0)).max() < 1.2
+    resumed = [staged(mixture(), stages=stages, hosts=2, host=host) for host in range(2)]
+    fresh = staged(mixture(), stages=stages)
+    take([fresh], 31)
+    for one in resumed:
+        one.set_state(fresh.get_state())
+    for batch, expected in zip(take(resumed, 49), batches[31:], strict=True):
+        np.testing.assert_array_equal(batch, expected)
+
+
 def test_each_component_goes_on_where_it_was_when_the_weights_change():
     batches = take([staged(mixture(), stages=MIXED)], 19)
     rows = np.concatenate([batch.ravel() for batch in batches]).reshape(-1, LENGTH)

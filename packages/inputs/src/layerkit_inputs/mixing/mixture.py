@@ -27,7 +27,7 @@ from layerkit_inputs.mixing.components import (
     merge_rows,
 )
 from layerkit_inputs.mixing.composite_input import CompositeInput
-from layerkit_inputs.mixing.schedule import MixingSchedule, PiecewiseSchedule
+from layerkit_inputs.mixing.schedule import MixingSchedule, Weight
 
 
 class Mixture(IndexedInput, CompositeInput):
@@ -51,10 +51,10 @@ class Mixture(IndexedInput, CompositeInput):
     pass of the mixture. Each component shuffles by its own fields."""
     weights: Mapping[str, float] | None = None
     """Weight of each component, above 0, in any unit. None: equal weights."""
-    weights_from: Mapping[int, Mapping[str, float]] | None = None
+    weights_from: Mapping[int, Mapping[str, Weight]] | None = None
     """Weights by the first row of the mixture that they hold for, 0 for the first weights; they
-    replace `weights`. A component without weight has no rows there, and later goes on where it
-    stopped."""
+    replace `weights`. A pair `[first, last]` changes linearly until the next weights. A component
+    without weight has no rows there, and later goes on where it stopped."""
 
     def __post_init__(self) -> None:
         """Check the fields and build the components."""
@@ -73,34 +73,33 @@ class Mixture(IndexedInput, CompositeInput):
             field="components",
             batch_sizes=dict.fromkeys(names, self.local_batch_size),
         )
-        self._schedule = PiecewiseSchedule([*names], self._pieces([*names]))
+        self._schedule = self._make_schedule([*names])
         for name, reader in self._components.items():
             check_reads_rows(self, f"components[{name!r}]", reader)
         self._readers = cast("list[IndexedInput]", [*self._components.values()])
         self._are_alike = False
 
-    def _pieces(self, names: list[str]) -> dict[int, MixingSchedule]:
-        if (pieces := self.weights_from) is None:
-            weights = dict.fromkeys(names, 1) if self.weights is None else self.weights
+    def _make_schedule(self, names: list[str]) -> MixingSchedule:
+        pieces: Mapping[int, Mapping[str, Weight]] | None = self.weights_from
+        if pieces is None:
+            weights = dict.fromkeys(names, 1.0) if self.weights is None else self.weights
             expected = f"a weight of each of {names}"
             is_complete = weights.keys() == set(names)
             require(is_complete, self._label, "weights", dict(weights), expected)
+            check_positive(self._label, **{f"weights[{n!r}]": weights[n] for n in names})
             pieces = {0: weights}
         expected = "weights from row 0 on, and from later ones"
         begins = sorted(pieces)
         require(begins[:1] == [0], self._label, "weights_from", begins, expected)
-        schedules = {}
-        for begin, weights in pieces.items():
-            check_choice(self._label, names, **{f"weight at row {begin}": n for n in weights})
-            field = "weights" if self.weights_from is None else f"weights_from[{begin}]"
-            check_positive(self._label, **{f"{field}[{n!r}]": w for n, w in weights.items()})
-            # In the order of the components, whatever that of the weights.
-            schedules[begin] = MixingSchedule({n: weights[n] for n in names if n in weights})
-        return schedules
+        for begin, piece in pieces.items():
+            check_choice(self._label, names, **{f"weight at row {begin}": n for n in piece})
+        # In the order of the components, whatever that of the weights.
+        first = {name: pieces[0].get(name, 0) for name in names}
+        return MixingSchedule(first, later_weights={n: pieces[n] for n in begins[1:]})
 
     def shares(self) -> dict[str, float]:
         """Return the share of each component in the rows, by the first weights."""
-        return self._schedule.pieces[0].shares()
+        return self._schedule.shares()
 
     def _num_rows(self) -> None:
         return None

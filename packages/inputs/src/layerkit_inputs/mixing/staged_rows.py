@@ -23,6 +23,7 @@ from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.mixing.components import build_components, check_reads_rows
 from layerkit_inputs.mixing.composite_input import CompositeInput
+from layerkit_inputs.mixing.schedule import Weight
 
 
 class StageRows(NamedTuple):
@@ -34,8 +35,9 @@ class StageRows(NamedTuple):
     """Rows of a batch over all hosts."""
     length: int = 1
     """Positions of a row; 1 if the rows have no length."""
-    weights: Mapping[str, float] | None = None
-    """Weight of each component of a `Mixture`. None: those of the stage before."""
+    weights: Mapping[str, Weight] | None = None
+    """Weight of each component of a `Mixture`, or a pair that changes linearly over the stage.
+    None: those at the end of the stage before."""
 
 
 class StageBegin(NamedTuple):
@@ -101,18 +103,23 @@ class StagedRows(CompositeInput):
     def _source_config(self) -> Config[BaseInput]:
         """Return the config of the source, with the weights of the stages if there are any."""
         source = cast("Config[BaseInput]", self.source)
-        weights = [stage.weights for stage in self.stages]
-        if not any(weights):
+        if not any(stage.weights for stage in self.stages):
             return source
         expected = "a config of a Mixture, since stages have weights"
         require(hasattr(source, "weights_from"), self._label, "source", source, expected)
         names: Any = source.components
-        from_rows: dict[int, Mapping[str, float]] = {0: source.weights or dict.fromkeys(names, 1.0)}
-        for begin, new in zip(stage_begins(self.stages), weights, strict=True):
-            if new is not None:
+        from_rows: dict[int, Mapping[str, Weight]] = {
+            0: source.weights or dict.fromkeys(names, 1.0)
+        }
+        for begin, stage in zip(stage_begins(self.stages), self.stages, strict=True):
+            weights = {name: weight for name, weight in (stage.weights or {}).items() if weight}
+            if weights:
+                end = begin.token + stage.num_steps * stage.batch * stage.length
+                last = {n: w[-1] if isinstance(w, Sequence) else w for n, w in weights.items()}
                 # A row has one component, so a row that has begun is read to its end.
-                row = -(-begin.token // self.row_length)
-                from_rows[row] = {name: weight for name, weight in new.items() if weight}
+                from_rows[-(-begin.token // self.row_length)] = weights
+                if last != weights:
+                    from_rows[-(-end // self.row_length)] = last
         return source.clone(weights=None, weights_from=from_rows)
 
     @property
