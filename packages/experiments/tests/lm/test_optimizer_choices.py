@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax.traverse_util import flatten_dict
 
 import layerkit_experiments
 from layerkit.base.base_layer import PARAMS
 from layerkit.base.weights import unbox
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_experiments.recipes.experts import MixtureOfExperts
@@ -24,6 +27,7 @@ from layerkit_runner.config.registry import experiment_classes
 from layerkit_runner.optim.optimizer_groups import stacks_of
 from layerkit_runner.optim.weight_selection import declarations_of, declared
 from layerkit_runner.run.resolve import resolve
+from layerkit_runner.step.metrics import GLOBAL_BATCH
 from layerkit_runner.tools.catalogue import fields_without_value
 
 STEPS, RATE, DECAY = 4, 1e-2, 0.3
@@ -48,21 +52,23 @@ def adam(g: Any, m: Any, v: Any, t: int, b1: float, b2: float) -> tuple[Any, Any
 
 
 def factored_rms(g: Any, v: Any, decay: float) -> tuple[Any, Any]:
-    """(direction, moments) of Shazeer and Stern, algorithms 4 and 5."""
+    """(direction, moments) of Shazeer and Stern, algorithms 4 and 5, for the last two axes."""
     squares = g * g + 1e-30
-    if g.ndim < 2 or sorted(g.shape)[-2] < 128:
+    if g.ndim < 2:
         v = decay * v + (1 - decay) * squares
         u = g / np.sqrt(v)
     else:
         rows, columns = (0.0, 0.0) if np.isscalar(v) else v
-        rows = decay * rows + (1 - decay) * squares.sum(1)
-        columns = decay * columns + (1 - decay) * squares.sum(0)
+        rows = decay * rows + (1 - decay) * squares.sum(-1, keepdims=True)
+        columns = decay * columns + (1 - decay) * squares.sum(-2, keepdims=True)
         v = rows, columns
-        u = g / np.sqrt(np.outer(rows, columns) / rows.sum())
+        u = g / np.sqrt(rows * columns / rows.sum(-2, keepdims=True))
     return u / max(1.0, math.sqrt(np.mean(u * u))), v
 
 
-def trained(name: str, grads: Any, w: Any, rates: Any, decay: float) -> Iterator[Any]:
+def trained(
+    name: str, grads: Any, w: Any, rates: Any, decay: float, curvature: Any
+) -> Iterator[Any]:
     """The float64 weights of one tensor after each step, by the papers of the optimizers."""
     m = v = slow = last = 0.0
     x = z = w
@@ -87,6 +93,10 @@ def trained(name: str, grads: Any, w: Any, rates: Any, decay: float) -> Iterator
             c = g + 0.025 * 0.95 / 0.05 * (g - last)
             last = g
             u, m, v = adam(c / max(1.0, np.linalg.norm(c)), m, v, t, 0.95, 0.99)
+        elif name == "sophia":  # Liu et al., algorithm 3, with Adam's correction of the average
+            m = 0.965 * m + 0.035 * g
+            u = np.clip(m / (1 - 0.965**t) / np.maximum(0.01 * v, 1e-8), -1.0, 1.0)
+            v = 0.01 * curvature if t == 1 else v  # the next estimate is 10 steps later
         elif name == "cautious_adamw":  # Liang et al., algorithm 2
             u, m, v = adam(g, m, v, t, 0.9, 0.98)
             mask = u * g > 0
@@ -127,14 +137,17 @@ def test_updates_equal_numpy(boxes: Any, name: str, limit: float | None):
     learner = config.set(clip_per_tensor_norm=limit).Instantiate()
     declarations, stacks, params = declarations_of(boxes), stacks_of(boxes), unbox(boxes)
     params = draw(params, 0, 0.1)
-    grads = [draw(params, 1 + step, 0.03) for step in range(STEPS)]
-    factor, decay = (0.1, 10 * DECAY) if name == "lion" else (1.0, DECAY)
+    grads = [draw(params, 10 + step, 0.03) for step in range(STEPS)]
+    # A diagonal Hessian, of which Hutchinson's estimate is exact.
+    hessian = jax.tree.map(lambda x: x + 300 * np.sign(x), draw(params, 1, 300.0))
+    factor, decay = {"lion": (0.1, 10 * DECAY), "sophia": (1.0, 2 * DECAY)}.get(name, (1.0, DECAY))
     rates = factor * RATE * (0.55 + 0.45 * np.cos(np.pi * np.arange(STEPS) / Small.MAX_STEPS))
     rates = np.full(STEPS, RATE) if name == "schedule_free" else rates
     weights = [params]
     with declared(declarations):
         state = learner.init(params, stacks=stacks)
-        update = jax.jit(functools.partial(learner.update, stacks=stacks))
+        hvp = functools.partial(jax.tree.map, jnp.multiply, hessian)
+        update = jax.jit(functools.partial(learner.update, stacks=stacks, hvp=hvp))
         for step, grad in enumerate(grads):
             result = update(grad, state, weights[-1], step=step, loss=1.0)
             weights, state = [*weights, result.params], result.opt_state
@@ -142,10 +155,32 @@ def test_updates_equal_numpy(boxes: Any, name: str, limit: float | None):
         decayed = decay * declarations[path].decays
         for layer in np.ndindex(stacks.get(path, ())):
             gs = [clip(flatten_dict(grad)[path][layer], limit) for grad in grads]
-            expected = trained(name, gs, first[layer].astype(np.float64), rates, decayed)
+            w, curvature = first[layer].astype(np.float64), flatten_dict(hessian)[path][layer]
+            expected = trained(name, gs, w, rates, decayed, curvature)
             for new, reference in zip(weights[1:], expected, strict=True):
                 found = np.asarray(flatten_dict(new)[path][layer])
                 np.testing.assert_allclose(found, reference, rtol=0, atol=1e-5 * RATE)
+
+
+def test_sophia_estimates_the_hessian_of_the_task_in_microbatches():
+    sizes = {"NUM_LAYERS": 2, "MODEL_DIMS": 8, "HIDDEN_DIMS": 6, "DIMS_PER_HEAD": 4}
+    experiment = LocalText(OPTIMIZER="sophia", GRADIENT_ACCUMULATION_STEPS=2, **sizes)
+    task = resolve(experiment).task.Instantiate()
+    ids = jax.random.randint(jax.random.key(1), (4, 9), 3, 259)
+    batch = NestedMap(ids=ids[:, :-1], labels=ids[:, 1:], weights=jnp.ones((4, 8)))
+    state = task.init_state(jax.random.key(0))
+    step = jax.jit(functools.partial(task.train_step, context=GLOBAL_BATCH))
+    found = step(state, batch)[0].opt_state[0]
+
+    def loss(params: Any) -> Any:
+        return task.model.apply({PARAMS: params}, batch)[0]["loss"].value
+
+    key = jax.random.fold_in(jax.random.key(0), 0)
+    signs = optax.tree.random_like(key, state.params, jax.random.rademacher)
+    hvp = jax.jit(lambda w: jax.vjp(jax.grad(loss), w)[1](signs)[0])(state.params)
+    for nu, h, sign in zip(*map(jax.tree.leaves, (found.nu, hvp, signs)), strict=True):
+        np.testing.assert_allclose(nu, 0.01 * h * sign, atol=1e-7 * float(jnp.abs(h).max()))
+    assert found.hessian_fn_state == 1
 
 
 def test_unknown_name_and_field_that_is_not_read_raise(raises: Any):

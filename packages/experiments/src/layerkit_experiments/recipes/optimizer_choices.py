@@ -21,7 +21,9 @@ from layerkit_runner.optim import adamw_variants
 from layerkit_runner.optim.learner import AuxiliaryOptimizer
 from layerkit_runner.optim.matrices import all_but_matrices
 from layerkit_runner.optim.muon import muon
+from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 
+_ADAFACTOR = {"decay_method": "pow", "quantized_dtype": "float32"}
 _ADAM = {"b1": "ADAM_BETA1", "b2": "ADAM_BETA2", "eps": "ADAM_EPSILON"}
 
 
@@ -31,6 +33,7 @@ class OptimizerChoice(NamedTuple):
     Attributes:
       function: Function of `learning_rate`, `weight_decay` and `mask` that makes the optimizer.
       fields: Names of fields by argument of `function`, or of `wrapped` if there is one.
+      arguments: Other arguments.
       wrapped: Optimizer without weight decay that `function` takes as `optimizer`; None for none.
       rate: Factor of LEARNING_RATE.
       decay: Factor of WEIGHT_DECAY.
@@ -40,6 +43,7 @@ class OptimizerChoice(NamedTuple):
 
     function: Callable[..., Any]
     fields: Mapping[str, str] = MappingProxyType(_ADAM)
+    arguments: Mapping[str, Any] = MappingProxyType({})
     wrapped: Callable[..., Any] | None = None
     rate: float = 1.0
     decay: float = 1.0
@@ -91,7 +95,8 @@ class OptimizerChoice(NamedTuple):
 
     def config(self, experiment: Any, mask: Any) -> Partial:
         """Return the config of the optimizer; `mask` selects the weights that decay."""
-        values = {name: getattr(experiment, field) for name, field in self.fields.items()}
+        fields = {name: getattr(experiment, field) for name, field in self.fields.items()}
+        values = {**fields, **self.arguments}
         if self.wrapped is not None:
             values = {"optimizer": Partial(self.wrapped, **values)}
         decay = self.decay * experiment.WEIGHT_DECAY
@@ -119,16 +124,20 @@ class OptimizerChoice(NamedTuple):
 
 
 # Sources of the factors: Lion, Chen et al., 2023, section 5 (rates 3 to 10 times smaller, decay as
-# much larger). The papers of the others compare them with AdamW at similar rates.
+# much larger); Sophia, the page of its code (rate of AdamW, twice its decay). The papers of the
+# others compare them with AdamW at similar rates.
 OPTIMIZERS: Mapping[str, OptimizerChoice] = MappingProxyType(
     {
         "adamw": OptimizerChoice(optax.adamw),
         "lion": OptimizerChoice(optax.lion, {}, rate=0.1, decay=10.0),
         "ademamix": OptimizerChoice(adamw_variants.ademamix, {**_ADAM, "num_steps": "MAX_STEPS"}),
-        "adafactor": OptimizerChoice(adamw_variants.adafactor, {"b1": "ADAM_BETA1"}),
+        "adafactor": OptimizerChoice(sharded_adafactor, {"beta1": "ADAM_BETA1"}, _ADAFACTOR),
+        "sophia": OptimizerChoice(adamw_variants.sophia, {}, decay=2.0),
         "mars": OptimizerChoice(adamw_variants.mars, {"eps": "ADAM_EPSILON"}),
         "schedule_free": OptimizerChoice(adamw_variants.schedule_free_adamw, keeps_rate=True),
         "cautious_adamw": OptimizerChoice(adamw_variants.cautious, wrapped=optax.adam),
         "muon": OptimizerChoice(muon, {}, only_matrices=True),
+        "normuon": OptimizerChoice(muon, {}, {"variant": "normuon"}, only_matrices=True),
+        "adamuon": OptimizerChoice(muon, {}, {"variant": "adamuon"}, only_matrices=True),
     }
 )

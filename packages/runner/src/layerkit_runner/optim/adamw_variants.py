@@ -1,13 +1,13 @@
-"""Variants of AdamW that Optax lacks, or has without a decay that follows rate and mask.
+"""Variants of AdamW that Optax lacks, or has without a mask of decayed weights or a schedule.
 
-All decay a weight w as `optax.adamw` does, by learning_rate·weight_decay·w where `mask` is True.
-Common arguments:
+All decay a weight w as `optax.adamw` does, by learning_rate·weight_decay·w. Common arguments:
 
   learning_rate: A number or schedule.
   b1, b2: Decays of the first and second moment.
   eps: Number added to the root of the second moment.
   weight_decay: Decoupled weight decay (Loshchilov and Hutter, 2019).
-  mask: A tree of booleans, or a function from the weights to one such as `decays`; None for all.
+  mask: A tree of booleans, or a function from the weights to one such as `decays`, True for weights
+    that decay; None for all.
 """
 
 from __future__ import annotations
@@ -28,29 +28,6 @@ from layerkit_runner.optim.schedules import concrete_numbers
 _SMALLEST_MEAN = 1e-3
 
 
-@declare_per_layer(lambda **_: True)
-def adafactor(
-    learning_rate: optax.ScalarOrSchedule,
-    *,
-    b1: float | None = 0.9,
-    weight_decay: float = 0.0,
-    mask: Any = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Return Adafactor with momentum, for rates of AdamW's size (Zhai et al., 2022).
-
-    It is `optax.adafactor` without the scale of the weights; the decay of the second moment at step
-    t is 1 - t^-0.8 (Shazeer and Stern, 2018, arXiv:1804.04235). `b1` is None for no momentum.
-    """
-    rate = learning_rate if callable(learning_rate) else optax.constant_schedule(learning_rate)
-    return optax.adafactor(
-        learning_rate,
-        multiply_by_parameter_scale=False,
-        momentum=b1,
-        weight_decay_rate=lambda step: weight_decay * rate(step),
-        weight_decay_mask=mask,
-    )
-
-
 @declare_per_layer(lambda **_: False)
 def ademamix(
     learning_rate: optax.ScalarOrSchedule,
@@ -66,17 +43,8 @@ def ademamix(
 ) -> optax.GradientTransformation:
     """Return AdEMAMix with the schedules of its paper (Pagliardini et al., 2024, arXiv:2409.03137).
 
-    Args:
-      learning_rate: See the module, as for the arguments that are not listed here.
-      num_steps: Steps in which alpha grows from 0 and the half-life of the slow average from that
-        of the fast one.
-      b1: Decay of the fast average.
-      b2: Decay of the second moment.
-      b3: Last decay of the slow average.
-      alpha: Last weight of the slow average.
-      eps: Number added to the root of the second moment.
-      weight_decay: Decoupled weight decay.
-      mask: Weights that decay.
+    Within `num_steps`, the weight of the slow average grows from 0 to `alpha`, and its half-life
+    from that of `b1` to that of `b3`.
     """
     check_positive("ademamix", num_steps=num_steps, **concrete_numbers(b1=b1, b3=b3))
 
@@ -84,16 +52,9 @@ def ademamix(
         part = jnp.minimum(step / num_steps, 1.0)
         return jnp.exp(1.0 / ((1.0 - part) / math.log(b1) + part / math.log(b3)))
 
-    return optax.contrib.ademamix(
-        learning_rate,
-        b1=b1,
-        b2=b2,
-        b3=slow_decay,
-        alpha=optax.linear_schedule(0.0, alpha, num_steps),
-        eps=eps,
-        weight_decay=weight_decay,
-        mask=mask,
-    )
+    schedules = {"b3": slow_decay, "alpha": optax.linear_schedule(0.0, alpha, num_steps)}
+    rest = {"b1": b1, "b2": b2, "eps": eps, "weight_decay": weight_decay, "mask": mask}
+    return optax.contrib.ademamix(learning_rate, **schedules, **rest)
 
 
 @declare_per_layer(lambda **_: True)
@@ -110,7 +71,7 @@ def mars(
     """Return MARS-AdamW in its approximate form (Yuan et al., 2024, arXiv:2411.10438).
 
     It is AdamW of c = g + gamma·b1/(1 - b1)·(g - last g), where a tensor c of a norm above 1 is
-    scaled to 1, as in the published code. `gamma` scales the correction of the gradient.
+    scaled to 1, as in the published code. That code trains vectors by AdamW; this trains all.
     """
     check_rates("mars", **concrete_numbers(b1=b1, b2=b2))
     check_non_negative("mars", **concrete_numbers(gamma=gamma))
@@ -124,9 +85,7 @@ def mars(
 
     return optax.chain(
         optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), update),
-        optax.scale_by_adam(b1=b1, b2=b2, eps=eps),
-        optax.add_decayed_weights(weight_decay, mask),
-        optax.scale_by_learning_rate(learning_rate),
+        optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay, mask=mask),
     )
 
 
@@ -140,9 +99,9 @@ def schedule_free_adamw(
     weight_decay: float = 0.0,
     mask: Any = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return `optax.contrib.schedule_free_adamw` (Defazio et al., 2024, arXiv:2405.15682).
+    """Return `optax.contrib.schedule_free_adamw` with a mask (Defazio et al., arXiv:2405.15682).
 
-    `learning_rate` should stay constant after a warmup. `b1` is the part of the average in the
+    `learning_rate` should stay constant after a warmup. `b1` is the share of the average in the
     weights at which gradients are computed.
     """
     base = optax.chain(
@@ -151,6 +110,36 @@ def schedule_free_adamw(
         optax.scale_by_learning_rate(learning_rate),
     )
     return optax.contrib.schedule_free(base, learning_rate, b1=b1)
+
+
+@declare_per_layer(lambda **_: False)
+def sophia(
+    learning_rate: optax.ScalarOrSchedule,
+    *,
+    b1: float = 0.965,
+    b2: float = 0.99,
+    gamma: float = 0.01,
+    update_interval: int = 10,
+    weight_decay: float = 0.0,
+    mask: Any = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Return Sophia-H (Liu et al., 2023, arXiv:2305.14342), by Optax, with the learner's `hvp`.
+
+    Every `update_interval` steps, the diagonal of the Hessian is estimated by Hutchinson's method
+    with one tree of random signs, which follow from the number of estimates. `gamma` scales it.
+    """
+
+    def estimate(
+        grads: Any, count: jax.Array, params: Any = None, *, hvp: Any, **_: Any
+    ) -> tuple[Any, jax.Array]:
+        key = jax.random.fold_in(jax.random.key(0), count)
+        signs = optax.tree.random_like(key, params, jax.random.rademacher)
+        return jax.tree.map(jnp.multiply, hvp(signs), signs), count + 1
+
+    diagonal = optax.GradientTransformationExtraArgs(lambda _: jnp.zeros((), jnp.int32), estimate)
+    rates = {"b1": b1, "b2": b2, "gamma": gamma, "update_interval": update_interval}
+    decay = {"weight_decay": weight_decay, "weight_decay_mask": mask}
+    return optax.contrib.sophia(learning_rate, hessian_diagonal_fn=diagonal, **rates, **decay)
 
 
 class CautiousState(NamedTuple):
@@ -167,21 +156,12 @@ def cautious(
     optimizer: Callable[..., optax.GradientTransformation],
     weight_decay: float = 0.0,
     mask: Any = None,
-    cautious_decay: bool = False,
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer without the entries of its updates that go up the gradient.
 
-    The rest of a tensor's update is divided by the part of the entries that are left (Liang et al.,
-    2024, arXiv:2411.16085).
-
-    Args:
-      learning_rate: A number or schedule.
-      optimizer: A function of `learning_rate`, such as `Partial(optax.adam)`, without weight decay,
-        which would be taken for a part of the update.
-      weight_decay: Decoupled weight decay, which is not masked.
-      mask: Weights that decay; see the module.
-      cautious_decay: True to decay only entries that the update of `optimizer` does not move away
-        from 0 (Chen et al., 2025, arXiv:2510.12402).
+    The rest of a tensor's update is divided by the share of the entries that are left (Liang et
+    al., 2024, arXiv:2411.16085). `optimizer` is a function of `learning_rate` without weight decay,
+    such as `Partial(optax.adam)`; `weight_decay` is added to what is left.
     """
     inner = optax.with_extra_args_support(optimizer(learning_rate=learning_rate))
     decay = optax.chain(
@@ -201,12 +181,6 @@ def cautious(
         updates, inner_state = inner.update(grads, state.inner, params, **extra)
         zeros = jax.tree.map(jnp.zeros_like, updates)
         pulls, decay_state = decay.update(zeros, state.decay, params)
-        if cautious_decay:
-            pulls = jax.tree.map(
-                lambda pull, step: jnp.where(jnp.sign(pull) * jnp.sign(step) < 0, 0.0, pull),
-                pulls,
-                updates,
-            )
         new = jax.tree.map(lambda u, g, pull: align(u, g) + pull, updates, grads, pulls)
         return new, CautiousState(inner_state, decay_state)
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 from jax.tree_util import KeyPath
+from optax.contrib import SophiaState
 
 from layerkit_runner.optim.optimizer_updates import is_on_host
 from layerkit_runner.optim.optimizers import Bfloat16State
@@ -40,8 +41,10 @@ def has_state_by_entry(state: Any, params: Any, *, per_layer: bool | None) -> bo
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
         if weight_path(path) in weights
     )
-    # With bfloat16_state, each layer would draw the same numbers.
-    draws_numbers = isinstance(state, Bfloat16State)
+    # With bfloat16_state or sophia, each layer would draw the same numbers.
+    kinds = (Bfloat16State, SophiaState)
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
+    draws_numbers = any(isinstance(node, kinds) for node in nodes)
     return per_layer is False and has_shapes_of_weights and not draws_numbers
 
 

@@ -246,9 +246,14 @@ class Learner(Configurable):
             # The rate of an optimizer's own schedule may be 0 at the first step.
             state = jax.tree.map(lambda x: jnp.ones_like(x) if x.dtype == jnp.int32 else x, state)
             loss = jnp.ones((), jnp.float32)
-            return groups.update(
-                zeros, state, weights, sizes, raw_grads=zeros, loss=loss, select=lambda new, _: new
-            )[0]
+            extra: dict[str, Any] = {
+                "raw_grads": zeros,
+                "loss": loss,
+                "hvp": lambda tangents: tangents,
+            }
+            return groups.update(zeros, state, weights, sizes, **extra, select=lambda new, _: new)[
+                0
+            ]
 
         update = jax.jit(update_without_gradient)
         both = update(ones), update(jax.tree.map(jnp.negative, ones))
@@ -315,6 +320,7 @@ class Learner(Configurable):
         ema: Any = None,
         ema_count: Any = None,
         stacks: Stacks | None = None,
+        hvp: Callable[[Any], Any] | None = None,
     ) -> Update:
         """Compute one update.
 
@@ -327,6 +333,8 @@ class Learner(Configurable):
           ema: Averaged weights; None or `{}` if `ema_decay` is None.
           ema_count: Number of updates in the averages, an int32 scalar; None for `step`.
           stacks: Sizes of the stacked axes, by path.
+          hvp: Function that multiplies a tree of some of the trained weights by their part of the
+            Hessian of the loss, for optimizers such as `sophia`; None if it is unknown.
         """
         stacks = stacks or {}
         norm = global_norm(grads)
@@ -356,6 +364,7 @@ class Learner(Configurable):
             raw_grads=raw_grads,
             loss=loss,
             select=partial(choose, is_valid) if self.skips_steps else lambda new, _: new,
+            hvp=hvp,
         )
         new_trained, change = self._add_updates(trained, updates, step)
         new_ema, new_count = {}, {}

@@ -127,10 +127,11 @@ class OptimizerGroups:
         raw_grads: Any,
         loss: jax.Array | None,
         select: Callable[[Any, Any], Any],
+        hvp: Callable[[Any], Any] | None = None,
     ) -> tuple[Any, Any]:
         """Return (updates to add to the weights, next state); see `init` for the structure.
 
-        `select(next state, state)` is the state to keep.
+        `select(next state, state)` is the state to keep, and `hvp` that of `Learner.update`.
         """
         groups = self._divide(params, stacks)
         states = _states_by_name(state, groups)
@@ -141,9 +142,9 @@ class OptimizerGroups:
             def update_one(
                 grads: Any, state: Any, params: Any, raw: Any, group: _Group = group
             ) -> tuple[Any, Any]:
-                return optimizer_updates.update(
-                    group.optimizer.transformation, grads, state, params, raw_grads=raw, loss=loss
-                )
+                transformation = group.optimizer.transformation
+                extra: dict[str, Any] = {"raw_grads": raw, "loss": loss, "hvp": hvp}
+                return optimizer_updates.update(transformation, grads, state, params, **extra)
 
             grads_, params_, raw_ = (group.select(tree) for tree in trees)
             arguments = (grads_, states[name], params_, raw_)

@@ -1,8 +1,9 @@
 """How an optimizer of Optax is called, what its update depends on, and sums that round to a weight.
 
 An optimizer may need more than gradients, state and weights. The learner passes the loss as `value`
-and the gradient before clipping as `grad`, which are the names in Optax. A function that evaluates
-the loss at other weights, as line searches need, is not available.
+and the gradient before clipping as `grad`, which are the names in Optax, and a function `hvp` that
+multiplies a tree shaped like the weights by the Hessian of the loss. A function that evaluates the
+loss at other weights, as line searches need, is not available.
 
 A rule whose update of an entry depends on its whole tensor, as Adafactor's factors or LAMB's trust
 ratio, treats each layer of a stack as a tensor of its own. Any other rule gives the same result for
@@ -33,9 +34,11 @@ def update(
     *,
     raw_grads: Any,
     loss: jax.Array | None,
+    hvp: Callable[[Any], Any] | None = None,
 ) -> tuple[Any, Any]:
     """Return (updates, next state) of an optimizer, with the extra arguments that it takes."""
-    extra = {} if loss is None else {"value": loss, "grad": raw_grads}
+    extra: dict[str, Any] = {} if loss is None else {"value": loss, "grad": raw_grads}
+    extra |= {} if hvp is None else {"hvp": hvp}
     declared = inspect.signature(transformation.update).parameters
     takes_any = any(p.kind is p.VAR_KEYWORD for p in declared.values())
     extra = {name: value for name, value in extra.items() if takes_any or name in declared}
@@ -48,7 +51,8 @@ def find_problem(transformation: optax.GradientTransformation, params: Any) -> s
     loss = jax.ShapeDtypeStruct((), jnp.float32)
 
     def update_once(grads: Any, state: Any, params: Any, loss: Any) -> tuple[Any, Any]:
-        return update(transformation, grads, state, params, raw_grads=grads, loss=loss)
+        extra: dict[str, Any] = {"raw_grads": grads, "loss": loss, "hvp": lambda tangents: tangents}
+        return update(transformation, grads, state, params, **extra)
 
     try:
         state = jax.eval_shape(transformation.init, shapes)

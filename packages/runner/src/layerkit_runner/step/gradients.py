@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax.traverse_util import flatten_dict
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.base.base_layer import NON_TRAINABLE, SUMMARIES
 from layerkit.base.step_reports import STEP_TOTALS, AuxLoss, aux_losses
@@ -113,6 +113,26 @@ class GradientResult(NamedTuple):
     step_totals: Any
     non_trainable: Any
     summaries: Any
+
+
+def multiply_by_jacobian(function: Callable[[Any], Any], weights: Any, tangents: Any) -> Any:
+    """Return the product of the derivative of a function from weights to a tree like them.
+
+    `tangents` has some of the weights, nested dicts; the product has the same paths. It raises
+    `UsageError` if a layer has a rule for its gradient, such as a kernel, but not for this one.
+    """
+    flat, paths = flatten_dict(weights), flatten_dict(tangents)
+    directions = {
+        path: paths[path].astype(x.dtype) if path in paths else jnp.zeros_like(x)
+        for path, x in flat.items()
+    }
+    try:
+        product = jax.jvp(function, (weights,), (unflatten_dict(directions),))[1]
+    except (TypeError, NotImplementedError) as error:
+        line, hint = str(error).partition("\n")[0], "Train with another optimizer than sophia."
+        raise UsageError(f"no second derivative: {line}", owner="the loss", hint=hint) from error
+    flat = flatten_dict(product)
+    return unflatten_dict({path: flat[path] for path in paths})
 
 
 def compute_gradients(

@@ -50,7 +50,13 @@ from layerkit_runner.optim.weight_selection import (
     declarations_of,
     declared,
 )
-from layerkit_runner.step.gradients import LossAggregator, Variables, compute_gradients
+from layerkit_runner.step.gradients import (
+    GradientResult,
+    LossAggregator,
+    Variables,
+    compute_gradients,
+    multiply_by_jacobian,
+)
 from layerkit_runner.step.layer_summaries import ArraySummaries, array_summaries, scalars_and_marks
 from layerkit_runner.step.metrics import LossSum, StepContext
 from layerkit_runner.step.task_metrics import example_metrics, named_metrics, step_metrics
@@ -185,16 +191,20 @@ class SingleTask(Configurable):
             return self._add_task_metrics(metrics, outputs, rows), updates
 
         trained = learner.trained_weights.select(state.params)
-        result = compute_gradients(
-            run,
-            self._loss_terms,
-            Variables(trained, state.overwrite_with_gradient, state.non_trainable),
-            batch,
-            context.fold_shard(step_key),
-            context,
-            microbatches=self.train.gradient_accumulation_steps,
-            exact_aux=self.train.exact_aux_losses,
-        )
+
+        def gradients_at(weights: Any) -> GradientResult:
+            return compute_gradients(
+                run,
+                self._loss_terms,
+                Variables(weights, state.overwrite_with_gradient, state.non_trainable),
+                batch,
+                context.fold_shard(step_key),
+                context,
+                microbatches=self.train.gradient_accumulation_steps,
+                exact_aux=self.train.exact_aux_losses,
+            )
+
+        result = gradients_at(trained)
         metrics = context.mean_metrics(result.metrics)
         loss = self._loss(metrics)
         aux = None if result.aux is None else context.batch_sum(result.aux)
@@ -211,6 +221,9 @@ class SingleTask(Configurable):
                 ema=state.ema,
                 ema_count=state.ema_count,
                 stacks=stacks,
+                hvp=lambda tangents: context.batch_sum(
+                    multiply_by_jacobian(lambda x: gradients_at(x).gradients, trained, tangents)
+                ),
             )
         scalars = update.scalars | ({} if aux is None else {"aux_loss": aux})
         if self.train.variable_norm_summary:
