@@ -234,6 +234,7 @@ EXAMPLES = [
         evaluation_argument="deterministic",
         random_streams=Change(("noise", "dropout"), others={"train_argument": "train"}),
         undecayed=("Dense_0/kernel",),
+        kernels=("Dense_0/kernel",),
     ),
 ]
 

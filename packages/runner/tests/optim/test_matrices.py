@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax.traverse_util import flatten_dict
 
 from layerkit import layers
 from layerkit.base.base_layer import PARAMS
+from layerkit.config import Config
 from layerkit.layers.attention.base_attention import HeadProjection, OutputProjection
 from layerkit.layers.attention.multi_head import CombinedProjection
 from layerkit.layers.moe.token_choice import MoeFeedForward
@@ -75,6 +77,14 @@ MATRICES: dict[str, tuple[Any, dict[str, list[tuple[int, ...]]]]] = {
             equation="btgd,gdnh->btgnh", weight_shape=(5, 4, 2, 3), weight_axes=(None,) * 4
         ),
         {"w": [(5, 4, 6)]},
+    ),
+    "convolution": (
+        layers.FlaxModule.HParams.config(
+            module_tpl=Config(nn.Conv, features=6, kernel_size=(2, 3)),
+            example_shapes=((1, 5, 5, 4),),
+            kernels=("kernel",),
+        ),
+        {"module/kernel": [(24, 6)]},
     ),
     "embedding": (layers.Embedding.HParams.config(num_classes=5, input_dims=4), {}),
     "tied head": (layers.SharedEmbeddingSoftmax.HParams.config(num_classes=5, input_dims=4), {}),

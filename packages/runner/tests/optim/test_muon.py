@@ -19,7 +19,7 @@ from layerkit.layers import MultiHeadAttention, StackedTransformer, StackedTrans
 from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.models import TransformerLm
 from layerkit_runner.optim.learner import AuxiliaryOptimizer, Learner
-from layerkit_runner.optim.matrices import all_but_matrices
+from layerkit_runner.optim.matrices import all_but_matrices, matrix_texts
 from layerkit_runner.optim.muon import muon
 from layerkit_runner.optim.optimizer_groups import stacks_of
 from layerkit_runner.optim.optimizers import bfloat16_state, decays
@@ -252,11 +252,27 @@ def test_narrow_dtypes_change_updates_little(optimizer: Any):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-3), found, expected)
 
 
-def test_a_weight_that_is_no_matrix_is_an_error_with_the_remedy():
+def test_report_lists_matrices_and_a_weight_that_is_none_is_an_error():
     boxes = boxes_of(model(repeated=True))
     learner = Learner.HParams.config(optimizer=Partial(muon), learning_rate=RATE).Instantiate()
+    shapes = random_like(boxes, 0)
+    with declared(declarations_of(boxes)):
+        main, adamw = learner_of(Partial(muon)).decayed_weights(shapes, stacks=stacks_of(boxes))
+        rows = [*main.table(matrix_texts(shapes), kind="muon", num_steps=9)]
+        assert [*adamw.table({}, kind="adamw", num_steps=9)] == [
+            "optimizer    adamw: adamw, rate up to 0.01"
+        ]
+    assert rows[0] == "optimizer    main: muon, rate up to 0.1"
+    assert set(rows[1:]) == {
+        "matrices     layers 2 × [embed 8 → kv_heads 2 · (2, 1, 1) · head_dim 3]: qkv/w",
+        "matrices     layers 2 × [heads 4 · head_dim 3 → embed 8]: output/w",
+        "matrices     layers 2 × expert 3 × [embed 8 → mlp 12]: feed_forward/gate, feed_forward/up",
+        "matrices     layers 2 × expert 3 × [mlp 12 → embed 8]: feed_forward/down",
+    }
     with (
         declared(declarations_of(boxes)),
-        pytest.raises(ConfigError, match=r"bias is none.*auxiliary_optimizers.*all_but_matrices"),
+        pytest.raises(
+            ConfigError, match=r"none: final_norm/bias, .*auxiliary_optimizers.*all_but_matrices"
+        ),
     ):
         learner.init(random_like(boxes, 0), stacks=stacks_of(boxes))

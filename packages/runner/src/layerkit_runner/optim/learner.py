@@ -264,8 +264,9 @@ class Learner(Configurable):
                 optimizer="" if len(optimizers) == 1 else one.name,
                 decayed=tuple(path for path in paths if changed[path]),
                 spared=tuple(path for path in paths if not changed[path]),
+                rate=original.rate,
             )
-            for one, paths in parts
+            for original, (one, paths) in zip(self._optimizers, parts, strict=True)
         )
 
     def init_ema(self, tree: Any) -> Any:

@@ -16,10 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict
 
 from layerkit.base.weights import WeightBox
-from layerkit.errors import ConfigError
-from layerkit_runner.optim.weight_selection import mask_of, weight_path
+from layerkit.errors import ConfigError, first_names
+from layerkit_runner.optim.weight_selection import Path, mask_of
 
 _HEADS = frozenset({"heads", "kv_heads"})
 
@@ -75,15 +76,14 @@ def require_matrices(params: Any, *, owner: str, split_heads: bool = False) -> A
       ConfigError: A weight is no matrix.
     """
     dims = matrix_dims(params, split_heads=split_heads)
-    leaves = jax.tree_util.tree_leaves_with_path(dims, is_leaf=lambda leaf: leaf is None)
-    for path, leaf in leaves:
-        if leaf is None:
-            raise ConfigError(
-                f"{owner} updates matrices, and {'/'.join(weight_path(path))} is none",
-                owner="Learner",
-                field="auxiliary_optimizers",
-                expected="AuxiliaryOptimizer(name='adamw', weights=all_but_matrices, …)",
-            )
+    others = ["/".join(path) for path, leaf in flatten_dict(dims).items() if leaf is None]
+    if others:
+        raise ConfigError(
+            f"{owner} updates matrices, and these weights are none: {first_names(others, limit=3)}",
+            owner="Learner",
+            field="auxiliary_optimizers",
+            expected="AuxiliaryOptimizer(name='adamw', weights=all_but_matrices, …)",
+        )
     return dims
 
 
@@ -112,6 +112,31 @@ def from_matrices(
         for matrix, shape in zip(matrices, shapes, strict=True)
     ]
     return jnp.concatenate(parts, axis=dims.parts[0]) if dims.parts else parts[0]
+
+
+def matrix_texts(params: Any, *, split_heads: bool = False) -> dict[Path, str]:
+    """Return axes and sizes of the matrices of each weight that is one, by path.
+
+    Args:
+      params: Weights, or their shapes, whose declarations are bound.
+      split_heads: See `matrix_dims`.
+    """
+    dims = flatten_dict(matrix_dims(params, split_heads=split_heads))
+    axes = flatten_dict(mask_of(params, lambda box: box.axes))
+    shapes = {path: leaf.shape for path, leaf in flatten_dict(params).items()}
+    return {path: _text(axes[path], shapes[path], one) for path, one in dims.items() if one}
+
+
+def _text(axes: tuple[str | None, ...], shape: tuple[int, ...], dims: MatrixDims) -> str:
+    """Return such as `layers 2 × [embed 128 → heads 4 · head_dim 32]`."""
+    sizes: list[Any] = list(shape)
+    if dims.parts is not None:
+        sizes[dims.parts[0]] = dims.parts[1]
+    names = [" ".join(map(str, filter(None, pair))) for pair in zip(axes, sizes, strict=True)]
+    ins, outs = (" · ".join(names[dim] for dim in side) for side in (dims.ins, dims.outs))
+    num_batch = len(shape) - len(dims.ins) - len(dims.outs)
+    batch = [names[dim] for dim in _order(len(shape), dims)[:num_batch]]
+    return " × ".join([*batch, f"[{ins} → {outs}]"])
 
 
 def _order(rank: int, dims: MatrixDims) -> list[int]:

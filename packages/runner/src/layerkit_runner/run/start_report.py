@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import fiddle as fdl
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
@@ -27,6 +28,7 @@ from layerkit_runner.errors import as_usage_error
 from layerkit_runner.files.text import size_text
 from layerkit_runner.observers import RunInfo, StepWork, peak_flops
 from layerkit_runner.optim.learner import Learner
+from layerkit_runner.optim.matrices import matrix_texts
 from layerkit_runner.optim.weight_selection import integer_paths, weight_decay_of
 from layerkit_runner.partitioning import PmapPartitioner
 from layerkit_runner.run.job import Job, environment, versions
@@ -107,7 +109,7 @@ def start_lines(
     yield f"parameters   {count:,} ({', '.join(dtypes)} weights)" + (
         f", {trained:,} trained" if trained != count else ""
     )
-    yield from weight_decay_lines(job.task, job.resolved.task.train.learner, params)
+    yield from optimizer_lines(job.task, job.resolved.task.train.learner, params)
     yield from rounding_lines(job.task.train.learner, params)
     yield f"partitioner  {job.partitioner.describe()}"
     if padded := job.partitioner.padding_text(job.task):
@@ -134,8 +136,8 @@ def start_lines(
     yield f"writing to   {job.given_directory}; {saves}"
 
 
-def weight_decay_lines(task: SingleTask, learner: Any, params: Any) -> Iterator[str]:
-    """Yield lines about the decayed weights of each optimizer.
+def optimizer_lines(task: SingleTask, learner: Any, params: Any) -> Iterator[str]:
+    """Yield lines about the decayed weights, rates and matrices of each optimizer.
 
     Args:
       task: Task with the learner.
@@ -144,6 +146,13 @@ def weight_decay_lines(task: SingleTask, learner: Any, params: Any) -> Iterator[
     """
     optimizers = [learner.optimizer, *(one.optimizer for one in learner.auxiliary_optimizers)]
     for weights, optimizer in zip(task.decayed_weights(params), optimizers, strict=True):
+        if weights.optimizer:
+            arguments = getattr(optimizer, "__arguments__", {})
+            with task.declared_weights():
+                split_heads = arguments.get("split_heads", False)
+                matrices = matrix_texts(params, split_heads=split_heads)
+            kind = fdl.get_callable(optimizer).__name__
+            yield from weights.table(matrices, kind=kind, num_steps=task.train.num_train_steps)
         yield from weights.lines(flatten_dict(params), strength=weight_decay_of(optimizer))
 
 

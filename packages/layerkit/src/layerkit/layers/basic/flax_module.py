@@ -9,6 +9,7 @@ or more dimensions that start at random do, such as the kernels of attention, bu
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -52,6 +53,8 @@ class FlaxModule(BaseLayer):
       random_streams: Names of the random streams that the module uses in training.
       undecayed: Regular expressions of weights that weight decay spares, such as `pos_embedding`;
         each has to match the whole path of at least one weight in the module.
+      kernels: Regular expressions of weights `[..., out]` of products, such as `.*Conv_1/kernel`,
+        whose other dimensions are contracted. Optimizers of matrices, such as Muon, update them.
 
     Raises:
       ConfigError: `module_tpl` is None, the numbers of dtypes and shapes differ, a pattern matches
@@ -65,6 +68,7 @@ class FlaxModule(BaseLayer):
     evaluation_argument: str | None = None
     random_streams: tuple[str, ...] = ("dropout",)
     undecayed: tuple[str, ...] = ()
+    kernels: tuple[str, ...] = ()
 
     def setup(self) -> None:
         """Create the variables of the module."""
@@ -85,14 +89,14 @@ class FlaxModule(BaseLayer):
         traced, shapes = jax.make_jaxpr(draw, return_shape=True)(jax.random.key(0))
         paths = jax.tree_util.tree_leaves_with_path(shapes.get(PARAMS, {}), is_leaf=is_box)
         names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
-        self._check_undecayed(names)
+        self._check_patterns(names)
         # The number of the result of `traced` in place of each array.
         numbers = jax.tree.unflatten(jax.tree.structure(shapes), range(len(traced.jaxpr.outvars)))
 
         def draw_weights(key: jax.Array) -> Any:
             boxes, structure = jax.tree.flatten(draw(key)[PARAMS], is_leaf=is_box)
             marked = [
-                box.replace(decays=self._decays(name, box) and _is_drawn(traced.jaxpr, number))
+                self._declare(name, box, is_drawn=_is_drawn(traced.jaxpr, number))
                 for name, box, number in zip(
                     names, boxes, jax.tree.leaves(numbers[PARAMS]), strict=True
                 )
@@ -152,16 +156,27 @@ class FlaxModule(BaseLayer):
                 held.value = jax.tree.map(lambda _, new: new, unbox(held.value), value)
         return outputs
 
-    def _check_undecayed(self, names: Sequence[str]) -> None:
-        check_regexes(self, undecayed=self.undecayed)
-        for pattern in self.undecayed:
-            expected = f"patterns of weights of the module, such as {names[0]}"
-            matches = any(re.fullmatch(pattern, name) for name in names)
-            require(matches, self, "undecayed", pattern, expected)
+    def _check_patterns(self, names: Sequence[str]) -> None:
+        for field in ("undecayed", "kernels"):
+            check_regexes(self, **{field: getattr(self, field)})
+            for pattern in getattr(self, field):
+                expected = f"patterns of weights of the module, such as {names[0]}"
+                matches = any(re.fullmatch(pattern, name) for name in names)
+                require(matches, self, field, pattern, expected)
 
-    def _decays(self, name: str, box: WeightBox) -> bool:
-        """Return whether a weight decays if it starts at random."""
-        return len(box.axes) > 1 and not any(re.fullmatch(p, name) for p in self.undecayed)
+    def _declare(self, name: str, box: WeightBox, *, is_drawn: bool) -> WeightBox:
+        """Return a box with the declaration of a weight that starts at random, or does not."""
+        rank = len(box.axes)
+        undecayed, kernel = (
+            any(re.fullmatch(pattern, name) for pattern in patterns)
+            for patterns in (self.undecayed, self.kernels)
+        )
+        box = box.replace(decays=is_drawn and rank > 1 and not undecayed)
+        if not kernel:
+            return box
+        *ins, out = box.value.shape
+        dims = {"fan_in_dims": tuple(range(-rank, -1)), "fan_out_dims": (-1,)}
+        return box.replace(is_factor=True, fans=(math.prod(ins), out), **dims)
 
     def _module(self) -> nn.Module:
         # Without a parent, because the variables are passed to `apply`.
