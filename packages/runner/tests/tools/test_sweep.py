@@ -92,6 +92,8 @@ def test_study_file_has_the_distributions_of_optuna(tmp_path):
         ({"sampler": "tbe"}, "sampler", "tbe"),
         ({"sampler": "grid"}, "sampler", "grid"),
         ({"pruner": "mode"}, "pruner", "mode"),
+        ({"trials": [{"A": 1}]}, "space, trials", ["metric", "space", "trials"]),
+        ({"space": {}}, "space, trials", ["metric", "space"]),
         ({"space": {"A": {"low": 1}}}, "space.A", {"low": 1}),
         ({"space": {"A": {"low": 5, "high": 4}}}, "space.A", {"low": 5, "high": 4}),
     ],
@@ -172,6 +174,28 @@ def test_grid_runs_every_combination_once(study_file, tmp_path):
     parts = [run_all(opened(file, tmp_path / "study"), at_most=4) for _ in range(2)]
     values = sorted((v["RATE"], v["LAYERS"]) for v in itertools.chain(*parts))
     assert values == [*itertools.product([0.1, 0.2], [1, 2, 3])]
+
+
+def test_listed_trials_run_in_order_and_no_others(study_file, tmp_path):
+    trials = [
+        {"KIND": "a b", "RATE": 0.5},
+        {"KIND": "c=d", "task.train.random_seed": 3},
+        {"RATE": 1},
+    ]
+    file = study_file(space={}, trials=trials)
+    claimed = []
+    for at_most in (2, 99):  # resumed after two trials
+        study = opened(file, tmp_path / "study")
+        while len(claimed) < at_most and (one := study._ask()) is not None:
+            trial, held = one
+            claimed.append([str(override) for override in sweep._overrides(trial.params)])
+            study.study.tell(trial.number, 0.0)
+            held.close()
+    assert claimed == [
+        ["--fdl.KIND=a b", "--fdl.RATE=0.5"],
+        ["--fdl.KIND=c=d", "--fdl.task.train.random_seed=3"],
+        ["--fdl.RATE=1"],
+    ]
 
 
 @pytest.mark.parametrize(

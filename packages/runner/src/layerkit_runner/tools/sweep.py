@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from optuna.trial import Trial, TrialState
 
 from layerkit.errors import UserError
 from layerkit_runner.config.requests import (
+    Override,
     ParsedFlags,
     ResolvedExperiment,
     flag_word,
@@ -36,18 +38,26 @@ from layerkit_runner.run.job_folder import lock, try_lock
 
 # Flags with another value for each trial, and those of the sweep itself.
 _NOT_PASSED_ON = ("exp", "fdl_config", "job_log_dir", "study", "num_trials", "study_storage")
+# The parameter whose choices are the trials of a list; no field of an experiment has such a name.
+_LISTED = "trial"
 
 
 @dataclasses.dataclass
 class StudyFile:
-    """Content of a study file; `space` holds Optuna's distributions by override path."""
+    """Content of a study file; `space` holds Optuna's distributions by override path.
+
+    `trials` lists the values of each trial by path, in place of a space. `larger` has those of the
+    run that `runner scaling` predicts, which is no trial.
+    """
 
     metric: str
-    space: dict[str, Any]
+    space: dict[str, Any] = dataclasses.field(default_factory=dict)
     direction: Literal["minimize", "maximize"] = "minimize"
     num_trials: int = 20
     sampler: dict[str, Any] = dataclasses.field(default_factory=lambda: {"name": "tpe"})
     pruner: dict[str, Any] = dataclasses.field(default_factory=lambda: {"name": "nop"})
+    trials: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    larger: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def make_sampler(self, number: int) -> samplers.BaseSampler:
         """Return the sampler of the trial with a number.
@@ -55,6 +65,10 @@ class StudyFile:
         Its seed is the study's seed plus the number. So a resumed sweep draws the values of an
         uninterrupted one, and two processes never draw the same values.
         """
+        if self.trials:
+            choices = self.space[_LISTED].choices
+            values = {_LISTED: choices[number % len(choices)]}
+            return samplers.PartialFixedSampler(values, samplers.RandomSampler())
         options = {"seed": 0, **self.sampler}
         if options["name"] == "grid":
             if not all(hasattr(axis, "choices") for axis in self.space.values()):
@@ -69,6 +83,7 @@ class StudyFile:
 
 def read_study_file(path: str, *, num_trials: int | None = None) -> StudyFile:
     """Read a study file in TOML or JSON; `num_trials` overrides the number in it."""
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     with as_usage_error(Exception, owner=f"--study={path}"):
         text = read_text(Path(path).expanduser(), max_bytes=100_000)
         document = (parse_json if path.endswith(".json") else parse_toml)(text)
@@ -79,6 +94,11 @@ def read_study_file(path: str, *, num_trials: int | None = None) -> StudyFile:
             if isinstance(document.get(key), str):
                 document[key] = {"name": document[key]}
         file = StudyFile(**document)
+        if bool(file.space) == bool(file.trials):
+            raise UsageError(field="space, trials", value=[*document], expected="one of them")
+        if file.trials:
+            file.space = {_LISTED: {"choices": [_words(trial) for trial in file.trials]}}
+            file.num_trials = len(file.trials)
         file.space = {path: _distribution(path, axis) for path, axis in file.space.items()}
         file.num_trials = num_trials or file.num_trials
         if isinstance(sampler := file.make_sampler(0), samplers.GridSampler):
@@ -119,7 +139,7 @@ def run_study(flags: ParsedFlags, resolve: Callable[..., ResolvedExperiment]) ->
         resolved = resolve(fixed)
         for path, axis in file.space.items():
             for value in getattr(axis, "choices", None) or (axis.low, axis.high):
-                resolve(merge_overrides([*fixed, parse_override(path, _text(value))]))
+                resolve(merge_overrides([*fixed, *_overrides({path: value})]))
         prefixes = tuple(f"{dataset_name(c)}/" for c in resolved.datasets if not c.is_training)
         if resolved.eval_programs is None and not file.metric.startswith(prefixes):
             choices = [prefix + file.metric.partition("/")[2] for prefix in prefixes]
@@ -143,7 +163,6 @@ def open_study(
 ) -> optuna.Study:
     """Open or create the study; raise an error if it began with another record."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
     storage: Any = address or f"sqlite:///{folder / 'study.db'}"
     try:
         if "://" not in storage:
@@ -210,7 +229,7 @@ class Sweep:
                     return Trial(self.study, old._trial_id), held
             if sum(bool(old.params) for old in trials) >= self.file.num_trials:
                 return None
-            self.study.sampler = self.file.make_sampler(len(trials))
+            self.study.sampler = self.file.make_sampler(sum(bool(old.params) for old in trials))
             trial = self.study.ask(space)
             # Optuna would also call the sampler of the study when the trial ends.
             self.study.sampler = samplers.RandomSampler()
@@ -222,7 +241,7 @@ class Sweep:
     def _run_trial(self, trial: Trial, held: IO[bytes]) -> TrialState:
         """Run the process of a trial, tell Optuna its end, and return its state."""
         folder, label = Path(held.name).parent, f"trial {trial.number:04d}"
-        fields = [f"--fdl.{path}={_text(value)}" for path, value in trial.params.items()]
+        fields = [*map(str, _overrides(trial.params))]
         print(f"{label}: {' '.join(fields)}", flush=True)
         words = [*self.words, *fields, f"--job_log_dir={folder}", "--num_processes=1"]
         with open_append(folder / "output.txt") as output:
@@ -298,6 +317,21 @@ def _evaluations(folder: Path, metric: str) -> list[tuple[int, float]]:
         choices = [f"{dataset}/{key}" for key in records[0]]
         raise UsageError("unknown metric", field="metric", value=metric, choices=choices)
     return [(record["step"], record[name]) for record in records]
+
+
+def _words(trial: Mapping[str, Any]) -> str:
+    """Return the values of a listed trial as shell words."""
+    return shlex.join(f"{path}={_text(value)}" for path, value in trial.items())
+
+
+def _overrides(params: Mapping[str, Any]) -> list[Override]:
+    """Return the overrides of the parameters of a trial."""
+    words = [
+        word
+        for path, value in params.items()
+        for word in shlex.split(value if path == _LISTED else _words({path: value}))
+    ]
+    return [parse_override(path, text) for path, _, text in (w.partition("=") for w in words)]
 
 
 def _text(value: Any) -> str:
