@@ -199,6 +199,10 @@ class DepthDial(LmExperiment):
             if getattr(self, name) is None:
                 setattr(self, name, value)
 
+    def size_fields(self, size: int) -> dict[str, Any]:
+        """Return the depth; the other fields follow from it."""
+        return {"DEPTH": size}
+
     def learner(self) -> Config:
         """Return AdamW with a linear warmup, a flat part, and linear decay."""
         ratio = self.MIN_LEARNING_RATE_RATIO

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 
@@ -30,7 +31,12 @@ from layerkit.layers import (
 )
 from layerkit.models import LanguageModel, TransformerLm
 from layerkit.ops.attention.backends import BackendName
-from layerkit_experiments.recipes.training import TrainedExperiment, train_config
+from layerkit_experiments.recipes.training import (
+    TrainedExperiment,
+    number_of_steps,
+    train_config,
+)
+from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.step.task import SingleTask
 
 DataFormat = Literal["seqio", "grain", "local_text", "synthetic"]
@@ -142,6 +148,30 @@ def untied_decoder(fields: Any) -> Config:
     init = WeightInit.Gaussian(fields.INIT_STD or 1.0)
     model.lm_tpl.embedding_tpl = Embedding.HParams.config(weight_init=init)
     return model
+
+
+def width_fields(fields: Any, size: int) -> dict[str, Any]:
+    """Return the fields of a decoder of another width, whose depth and batch stay.
+
+    A decoder of a size has so many heads of DIMS_PER_HEAD, or without that field NUM_HEADS heads of
+    2·size. The hidden layer grows in proportion. The rate is LEARNING_RATE·√(MODEL_DIMS/width), as
+    in nanochat, and the warmup keeps its fraction of MAX_STEPS.
+    """
+    head = fields.DIMS_PER_HEAD
+    dims = 2 * size * fields.NUM_HEADS if head is None else size * head
+    growth = dims / fields.MODEL_DIMS
+    values = {
+        "MODEL_DIMS": dims,
+        "HIDDEN_DIMS": fields.HIDDEN_DIMS and round(fields.HIDDEN_DIMS * growth),
+        "LEARNING_RATE": float(f"{fields.LEARNING_RATE / math.sqrt(growth):.4g}"),
+        "WARMUP_STEPS": min(number_of_steps(fields, "WARMUP_STEPS") / fields.MAX_STEPS, 1.0),
+    }
+    if head is not None:
+        most = max(1.0, (fields.NUM_KV_HEADS or fields.NUM_HEADS) * size / fields.NUM_HEADS)
+        kv_heads = max(n for n in range(1, size + 1) if size % n == 0 and n <= most)
+        values |= {"NUM_HEADS": size, "NUM_KV_HEADS": kv_heads}
+    known = experiment_fields(type(fields))
+    return {name: v for name, v in values.items() if v is not None and name in known}
 
 
 def alternate_windows(fields: Any, model: Config) -> Config:
@@ -346,6 +376,7 @@ class LmExperiment(TrainedExperiment, abstract=True):
 
     model = decoder
     stack = layer_stack
+    size_fields = width_fields
 
     def datasets(self) -> list[Config]:
         """Return configs of the training and the held-out input."""

@@ -155,6 +155,14 @@ class BaseExperiment:
         training = [config for config in datasets if config.is_training] or datasets[:1]
         return ", ".join(dict.fromkeys(target_of(config).__name__ for config in training))
 
+    def size_fields(self, size: int) -> dict[str, Any]:
+        """Return the fields of a model of a size from 1 up, for `runner scaling`; none by default.
+
+        The number of weights must grow with the size.
+        """
+        del size
+        return {}
+
     def start_notes(self) -> list[str]:
         """Return lines for the start report, such as values that were adjusted; none by default."""
         return []

@@ -36,7 +36,7 @@ Stopped training saves first and can resume. SIGUSR1 saves and continues."""
 _OVERVIEW = """\
 runner --exp=NAME --job_log_dir=DIR     train; the same command resumes
 runner --exp=NAME --mode=MODE [flags]   evaluate, decode, inspect or plan
-runner COMMAND [flags]                  one of: {commands}
+runner COMMAND [flags]                  {commands}
 
 {flags}
 

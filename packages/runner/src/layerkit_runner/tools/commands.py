@@ -151,4 +151,8 @@ REPORT = Command(
 STATUS = Command(
     "print state, speed, loss and last errors of runs", _late("report.command:run_status")
 )
+SCALING = Command(
+    "plan runs of growing FLOPs, fit a scaling law, and predict and grade a larger run",
+    _late("scaling.command:run_scaling"),
+)
 SCORE = Command("print perplexity and bits per byte of a text file", _late("score:run_score"))

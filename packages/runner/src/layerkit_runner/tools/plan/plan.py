@@ -147,7 +147,7 @@ def make_plan(
         partitioner.start(devices)
         partitioner.bind(task)
         configs = training_configs(resolved)
-        batches = {name: _abstract_batch(config, partitioner) for name, config in configs.items()}
+        batches = {name: abstract_batch(config, partitioner) for name, config in configs.items()}
         largest = max(batches, key=lambda name: _num_bytes(batches[name]))
         if check_state and device.usable_bytes is not None:
             tensors = tensor_memory(partitioner.abstract_state(task), {})
@@ -238,7 +238,7 @@ def _plan_step(
     )
 
 
-def _abstract_batch(config: Config, partitioner: Partitioner) -> Any:
+def abstract_batch(config: Config, partitioner: Partitioner) -> Any:
     """Return shapes, dtypes and sharding of the global batch of all processes."""
     # Devices of other machines belong to other processes.
     processes = sorted({device.process_index for device in partitioner.mesh.devices.flat})

@@ -1,0 +1,1 @@
+"""`runner scaling`: a ladder of small runs, a fit of their losses, and a graded prediction."""

@@ -1,0 +1,235 @@
+"""`runner scaling plan | fit | grade`: a ladder of runs, their law, and a graded prediction.
+
+runner scaling plan --exp=NAME --flops=1e12,1e13 --predict=1e14 --job_log_dir=DIR
+runner --exp=NAME --study=DIR/ladder.toml --job_log_dir=DIR
+runner scaling fit DIR        print the law of the rungs, and write DIR/prediction.json
+runner scaling grade DIR      print the prediction beside the result of the run in DIR/larger
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import math
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from layerkit.config.checks import require
+from layerkit_runner.config.config_tree import config_json
+from layerkit_runner.config.flags import parse_flags, read_flags
+from layerkit_runner.config.help import flag_rows, table
+from layerkit_runner.config.registry import find_experiment
+from layerkit_runner.data.host_inputs import dataset_name
+from layerkit_runner.errors import UsageError, as_usage_error
+from layerkit_runner.files.atomic_write import atomic_write
+from layerkit_runner.files.bounded_documents import parse_json, parse_toml, read_text
+from layerkit_runner.files.text import draw_table
+from layerkit_runner.observers.metrics_log import metrics_path
+from layerkit_runner.run.job import environment
+from layerkit_runner.run.job_errors import job_errors
+from layerkit_runner.run.resolve import resolve_entry
+from layerkit_runner.run_options import Flag
+from layerkit_runner.tools.report.record import JobRecord, read_jobs
+from layerkit_runner.tools.scaling.fit import LEVEL, Law, fit_law
+from layerkit_runner.tools.scaling.ladder import (
+    Rung,
+    Size,
+    field_overrides,
+    ladder_text,
+    plan_rungs,
+    step_size,
+)
+
+_RAY_RATIO = 2.0  # Rungs whose D/N differ by less are one ray: N and D have one term together.
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    values = tuple(map(float, text.split(",")))
+    if not all(0 < value < math.inf for value in values):
+        raise ValueError("numbers above 0, with commas between them")
+    return values
+
+
+_FLAGS = (
+    Flag("flops", _numbers, "model FLOPs of the rungs", "C,C"),
+    Flag("predict", _numbers, "model FLOPs of the larger run", "C"),
+    Flag("tokens_per_weight", _numbers, "D/N: one for a ray, several for L(N, D)", "D/N", (20.0,)),
+    Flag("help", bool, "print these flags"),
+)
+
+
+class Result(NamedTuple):
+    """The folder, size and last held-out loss of a finished run."""
+
+    folder: str
+    size: Size
+    loss: float
+
+
+def run_scaling(words: Sequence[str]) -> int:
+    """Plan, fit or grade a ladder; return the exit code."""
+    values, others = read_flags(words, _FLAGS, known_only=True)
+    name, *rest = others or [""]
+    if values.get("help"):
+        print("\n".join([__doc__ or "", *table(flag_rows(_FLAGS))]))
+    elif name == "plan":
+        _plan({row.name: values.get(row.name, row.default) for row in _FLAGS}, rest)
+    else:
+        is_known = name in ("fit", "grade") and len(rest) == 1 and not values
+        expected = "plan with flags, fit DIR or grade DIR"
+        require(is_known, "`runner scaling`", "words", words, expected, UsageError)
+        (_fit if name == "fit" else _grade)(Path(rest[0]).expanduser().absolute())
+    return 0
+
+
+def _plan(values: Mapping[str, Any], words: Sequence[str]) -> None:
+    flags, owner = parse_flags(words), "`runner scaling plan`"
+    is_whole = flags.values.keys() == {"exp", "job_log_dir"} and values["flops"] is not None
+    expected = "--flops, --exp and --job_log_dir; others are --predict, --tokens_per_weight, --fdl"
+    require(is_whole, owner, "flags", [*flags.values], expected, UsageError)
+    folder = Path(flags.options.job_log_dir or "").expanduser().absolute()
+    path, entry = folder / "ladder.toml", find_experiment(flags.exp or "")
+    require(not path.exists(), owner, "--job_log_dir", str(folder), "no ladder.toml", UsageError)
+    base = resolve_entry(entry, flags.overrides)
+    held_out = [dataset_name(config) for config in base.datasets if not config.is_training]
+    require(held_out, base.name, "held-out data", held_out, "a data set", UsageError)
+    rungs: list[Rung] = []
+    larger: list[Rung] = []
+    with job_errors("plan", base):
+        for ratio in values["tokens_per_weight"]:
+            budgets = [*values["flops"], *(values["predict"] or ())[:1]]
+            planned = plan_rungs(
+                budgets, flags.overrides, lambda o: resolve_entry(entry, o), ratio=ratio
+            )
+            rungs += planned[: len(values["flops"])]
+            larger = larger or planned[len(values["flops"]) :]
+    folder.mkdir(parents=True, exist_ok=True)
+    text = ladder_text(f"{held_out[0]}/loss", rungs, larger)
+    atomic_write(path, text)
+    run = ["runner", f"--exp={base.name}", f"--job_log_dir={folder}", f"--study={path}"]
+    print(f"{text}\nwrote {path}\n{shlex.join(run)}\nrunner scaling fit {folder}", flush=True)
+
+
+def _measure(job: JobRecord, metric: str) -> Result:
+    """Return the result of a finished run; raise `UsageError` if it has none."""
+    dataset, _, name = metric.rpartition("/")
+    info, evals = job.metrics.info, job.metrics.evals.get(dataset, [])
+    state = "; ".join([job.state, *job.errors[-1:]])
+    require(job.state == "finished", job.folder, "state", state, "finished", UsageError)
+    losses = [r.get(name, math.nan) for r in evals if r["step"] == info["num_train_steps"]]
+    is_loss = losses and 0 < losses[0] < math.inf
+    require(is_loss, job.folder, metric, losses, "a finite loss of the last step", UsageError)
+    step = Size(info["num_params"], info["tokens_per_step"], info["flops_per_step"])
+    return Result(job.folder, step.times(info["num_train_steps"]), losses[0])
+
+
+def choose_law(sizes: Sequence[Size], losses: Sequence[float]) -> Law:
+    """Fit the law with the most parameters that runs of these sizes identify.
+
+    Raises:
+      UsageError: They identify none.
+    """
+    columns = dict(zip(Size._fields, np.array(sizes, np.float64).reshape(-1, 3).T, strict=True))
+    num, ratios = len(losses), [size.D / size.N for size in sizes] or [1.0]
+    num_sizes = len({tuple(round(math.log(x), 2) for x in size) for size in sizes})
+    is_ray = max(ratios) < _RAY_RATIO * min(ratios)
+    expected = "at least 3 finished ones of different sizes, or 4 to identify E"
+    if not is_ray:
+        expected = f"at least 6, for L(N, D), since D/N is {min(ratios):.3g} to {max(ratios):.3g}"
+    is_enough = num_sizes >= 3 if is_ray else num_sizes >= 5 and num >= 6
+    require(is_enough, None, "rungs", num, expected, UsageError)
+    chosen = {name: columns[name] for name in ("C" if is_ray else "ND")}
+    return fit_law(chosen, np.array(losses), has_floor=num >= 4)
+
+
+def _fit(folder: Path) -> None:
+    ladder = _read(folder / "ladder.toml", parse_toml)
+    results = []
+    for job in read_jobs([folder]):
+        try:
+            results += [_measure(job, ladder["metric"])] if job.folder != str(folder) else []
+        except UsageError as error:
+            print(f"left out: {error}")
+    law = choose_law([r.size for r in results], [r.loss for r in results])
+    cells = []
+    for run, size, loss in results:
+        miss = loss / law.predict(size._asdict())[0] - 1
+        texts = (
+            f"{size.C:.4g} {size.N:,} {size.D:,.0f} {size.D / size.N:.3g} {loss:.5g} {miss:+.2%}"
+        )
+        cells.append([Path(run).name, *texts.split()])
+    head = ["trial", "C (FLOPs)", "N (weights)", "D (tokens)", "D/N", ladder["metric"], "residual"]
+    print("\n".join(draw_table(cells, head=head, right=range(1, 7))))
+    print(f"{law.text()}; {LEVEL:.0%} intervals by a parametric bootstrap:")
+    for name, values in law.parameters().items():
+        text = "{:.4g} ({:.4g} to {:.4g})".format(*values) if values else "not identified"
+        print(f"{name:<16} {text}")
+    if ladder.get("larger"):
+        experiment = next(job.config.experiment for job in read_jobs([results[0].folder]))
+        _predict(folder, experiment, ladder, law, results)
+
+
+def _predict(
+    folder: Path, experiment: str, ladder: Mapping[str, Any], law: Law, results: Sequence[Result]
+) -> None:
+    larger, file = folder / "larger", folder / "prediction.json"
+    is_new, expected = not metrics_path(larger).exists(), "no run before its prediction"
+    require(is_new, "`runner scaling fit`", "larger run", str(larger), expected, UsageError)
+    overrides = field_overrides(ladder["larger"])
+    resolved = resolve_entry(find_experiment(experiment), overrides)
+    size = step_size(resolved).times(resolved.task.train.num_train_steps)
+    ratios, ratio = [r.size.D / r.size.N for r in results], size.D / size.N
+    is_near = min(ratios) / _RAY_RATIO < ratio < _RAY_RATIO * max(ratios)
+    expected = f"that of the rungs, {min(ratios):.3g} to {max(ratios):.3g}"
+    require(is_near or law.names != ("C",), "larger run", "D/N", ratio, expected, UsageError)
+    loss, *interval = law.predict(size._asdict())
+    command = ["runner", f"--exp={experiment}", f"--job_log_dir={larger}", *map(str, overrides)]
+    document = {
+        "time": time.time(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "metric": ladder["metric"],
+        "prediction": loss,
+        "interval": interval,
+        "level": LEVEL,
+        "law": law.text(),
+        "size": size._asdict(),
+        "command": shlex.join(command),
+        "config_sha256": _digest(config_json(resolved)["config"]),
+        "environment": environment(),
+        "rungs": [{"folder": r.folder, **r.size._asdict(), "loss": r.loss} for r in results],
+    }
+    atomic_write(file, json.dumps(document, indent=2) + "\n")
+    print(f"prediction for {size.C:.4g} FLOPs: {loss:.5g} ({interval[0]:.5g} to {interval[1]:.5g})")
+    print(f"wrote {file}\n{shlex.join(command)}\nrunner scaling grade {folder}", flush=True)
+
+
+def _grade(folder: Path) -> None:
+    file, larger = folder / "prediction.json", folder / "larger"
+    told, (job,) = _read(file, parse_json), read_jobs([larger])
+    result, began = _measure(job, told["metric"]), job.metrics.events[0]["time"]
+    expected = f"before {began:.0f}, when {larger} began"
+    require(told["time"] < began, str(file), "time", told["time"], expected, UsageError)
+    if (digest := _digest(job.config.config)) != told["config_sha256"]:
+        hint = f"The fields that differ: {told['command']} --diff_config={larger}"
+        problem = "the larger run has another configuration than its prediction"
+        raise UsageError(problem, owner=str(larger), value=digest, hint=hint)
+    low, high = told["interval"]
+    place = "inside" if low <= result.loss <= high else "outside"
+    print(f"predicted {told['prediction']:.5g} ({low:.5g} to {high:.5g}) at {told['date']}")
+    error = told["prediction"] / result.loss - 1
+    print(f"measured  {result.loss:.5g}: error {error:+.2%}, {place} the interval", flush=True)
+
+
+def _read(path: Path, parse: Any) -> Any:
+    with as_usage_error(OSError, ValueError, owner=str(path)):
+        return parse(read_text(path))
+
+
+def _digest(config: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(config, sort_keys=True).encode()).hexdigest()

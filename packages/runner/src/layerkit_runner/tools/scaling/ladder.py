@@ -1,0 +1,121 @@
+"""Rungs: runs of one experiment at growing FLOPs, written as the trials of a study file."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from layerkit_runner.config.requests import Override, ResolvedExperiment, parse_override
+from layerkit_runner.data.train_inputs import training_configs
+from layerkit_runner.errors import UsageError
+from layerkit_runner.run.job import build_parts
+from layerkit_runner.run.job_folder import last_step_path
+from layerkit_runner.run.start_report import num_params
+from layerkit_runner.step.step_cost import model_flops_per_step
+from layerkit_runner.tools.plan.plan import abstract_batch
+from layerkit_runner.tools.plan.targets import planned_target, target_devices
+
+_SIZES = range(1, 513)
+
+
+class Size(NamedTuple):
+    """Number of weights N, those of embeddings included, tokens D and model FLOPs C of steps."""
+
+    N: int
+    D: float
+    C: float
+
+    def times(self, steps: float) -> Size:
+        """Return the size of a run of so many of these steps."""
+        return Size(self.N, self.D * steps, self.C * steps)
+
+
+class Rung(NamedTuple):
+    """A run of a ladder, and the values of its fields by path."""
+
+    size: Size
+    fields: dict[str, Any]
+
+
+def step_size(resolved: ResolvedExperiment) -> Size:
+    """Return the size of one step of an experiment, counted as `--mode=plan` counts.
+
+    The step is that of the experiment's mesh, or without one of the devices of this machine.
+    """
+    partitioner, task = build_parts(resolved)
+    has_mesh = getattr(partitioner, "ici_mesh_shape", None) is not None
+    target = planned_target(partitioner, target=None if has_mesh else "here")
+    partitioner.start(target_devices(target))
+    partitioner.bind(task)
+    batch = abstract_batch(next(iter(training_configs(resolved).values())), partitioner)
+    if "ids" not in batch:
+        raise UsageError(owner=resolved.name, field="batch", value=[*batch], expected="tokens, ids")
+    flops = model_flops_per_step(resolved.task, batch, batch.ids.shape[0])
+    params = partitioner.abstract_stored_state(task).params
+    return Size(num_params(params), math.prod(batch.ids.shape), flops)
+
+
+def plan_rungs(
+    budgets: Iterable[float],
+    overrides: Sequence[Override],
+    resolve: Callable[[Sequence[Override]], ResolvedExperiment],
+    *,
+    ratio: float,
+) -> list[Rung]:
+    """Return a rung for each number of FLOPs, of the size whose D/N is next to a ratio.
+
+    `resolve` applies overrides to the experiment, and `overrides` are those of all rungs.
+
+    Raises:
+      UsageError: The experiment defines no sizes, or a rung has fewer FLOPs than a step.
+    """
+    base = resolve(overrides)
+    if not base.experiment.size_fields(1):
+        hint = "Define size_fields(size), which returns the fields of a model of a size."
+        raise UsageError("the experiment defines no sizes", owner=base.name, hint=hint)
+
+    def fields_of(size: int) -> dict[str, Any]:
+        return {o.path: o.text for o in overrides} | base.experiment.size_fields(size)
+
+    @functools.cache
+    def step_of(size: int) -> Size:
+        return step_size(resolve(field_overrides(fields_of(size))))
+
+    def misfit(size: int, flops: float) -> float:
+        step = step_of(size)
+        return math.log(ratio * step.N * step.C / (step.D * flops))
+
+    rungs = []
+    for flops in budgets:
+        error_of = functools.partial(misfit, flops=flops)
+        first = bisect.bisect(_SIZES, 0.0, key=error_of)
+        size = min(_SIZES[max(first - 1, 0) : first + 1], key=lambda s: abs(error_of(s)))
+        if (steps := round(flops / step_of(size).C)) < 1:
+            expected = f"at least the {step_of(size).C:.3g} FLOPs of a step"
+            raise UsageError(field="--flops", value=flops, expected=expected)
+        fields = fields_of(size) | {last_step_path(base): steps}
+        rungs.append(Rung(step_of(size).times(steps), fields))
+    return rungs
+
+
+def field_overrides(fields: Mapping[str, Any]) -> list[Override]:
+    """Return the overrides that set fields by path; a text is that of a flag."""
+    texts = {path: v if isinstance(v, str) else repr(v) for path, v in fields.items()}
+    return [parse_override(path, text) for path, text in texts.items()]
+
+
+def ladder_text(metric: str, rungs: Sequence[Rung], larger: Sequence[Rung]) -> str:
+    """Return rungs as a study file in TOML, with the larger run to predict, if any."""
+    lines = [f"metric = {json.dumps(metric)}"]
+    for index, (size, fields) in enumerate([*rungs, *larger]):
+        about = f"{size.C:.4g} FLOPs: {size.N:,} weights, {size.D:,.0f} tokens"
+        lines += ["", f"# {about}, {size.D / size.N:.3g} per weight"]
+        lines += ["[[trials]]" if index < len(rungs) else "[larger]"]
+        for path, value in fields.items():  # Values in JSON, and keys with quotes, are valid TOML.
+            key = path if path.isidentifier() else json.dumps(path)
+            lines.append(f"{key} = {json.dumps(value)}")
+    return "\n".join([*lines, ""])
