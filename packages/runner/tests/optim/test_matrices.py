@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import linen as nn
 from flax.traverse_util import flatten_dict
@@ -21,7 +19,6 @@ from layerkit.layers.quantization.lora import add_lora
 from layerkit_runner.optim.matrices import (
     all_but_matrices,
     as_matrices,
-    from_matrices,
     matrix_dims,
 )
 
@@ -116,18 +113,6 @@ def test_products_are_matrices_and_other_weights_are_none(name: str):
     assert shapes == expected
     others = flatten_dict(all_but_matrices(boxes), sep="/")
     assert {path for path, is_other in others.items() if not is_other} == set(expected)
-
-
-def test_as_matrices_of_a_combined_projection_are_those_of_separate_ones_and_are_undone():
-    (dims,) = jax.tree.leaves(matrix_dims(boxes_of(QKV)))
-    w = jnp.arange(4 * 2 * 5 * 3).reshape(4, 2, 5, 3)
-    query, key, value = as_matrices(w, dims)
-    np.testing.assert_array_equal(query, w[:, :, :3].reshape(4, 18))
-    np.testing.assert_array_equal(key, w[:, :, 3].reshape(4, 6))
-    np.testing.assert_array_equal(value, w[:, :, 4].reshape(4, 6))
-    np.testing.assert_array_equal(from_matrices([query, key, value], dims, like=w), w)
-    stack = jnp.stack([w, w + 1])
-    np.testing.assert_array_equal(from_matrices(as_matrices(stack, dims), dims, like=stack), stack)
 
 
 def test_split_heads_gives_a_matrix_for_each_head():

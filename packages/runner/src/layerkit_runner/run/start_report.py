@@ -11,12 +11,12 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import fiddle as fdl
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict
 
 from layerkit.base.weight_formats import scale_path
+from layerkit.config import assigned_fields, target_of, walk_configs
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.prefetch import Prefetch
 from layerkit_inputs.base.tokenizer_interface import end_disagreement
@@ -147,11 +147,12 @@ def optimizer_lines(task: SingleTask, learner: Any, params: Any) -> Iterator[str
     optimizers = [learner.optimizer, *(one.optimizer for one in learner.auxiliary_optimizers)]
     for weights, optimizer in zip(task.decayed_weights(params), optimizers, strict=True):
         if weights.optimizer:
-            arguments = getattr(optimizer, "__arguments__", {})
+            configs = [*walk_configs(optimizer)]
+            split_heads = any(assigned_fields(one).get("split_heads") for one in configs)
             with task.declared_weights():
-                split_heads = arguments.get("split_heads", False)
                 matrices = matrix_texts(params, split_heads=split_heads)
-            kind = fdl.get_callable(optimizer).__name__
+            function = target_of(configs[0]) if configs else optimizer
+            kind = getattr(function, "__name__", type(function).__name__)
             yield from weights.table(matrices, kind=kind, num_steps=task.train.num_train_steps)
         yield from weights.lines(flatten_dict(params), strength=weight_decay_of(optimizer))
 
