@@ -21,6 +21,9 @@ from layerkit_runner.optim import adamw_variants
 from layerkit_runner.optim.learner import AuxiliaryOptimizer
 from layerkit_runner.optim.matrices import all_but_matrices
 from layerkit_runner.optim.muon import muon
+from layerkit_runner.optim.preconditioned.psgd import psgd
+from layerkit_runner.optim.preconditioned.shampoo import shampoo
+from layerkit_runner.optim.preconditioned.soap import soap
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 
 _ADAFACTOR = {"decay_method": "pow", "quantized_dtype": "float32"}
@@ -139,5 +142,8 @@ OPTIMIZERS: Mapping[str, OptimizerChoice] = MappingProxyType(
         "muon": OptimizerChoice(muon, {}, only_matrices=True),
         "normuon": OptimizerChoice(muon, {}, {"variant": "normuon"}, only_matrices=True),
         "adamuon": OptimizerChoice(muon, {}, {"variant": "adamuon"}, only_matrices=True),
+        "psgd": OptimizerChoice(psgd, {}, only_matrices=True),
+        "shampoo": OptimizerChoice(shampoo, {}, only_matrices=True),
+        "soap": OptimizerChoice(soap, {}, only_matrices=True),
     }
 )

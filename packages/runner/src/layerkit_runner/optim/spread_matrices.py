@@ -59,7 +59,8 @@ def map_matrices(
 
     Args:
       function: Function of a tuple of matrices `[in, out]` and a tuple of states `[...]` of one
-        matrix. It returns any number of matrices, and as many states of equal shapes.
+        matrix. It returns any number of matrices, and as many states of equal shapes, or None in
+        place of a state that stays: that is not sent back.
       weights: Trees of arrays in the layout of the weights, such as gradients and moments.
       states: Trees with the same paths, of lists of arrays `[*batch, ...]`: one for each matrix
         that `as_matrices` returns, with its batch.
@@ -169,8 +170,12 @@ class _Stack:
         return self.dims, kept, tuple(jax.tree.leaves(self.items)), dtypes
 
     def map(self, function: Callable[[_Item, Any], Any], tree: Any) -> Any:
-        """Return the tree (shaped like the weight, states) of `function(item, array)`."""
-        return jax.tree.map(function, ((self.items[0],) * len(tree[0]), self.items[1]), tree)
+        """Return the tree (shaped like the weight, states) of `function(item, array or None)`."""
+
+        def apply(item: _Item, x: Any) -> Any:
+            return None if x is None else function(item, x)
+
+        return jax.tree.map(apply, ((self.items[0],) * len(tree[0]), self.items[1]), tree)
 
     def spec(self, item: _Item) -> PartitionSpec:
         """Return the layout of an array."""
@@ -225,7 +230,10 @@ def _map_group(function: MatrixFunction, stacks: Sequence[_Stack]) -> list[Any]:
         wholes = zip(stacks, spread(*padded), strict=True)
         results = [stack.map(stack.cut, x) for stack, x in wholes]
     return [
-        (tuple(x.transpose(np.argsort(stack.order)) for x in weights), states)
+        (
+            tuple(x.transpose(np.argsort(stack.order)) for x in weights),
+            jax.tree.map(lambda old, new: old if new is None else new, stack.arrays[1], states),
+        )
         for stack, (weights, states) in zip(stacks, results, strict=True)
     ]
 

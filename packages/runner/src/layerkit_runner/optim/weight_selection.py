@@ -12,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import itertools
 import math
 import re
 import warnings
@@ -24,7 +25,7 @@ import fiddle as fdl
 import jax
 import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.tree_util import DictKey, KeyPath
+from jax.tree_util import DictKey, KeyPath, SequenceKey
 
 from layerkit.base.weight_formats import scale_path
 from layerkit.base.weights import WeightBox, is_box
@@ -154,13 +155,13 @@ def integer_paths(flat: dict[tuple[str, ...], Any]) -> list[tuple[str, ...]]:
 
 
 def weight_path(path: KeyPath) -> tuple[str, ...]:
-    """Return the dict keys that the path of an array ends with: the path of its weight."""
-    keys: list[str] = []
-    for entry in reversed(path):
-        if not isinstance(entry, DictKey):
-            break
-        keys.append(entry.key)
-    return tuple(reversed(keys))
+    """Return the dict keys that the path of an array ends with: the path of its weight.
+
+    Several arrays of one weight, such as those of a combined projection, may be a list there.
+    """
+    at_weight = itertools.dropwhile(lambda entry: isinstance(entry, SequenceKey), reversed(path))
+    keys = itertools.takewhile(lambda entry: isinstance(entry, DictKey), at_weight)
+    return tuple(entry.key for entry in keys)[::-1]
 
 
 class VariationalNoise(Configurable):

@@ -27,12 +27,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.tree_util import DictKey, KeyPath
+from jax.tree_util import KeyPath
 
 from layerkit.base.weights import is_box
 from layerkit.errors import first_names
 from layerkit_runner.files.text import size_text
 from layerkit_runner.optim.optimizer_groups import STACK_AXES
+from layerkit_runner.optim.weight_selection import weight_path
 
 Axes = tuple[str | None, ...]
 Path = tuple[Any, ...]
@@ -48,7 +49,7 @@ def axes_by_path(boxed: Any) -> dict[Path, Declared]:
     leaves = jax.tree_util.tree_leaves_with_path(boxed, is_leaf=is_box)
     return {
         # The collection is a field of a state and not part of the layer's path.
-        _dict_keys(path)[1:]: (box.axes, box.value.shape)
+        weight_path(path)[1:]: (box.axes, box.value.shape)
         for path, box in leaves
         if is_box(box)
     }
@@ -64,7 +65,7 @@ def map_with_axes(
     """
 
     def visit(path: KeyPath, leaf: Any) -> Any:
-        axes, weight = _axes_of(_dict_keys(path), leaf, weights)
+        axes, weight = _axes_of(weight_path(path), leaf, weights)
         return fn(jax.tree_util.keystr(path), axes, leaf, weight)
 
     return jax.tree_util.tree_map_with_path(visit, state)
@@ -83,12 +84,6 @@ def _axes_of(keys: Path, leaf: Any, weights: dict[Path, Declared]) -> tuple[Axes
     is_kept = (axis in _KEPT_AXES and size == full for axis, full, size in pairs)
     kept = weight[0][: sum(itertools.takewhile(bool, is_kept))]
     return kept + (None,) * (leaf.ndim - len(kept)), weight
-
-
-def _dict_keys(path: KeyPath) -> Path:
-    """Return the dict keys that a path ends with."""
-    entries = itertools.takewhile(lambda entry: isinstance(entry, DictKey), reversed(path))
-    return tuple(entry.key for entry in entries)[::-1]
 
 
 @dataclasses.dataclass(frozen=True)

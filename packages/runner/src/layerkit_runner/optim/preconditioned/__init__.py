@@ -1,0 +1,1 @@
+"""Optimizers that precondition the matrices of a model: SOAP, Shampoo and PSGD."""

@@ -1,0 +1,355 @@
+"""SOAP, Shampoo and PSGD equal their definitions in NumPy and the published programs."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import runpy
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax.traverse_util import flatten_dict
+
+from layerkit.base.base_layer import PARAMS
+from layerkit.base.weights import WeightBox, unbox
+from layerkit.config import Partial
+from layerkit.layers import StackedTransformer, StackedTransformerRepeated
+from layerkit.layers.moe.token_choice import MoeFeedForward
+from layerkit.models import TransformerLm
+from layerkit_runner.optim.learner import AuxiliaryOptimizer, Learner
+from layerkit_runner.optim.matrices import all_but_matrices, as_matrices, matrix_dims
+from layerkit_runner.optim.optimizer_groups import stacks_of
+from layerkit_runner.optim.optimizers import bfloat16_state, decays
+from layerkit_runner.optim.preconditioned.psgd import psgd
+from layerkit_runner.optim.preconditioned.shampoo import shampoo
+from layerkit_runner.optim.preconditioned.soap import soap
+from layerkit_runner.optim.weight_selection import declarations_of, declared
+
+PUBLISHED = runpy.run_path(str(pathlib.Path(__file__).with_name("published_preconditioners.py")))
+RATE, DECAY, STEPS = 0.02, 0.2, 12
+
+
+class Soap:
+    """Algorithm 3 of Vyas et al. for a matrix `[in, out]`, in float64, with QR every 3 steps."""
+
+    def __init__(self, shape: Any, *, one_sided: bool) -> None:
+        rotated = [not one_sided or shape[0] <= shape[1], not one_sided or shape[1] < shape[0]]
+        self.sides = [side for side in (0, 1) if rotated[side]]
+        self.averages = [np.zeros((size, size)) for size in shape]
+        self.bases = [np.eye(size) for size in shape]
+        self.m, self.v, self.count = np.zeros(shape), np.zeros(shape), -1
+
+    def step(self, g: np.ndarray) -> np.ndarray:
+        self.count += 1
+        update = np.zeros_like(g)
+        if self.count:
+            left, right = self.bases
+            self.m = 0.95 * self.m + 0.05 * g
+            self.v = 0.95 * self.v + 0.05 * (left.T @ g @ right) ** 2
+            update = left @ (left.T @ self.m @ right / (np.sqrt(self.v) + 1e-2)) @ right.T
+            update /= np.sqrt(1 - 0.95**self.count)
+        for side in self.sides:
+            gram = g.T @ g if side else g @ g.T
+            average = self.averages[side] = 0.95 * self.averages[side] + 0.05 * gram
+            if self.count == 0:
+                self.bases[side] = np.linalg.eigh(average)[1][:, ::-1]
+            elif self.count % 3 == 0:
+                basis = self.bases[side]
+                order = np.argsort(-np.diag(basis.T @ average @ basis))
+                self.bases[side] = np.linalg.qr(average @ basis[:, order])[0]
+                self.v = np.take(self.v, order, axis=side)
+        return update
+
+
+class Shampoo:
+    """Anil et al. for a matrix `[in, out]` in float64, with blocks of 4 and roots every 3 steps."""
+
+    def __init__(self, shape: Any, *, graft: str) -> None:
+        cuts = [[slice(i, i + 4) for i in range(0, size, 4)] for size in shape]
+        self.blocks = [(rows, columns) for rows in cuts[0] for columns in cuts[1]]
+        self.graft, self.count, self.statistics, self.roots = graft, 0, {}, {}
+        self.m, self.v = np.zeros(shape), np.zeros(shape)
+
+    def step(self, g: np.ndarray) -> np.ndarray:
+        self.v = 0.99 * self.v + 0.01 * g**2
+        if self.graft == "adam":
+            self.m = 0.9 * self.m + 0.1 * g
+            x = self.m / (1 - 0.9 ** (self.count + 1))
+            grafted = x / (np.sqrt(self.v / (1 - 0.99 ** (self.count + 1))) + 1e-2)
+        else:
+            x, grafted = g, g / (np.sqrt(self.v) + 1e-2)
+        direction = np.zeros_like(g)
+        for number, block in enumerate(self.blocks):
+            for side, part in enumerate((g[block], g[block].T)):
+                old = self.statistics.get((number, side), 1e-3 * np.eye(len(part)))
+                self.statistics[number, side] = new = 0.99 * old + 0.01 * part @ part.T
+                if self.count % 3 == 0:
+                    values, vectors = np.linalg.eigh(new)
+                    powers = (values + 1e-3 * values.max()) ** -0.25
+                    self.roots[number, side] = vectors * powers @ vectors.T
+            direction[block] = self.roots[number, 0] @ x[block] @ self.roots[number, 1]
+        direction *= np.linalg.norm(grafted) / np.linalg.norm(direction)
+        update = direction if self.count >= 4 else grafted
+        self.count += 1
+        if self.graft == "rmsprop":
+            update = self.m = 0.9 * self.m + 0.1 * update
+        return update
+
+
+class Psgd:
+    """Li's quadratic form for a matrix `[in, out]` in float64; roots of sides above 8 are diagonal.
+
+    A fit is a step of gradient descent on both sides of a root, by its curvature. It is due in each
+    of the first 6 steps, and then in every other one.
+    """
+
+    def __init__(self, shape: Any) -> None:
+        self.q = [np.eye(size) for size in shape]
+        self.curvatures, self.m, self.count = [0.0, 0.0], np.zeros(shape), 0
+
+    def step(self, g: np.ndarray) -> np.ndarray:
+        self.count += 1
+        self.m = 0.9 * self.m + 0.1 * g
+        m = self.m / (1 - 0.9**self.count)
+        if self.count <= 6 or self.count % 2 == 0:
+            white = self.whiten(m)
+            for side, y in enumerate((white, white.T)):
+                gram, target = y @ y.T, y.shape[1]
+                if len(gram) > 8:
+                    gram = np.diag(np.diag(gram))
+                bound = (norm_bound(gram) if len(gram) <= 8 else gram.max()) + target
+                self.curvatures[side] = max(0.9 * self.curvatures[side] + 0.1 * bound, bound)
+                error = gram - target * np.eye(len(gram))
+                factor = np.eye(len(gram)) - 0.05 / self.curvatures[side] * error
+                q = factor @ self.q[side] @ factor.T
+                self.q[side] = (q + q.T) / 2
+        update = self.whiten(m)
+        return update * min(1.0, 1.1 / np.sqrt(np.mean(update**2)))
+
+    def whiten(self, x: np.ndarray) -> np.ndarray:
+        return self.q[0] @ self.q[0] @ x @ self.q[1] @ self.q[1]
+
+
+def norm_bound(x: np.ndarray) -> float:
+    """Return the lower bound of psgd_torch, without noise: four steps from the largest row."""
+    v = x[np.argmax(np.linalg.norm(x, axis=1))]
+    for _ in range(3):
+        v = v @ x
+    return float(np.linalg.norm(v @ x) / np.linalg.norm(v))
+
+
+def boxes_of(template: Any) -> Any:
+    return jax.eval_shape(template.Instantiate().init_boxed, jax.random.key(0))[PARAMS]
+
+
+def model(*, repeated: bool, is_square: bool) -> Any:
+    """Two layers of heads and experts with a tied head; maybe all matrices are 8 x 8.
+
+    The first basis of SOAP is not unique where a matrix has a smaller rank than its side.
+    """
+    kind = StackedTransformerRepeated if repeated else StackedTransformer
+    stack = kind.HParams.config()
+    stack.layer_tpl.attention_tpl.combined_qkv = repeated
+    stack.layer_tpl.feed_forward_tpl = MoeFeedForward.HParams.config(num_experts=3)
+    return TransformerLm.HParams.config(
+        vocab_size=16,
+        model_dims=8,
+        hidden_dims=8 if is_square else 12,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=4 if is_square else 2,
+        dim_per_head=2 if is_square else 3,
+        stack_tpl=stack,
+    )
+
+
+def trained(optimizer: Any, boxes: Any, gradients: list[Any], params: Any, **fields: Any) -> Any:
+    adamw = AuxiliaryOptimizer.HParams.config(
+        name="adamw", weights=all_but_matrices, optimizer=Partial(optax.adamw), learning_rate=0.01
+    )
+    config = Learner.HParams.config(optimizer=optimizer, learning_rate=RATE, **fields)
+    learner, stacks = config.set(auxiliary_optimizers=[adamw]).Instantiate(), stacks_of(boxes)
+
+    @jax.jit
+    def step(params: Any, state: Any, grads: Any, number: jax.Array) -> Any:
+        update = learner.update(grads, state, params, step=number, stacks=stacks)
+        return update.params, update.opt_state
+
+    with declared(declarations_of(boxes)):
+        state = learner.init(params, stacks=stacks)
+        for number, grads in enumerate(gradients):
+            params, state = step(params, state, grads, jnp.int32(number))
+    return params
+
+
+def random_like(boxes: Any, seed: int) -> Any:
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), unbox(boxes))
+
+
+def clipped(path: tuple[str, ...], grad: Any, *, repeated: bool) -> Any:
+    """Return a gradient with the norm of each layer of a stack limited to 1."""
+    axes = tuple(range(1, grad.ndim)) if repeated and "stack" in path[0] else None
+    norm = np.sqrt(np.sum(np.square(grad, dtype=np.float64), axis=axes, keepdims=True))
+    return grad * np.minimum(1.0, 1.0 / norm)
+
+
+# With a small epsilon, a sign of a small number enlarges rounding errors.
+SOAP = {"precondition_frequency": 3, "eps": 1e-2}
+SHAMPOO: dict[str, Any] = {
+    "eps": 1e-2,
+    "block_size": 4,
+    "root_interval": 3,
+    "start_step": 4,
+    "matrix_epsilon": 1e-3,
+}
+PSGD = Partial(
+    psgd, max_dimension=8, update_probability=lambda count: jnp.where(count < 6, 1.0, 0.5)
+)
+
+
+@pytest.mark.parametrize("repeated", [True, False])
+@pytest.mark.parametrize(
+    ("optimizer", "reference", "is_square"),
+    [
+        (Partial(soap, **SOAP), lambda shape: Soap(shape, one_sided=False), True),
+        (
+            Partial(soap, **SOAP, one_sided=True),
+            lambda shape: Soap(shape, one_sided=True),
+            False,
+        ),
+        (Partial(shampoo, **SHAMPOO), lambda shape: Shampoo(shape, graft="adam"), False),
+        (
+            Partial(shampoo, **SHAMPOO, graft="rmsprop", root_method="newton"),
+            lambda shape: Shampoo(shape, graft="rmsprop"),
+            False,
+        ),
+        (PSGD, Psgd, False),
+    ],
+    ids=["soap", "soap-one-sided", "shampoo", "shampoo-newton", "psgd"],
+)
+def test_updates_equal_their_definitions(
+    optimizer: Any, reference: Any, is_square: bool, repeated: bool
+):
+    """Repeated layers with clipping by layer, and unrolled ones without clipping."""
+    boxes = boxes_of(model(repeated=repeated, is_square=is_square))
+    params, *gradients = [random_like(boxes, seed) for seed in range(1 + STEPS)]
+    optimizer = optimizer.clone().set(weight_decay=DECAY, mask=decays)
+    fields = {"clip_per_tensor_norm": 1.0} if repeated else {}
+    found = flatten_dict(trained(optimizer, boxes, gradients, params, **fields))
+    num_matrices = 0
+    for path, dims in flatten_dict(matrix_dims(boxes)).items():
+        if dims is None:
+            continue
+        grads = [flatten_dict(tree)[path] for tree in gradients]
+        if repeated:
+            grads = [clipped(path, grad, repeated=repeated) for grad in grads]
+
+        def matrices(x: Any, dims: Any = dims) -> list[np.ndarray]:
+            parts = [np.asarray(part, np.float64) for part in as_matrices(jnp.asarray(x), dims)]
+            return [matrix for part in parts for matrix in part.reshape(-1, *part.shape[-2:])]
+
+        columns = zip(*map(matrices, grads), strict=True)
+        first, last = matrices(flatten_dict(params)[path]), matrices(found[path])
+        for w, ours, column in zip(first, last, columns, strict=True):
+            rule = reference(w.shape)
+            for grad in column:
+                w = w - RATE * (rule.step(grad) + DECAY * w)
+            np.testing.assert_allclose(ours, w, atol=1e-5, err_msg="/".join(path))
+            num_matrices += 1
+    # Two layers of four projections and three experts of three.
+    assert num_matrices == 2 * (4 + 3 * 3)
+
+
+OPTIMIZERS = {
+    "soap": soap(
+        PUBLISHED["RATE"],
+        b1=0.9,
+        b2=0.95,
+        shampoo_beta=0.8,
+        precondition_frequency=3,
+        max_dimension=6,
+    ),
+    "psgd": psgd(PUBLISHED["RATE"], max_dimension=6),
+    **{
+        root: shampoo(
+            PUBLISHED["RATE"],
+            b2=0.95,
+            graft="rmsprop",
+            block_size=4,
+            matrix_epsilon=1e-3,
+            statistics_interval=2,
+            root_interval=4,
+            start_step=0,
+            weight_decay=0.02,
+            root_method=root,
+        )
+        for root in ("eigh", "newton")
+    },
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("shape", PUBLISHED["SHAPES"])
+def test_weights_equal_those_of_published_programs(name: str, shape: tuple[int, int]):
+    box = WeightBox(None, ("embed", "mlp"), is_factor=True, fans=shape, fan_in_dims=(-2,))
+    weight, gradients = PUBLISHED["weights_and_gradients"](shape)
+    optimizer, params, weights = OPTIMIZERS[name], {"w": weight}, []
+    with declared({("w",): box.replace(fan_out_dims=(-1,))}):
+        state, update = optimizer.init(params), jax.jit(optimizer.update)
+        for grad in gradients:
+            updates, state = update({"w": grad}, state, params)
+            params = optax.apply_updates(params, updates)
+            weights.append(params["w"])
+    with np.load(PUBLISHED["RECORDED"]) as recorded:
+        expected = recorded[f"{name}_{'x'.join(map(str, shape))}"]
+    np.testing.assert_allclose(weights, expected, atol=1e-5)
+
+
+def unconditional_text(text: str) -> str:
+    """Return the compiled computations that run in each step, outside of branches."""
+    blocks = re.finditer(r"^(ENTRY )?%?([\w.-]+) \(.*?^}", text, re.M | re.S)
+    bodies = {match[1] or match[2]: match[0] for match in blocks}
+    todo, reached = ["ENTRY "], set()
+    while todo:
+        name = todo.pop()
+        calls = re.findall(r"(?:calls|to_apply|body|condition)=%?([\w.-]+)", bodies[name])
+        todo += [call for call in calls if call not in reached]
+        reached.add(name)
+    return "\n".join(bodies[name] for name in reached)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "work", "number"),
+    [(soap, "lapack_sgeqrf", 0), (shampoo, "lapack_ssyevd", 0), (psgd, " dot(", 4)],
+)
+def test_factors_are_computed_in_a_branch_of_the_compiled_step(
+    optimizer: Any, work: str, number: int
+):
+    boxes = boxes_of(model(repeated=True, is_square=False))
+    path = ("stack", "repeat", "sub", "attention", "output")
+    tree, rule = {"w": flatten_dict(random_like(boxes, 0))[*path, "w"]}, optimizer(RATE)
+    with declared({("w",): declarations_of(boxes)[*path, "w"]}):
+        step = jax.jit(lambda g, s: rule.update(g, s, g))
+        text = step.lower(tree, rule.init(tree)).compile().as_text()
+    always = unconditional_text(text)
+    assert " conditional(" in always
+    assert text.count(work) > always.count(work) == number
+
+
+@pytest.mark.parametrize("optimizer", [soap, shampoo, psgd])
+def test_state_in_bfloat16_changes_weights_little(optimizer: Any):
+    boxes = boxes_of(model(repeated=True, is_square=True))
+    params, *gradients = [random_like(boxes, seed) for seed in range(6)]
+    whole = trained(Partial(optimizer), boxes, gradients, params)
+    narrow = trained(
+        Partial(bfloat16_state, optimizer=Partial(optimizer)), boxes, gradients, params
+    )
+    path = ("stack", "repeat", "sub", "attention", "output", "w")
+    first, found, expected = (flatten_dict(tree)[path] for tree in (params, narrow, whole))
+    change = float(np.linalg.norm(expected - first))
+    assert float(np.linalg.norm(found - expected)) < 0.2 * change
