@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,15 +23,19 @@ from layerkit.errors import ConfigError
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_experiments.recipes.experts import MixtureOfExperts
 from layerkit_experiments.recipes.optimizer_choices import OPTIMIZERS
+from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.registry import experiment_classes
+from layerkit_runner.errors import UsageError
 from layerkit_runner.optim.optimizer_groups import stacks_of
 from layerkit_runner.optim.weight_selection import declarations_of, declared
+from layerkit_runner.run.job import build_parts
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.step.metrics import GLOBAL_BATCH
 from layerkit_runner.tools.catalogue import fields_without_value
 
 STEPS, RATE, DECAY = 4, 1e-2, 0.3
+SLOW = pytest.mark.slow
 EXPERIMENTS = {
     name: cls
     for name, cls in experiment_classes(layerkit_experiments.__name__).items()
@@ -38,11 +43,18 @@ EXPERIMENTS = {
 }
 
 
-class Small(MixtureOfExperts, LocalText):
-    """Repeated layers with heads and experts, and a tied embedding whose moments are factored."""
+class Dense(LocalText):
+    """Repeated layers with heads, and a tied embedding."""
 
-    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, NUM_EXPERTS, DIMS_PER_HEAD = 2, 128, 6, 3, 4
+    NUM_LAYERS, MODEL_DIMS, HIDDEN_DIMS, DIMS_PER_HEAD, VOCAB_SIZE = 2, 32, 6, 4, 264
     LEARNING_RATE, WEIGHT_DECAY, WARMUP_STEPS, MAX_STEPS = RATE, DECAY, 0, 10
+
+
+class Small(MixtureOfExperts, Dense):
+    """Experts in every layer."""
+
+    NUM_EXPERTS = 4
+    LOAD_BALANCE_WEIGHT = 0.0
 
 
 def adam(g: Any, m: Any, v: Any, t: int, b1: float, b2: float) -> tuple[Any, Any, Any]:
@@ -163,9 +175,8 @@ def test_updates_equal_numpy(boxes: Any, name: str, limit: float | None):
 
 
 def test_sophia_estimates_the_hessian_of_the_task_in_microbatches():
-    sizes = {"NUM_LAYERS": 2, "MODEL_DIMS": 8, "HIDDEN_DIMS": 6, "DIMS_PER_HEAD": 4}
-    experiment = LocalText(OPTIMIZER="sophia", GRADIENT_ACCUMULATION_STEPS=2, **sizes)
-    task = resolve(experiment).task.Instantiate()
+    fields = {"OPTIMIZER": "sophia", "GRADIENT_ACCUMULATION_STEPS": 2}
+    task = resolve(Dense(**fields)).task.Instantiate()
     ids = jax.random.randint(jax.random.key(1), (4, 9), 3, 259)
     batch = NestedMap(ids=ids[:, :-1], labels=ids[:, 1:], weights=jnp.ones((4, 8)))
     state = task.init_state(jax.random.key(0))
@@ -181,6 +192,46 @@ def test_sophia_estimates_the_hessian_of_the_task_in_microbatches():
     for nu, h, sign in zip(*map(jax.tree.leaves, (found.nu, hvp, signs)), strict=True):
         np.testing.assert_allclose(nu, 0.01 * h * sign, atol=1e-7 * float(jnp.abs(h).max()))
     assert found.hessian_fn_state == 1
+    task = resolve(Small(**fields)).task.Instantiate()
+    state = jax.eval_shape(task.init_state, jax.random.key(0))
+    with pytest.raises(UsageError, match="second derivative"):
+        jax.eval_shape(functools.partial(task.train_step, context=GLOBAL_BATCH), state, batch)
+
+
+def stepped(mesh: list[int], folder: Path | None, **fields: Any) -> Any:
+    """The state after two steps on a mesh, with a checkpoint between them."""
+    cls = Dense if fields["OPTIMIZER"] == "sophia" else Small
+    partitioner, task = build_parts(resolve(cls(ICI_MESH_SHAPE=mesh, **fields)))
+    partitioner.start(jax.devices()[: math.prod(mesh)])
+    partitioner.bind(task)
+    state = jax.jit(functools.partial(task.init_state, task.first_key()))()
+    state = jax.device_put(jax.device_get(state), partitioner.state_shardings(task))
+    step = partitioner.train_step_fn(task)
+    for key in jax.random.split(jax.random.key(1)):
+        ids = np.asarray(jax.random.randint(key, (8, 9), 3, 259))
+        weights = np.ones((8, 8), np.float32)
+        batch = NestedMap(ids=ids[:, :-1], labels=ids[:, 1:], weights=weights)
+        state, _ = step(state, partitioner.put_batch(batch))
+        if folder is None:
+            continue
+        saved, target = jax.device_get(state), partitioner.abstract_state(task)
+        with CheckpointManager(folder, policy=CheckpointPolicy(save_interval_steps=1)) as manager:
+            manager.save(int(state.step), state, input_states={}, metadata={})
+            state = manager.restore(int(state.step), target).state
+        jax.tree.map(np.testing.assert_array_equal, jax.device_get(state), saved)
+    return jax.device_get(state.params)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "cautious_adamw" else pytest.param(n, marks=SLOW) for n in OPTIMIZERS]
+)
+def test_eight_devices_with_microbatches_and_checkpoints_equal_one(name: str, tmp_path: Path):
+    fields = {"OPTIMIZER": name, "CLIP_GRADIENT_NORM": 0.5}
+    expected = stepped([1, 1, 1], None, **fields)
+    found = stepped([2, 2, 2], tmp_path, GRADIENT_ACCUMULATION_STEPS=2, **fields)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        # Directions of entries whose gradient is all rounding errors may differ.
+        assert np.mean(np.abs(a - b) > 1e-3 * RATE) < 0.01
 
 
 def test_unknown_name_and_field_that_is_not_read_raise(raises: Any):
@@ -215,7 +266,7 @@ def test_experiment_has_a_state_of_an_optimizer(name: str):
     check_optimizers(name, [[*OPTIMIZERS][[*EXPERIMENTS].index(name) % len(OPTIMIZERS)]])
 
 
-@pytest.mark.slow
+@SLOW
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_experiment_has_a_state_of_every_optimizer(name: str):
     check_optimizers(name, OPTIMIZERS)

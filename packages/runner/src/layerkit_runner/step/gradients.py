@@ -115,11 +115,11 @@ class GradientResult(NamedTuple):
     summaries: Any
 
 
-def multiply_by_jacobian(function: Callable[[Any], Any], weights: Any, tangents: Any) -> Any:
-    """Return the product of the derivative of a function from weights to a tree like them.
+def multiply_by_hessian(gradient: Callable[[Any], Any], weights: Any, tangents: Any) -> Any:
+    """Return the products of the Hessian of a loss, whose gradient at weights is a function.
 
     `tangents` has some of the weights, nested dicts; the product has the same paths. It raises
-    `UsageError` if a layer has a rule for its gradient, such as a kernel, but not for this one.
+    `UsageError` if a layer has a gradient that has no derivative itself, such as that of a kernel.
     """
     flat, paths = flatten_dict(weights), flatten_dict(tangents)
     directions = {
@@ -127,10 +127,12 @@ def multiply_by_jacobian(function: Callable[[Any], Any], weights: Any, tangents:
         for path, x in flat.items()
     }
     try:
-        product = jax.jvp(function, (weights,), (unflatten_dict(directions),))[1]
-    except (TypeError, NotImplementedError) as error:
-        line, hint = str(error).partition("\n")[0], "Train with another optimizer than sophia."
-        raise UsageError(f"no second derivative: {line}", owner="the loss", hint=hint) from error
+        # The Hessian is symmetric, so that this is also its product with the directions.
+        (product,) = jax.vjp(gradient, weights)[1](unflatten_dict(directions))
+    except (TypeError, ValueError, NotImplementedError, IndexError) as error:
+        line = str(error).partition("\n")[0]
+        expected = "an optimizer that needs no second derivative of the loss"
+        raise UsageError(line, field="task.train.learner.optimizer", expected=expected) from error
     flat = flatten_dict(product)
     return unflatten_dict({path: flat[path] for path in paths})
 

@@ -55,7 +55,7 @@ from layerkit_runner.step.gradients import (
     LossAggregator,
     Variables,
     compute_gradients,
-    multiply_by_jacobian,
+    multiply_by_hessian,
 )
 from layerkit_runner.step.layer_summaries import ArraySummaries, array_summaries, scalars_and_marks
 from layerkit_runner.step.metrics import LossSum, StepContext
@@ -222,7 +222,7 @@ class SingleTask(Configurable):
                 ema_count=state.ema_count,
                 stacks=stacks,
                 hvp=lambda tangents: context.batch_sum(
-                    multiply_by_jacobian(lambda x: gradients_at(x).gradients, trained, tangents)
+                    multiply_by_hessian(lambda x: gradients_at(x).gradients, trained, tangents)
                 ),
             )
         scalars = update.scalars | ({} if aux is None else {"aux_loss": aux})
