@@ -49,13 +49,13 @@ from layerkit_runner.data.train_inputs import training_configs
 from layerkit_runner.init_from import plan_first_state
 from layerkit_runner.observers import Observer, read_metrics
 from layerkit_runner.observers.metrics_log import Metrics
+from layerkit_runner.optim.learner import IS_VALID
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run.programs.eval_program import BaseProgram
+from layerkit_runner.run.programs.skipped_steps import SkippedSteps
 from layerkit_runner.run.programs.train_program import (
-    IS_VALID,
     CompiledStep,
-    SkippedSteps,
     TrainProgram,
 )
 from layerkit_runner.run.resolve import resolve

@@ -180,7 +180,7 @@ def test_settings_of_training_are_those_of_pax(name: str):
 
 
 def check_learner(learner: Config, reference: dict[str, Any]) -> None:
-    assert learner.skip_nonfinite_gradients is (
+    assert (learner.on_nonfinite == "skip") is (
         reference["learner"]["check_valid_step"]
         and reference["learner"]["enable_skip_step_on_gradient_anomalies"]
     )

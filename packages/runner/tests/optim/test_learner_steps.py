@@ -83,7 +83,7 @@ def test_step_with_nonfinite_loss_and_finite_gradient_is_skipped_by_default(loss
 
 
 def test_nonfinite_step_is_applied_and_marked_when_skipping_is_off():
-    ours = learner(skip_nonfinite_gradients=False)
+    ours = learner(on_nonfinite=None)
     update = ours.update(scaled(np.nan), ours.init(PARAMS), PARAMS, step=jnp.int32(0))
     assert float(update.scalars["learning/is_valid_step"]) == 0.0
     assert np.isnan(update.params["lm"]["embedding"]["w"]).all()

@@ -25,9 +25,8 @@ from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.run.executor import Executor
 from layerkit_runner.run.programs.decode_program import DecodeProgram
 from layerkit_runner.run.programs.eval_program import EvalProgram
+from layerkit_runner.run.programs.skipped_steps import SKIPPED_STEPS, SkippedSteps
 from layerkit_runner.run.programs.train_program import (
-    SKIPPED_STEPS,
-    SkippedSteps,
     StepReports,
     TrainProgram,
     TrainPrograms,
@@ -300,7 +299,7 @@ def test_state_that_is_not_finite_ends_the_run_and_no_checkpoint_is_replaced(
     make: Any, tmp_path: Any
 ):
     """A step that is applied although its gradient is NaN, and checkpoints of which one is kept."""
-    learner = {**SMALL_STEPS, "skip_nonfinite_gradients": False}
+    learner = {**SMALL_STEPS, "on_nonfinite": None}
     intervals = {"save_interval_steps": 4, "save_max_to_keep": 1}
     job = make(num_train_steps=50, bad_steps=[6], learner=learner, **intervals)
     with pytest.raises(NonFiniteError, match="step 8.*params/linear/w"):

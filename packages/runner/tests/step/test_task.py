@@ -203,7 +203,7 @@ def test_defaults_equal_those_of_pax():
     }
     ours = {field.name: field.default for field in dataclasses.fields(TrainHParams)}
     assert {name: ours[name] for name in of_pax} == of_pax
-    assert Learner.HParams.config().skip_nonfinite_gradients is True
+    assert Learner.HParams.config().on_nonfinite == "skip"
 
 
 @pytest.mark.parametrize(

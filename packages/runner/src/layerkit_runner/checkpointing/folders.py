@@ -37,7 +37,7 @@ STEP_DIGITS = 8
 JOB_SUBFOLDER = "checkpoints"
 RECORD_FILE = "last_checkpoint.json"
 COMMIT_FILE = "commit_success.txt"
-_ASIDE_PREFIX = "damaged_"
+_ASIDE = ("damaged_", "abandoned_")
 _TEMPORARY_SUFFIX = ".orbax-checkpoint-tmp"
 _STEP_NAME = re.compile(rf"{STEP_PREFIX}_(\d{{{STEP_DIGITS},}})")
 _UNFINISHED_NAME = re.compile(_STEP_NAME.pattern + re.escape(_TEMPORARY_SUFFIX) + ".*")
@@ -107,18 +107,18 @@ def unfinished(directory: epath.Path) -> list[epath.Path]:
 
 
 def unfinished_or_damaged(directory: epath.Path) -> list[epath.Path]:
-    """Return the folders of unfinished saves and of damaged steps that were moved aside."""
-    aside = [path for path in _children(directory) if path.name.startswith(_ASIDE_PREFIX)]
+    """Return the folders of unfinished saves and of steps that were moved aside."""
+    aside = [path for path in _children(directory) if path.name.startswith(_ASIDE)]
     return sorted([*unfinished(directory), *aside])
 
 
-def move_aside(path: epath.Path) -> epath.Path:
-    """Rename the folder of a damaged step to an unused name and return the new path."""
-    aside = path.parent / f"{_ASIDE_PREFIX}{path.name}"
+def move_aside(path: epath.Path, *, reason: str = "damaged") -> epath.Path:
+    """Rename the folder of a step to an unused name, `damaged_…`, and return the new path."""
+    aside = path.parent / f"{reason}_{path.name}"
     number = 1
     while is_there(aside):
         number += 1
-        aside = path.parent / f"{_ASIDE_PREFIX}{path.name}_{number}"
+        aside = path.parent / f"{reason}_{path.name}_{number}"
     return path.rename(aside)
 
 

@@ -197,14 +197,16 @@ def _read_unverified(
     stored = stored_leaves(path / _STATE)
     stored = {name: spec for name, spec in stored.items() if name[0] not in leave_out}
     where = f"The checkpoint {path}"
-    stored_state.check_match(stored, targets, where=where, cast_dtypes=cast_dtypes)
-    read = read_state(path / _STATE, targets)
+    stored, empty = stored_state.start_empty(stored, targets)
+    stored_targets = {name: spec for name, spec in targets.items() if name not in empty}
+    stored_state.check_match(stored, stored_targets, where=where, cast_dtypes=cast_dtypes)
+    read = read_state(path / _STATE, stored_targets) | empty
     return stored_state.RestoredCheckpoint(
         step=step,
         state=jax.tree.unflatten(jax.tree.structure(target), [read[leaf] for leaf in targets]),
         input_states=folders.read_input_states(path / _INPUTS) if with_input_states else {},
         metadata=about["user"],
-        casts=stored_state.cast_lines(stored, targets),
+        casts=stored_state.cast_lines(stored, stored_targets),
     )
 
 

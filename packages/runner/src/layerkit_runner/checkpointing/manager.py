@@ -7,6 +7,7 @@ all files that it deletes or moves.
     DIR/checkpoint_00000042/            a committed step
         state/  input_states/  metadata/  integrity/
     DIR/damaged_checkpoint_00000042/    a damaged step, moved aside for inspection
+    DIR/abandoned_checkpoint_00000043/  a step after the one to which the run was rolled back
     DIR/evaluations.json                recorded evaluations of the saved steps
 
 The first save or restore imports Orbax; a new job can do so while its first step compiles.
@@ -281,6 +282,30 @@ class CheckpointManager:
             self._sound.add(newest)
             self._announce_commit(newest)
         return newest, content
+
+    def abandon_from(self, step: int) -> None:
+        """Move aside the steps that a rollback abandons, so that it restores the newest one left.
+
+        It goes back to the newest step before `step` that was due by the policy, or to the oldest
+        one. Steps that were saved for another reason, such as a signal, do not change the choice.
+        """
+        self.wait_until_finished()
+
+        def move() -> int:
+            steps = folders.committed_steps(self._directory)
+            before = [one for one in steps if one < step]
+            due = [one for one in before if self._policy.should_save(one, last_saved=None)]
+            newest = max(due, default=min(before, default=step))
+            for path in (
+                folders.step_folder(self._directory, one) for one in steps if one > newest
+            ):
+                aside = folders.move_aside(path, reason="abandoned").name
+                self._report(f"Moved {path} aside to {aside}, since the run is rolled back.")
+            return newest
+
+        newest = run_on_process_0(move)
+        for later in [one for one in self._evaluations if one > newest]:
+            del self._evaluations[later]
 
     def restore(
         self,

@@ -42,6 +42,9 @@ LeafPath = tuple[str, ...]
 OPT_STATE = "opt_state"
 """First name of the paths of the optimizer's state."""
 
+_STATISTICS = "spikes"
+"""First name of the paths of statistics that begin empty if their settings changed."""
+
 # A model of another depth differs in every layer.
 _MAX_SHOWN = 6
 # Parts that may hold infinities, such as the best value so far of an optimizer, but no NaN.
@@ -123,6 +126,21 @@ def check_match(
         error = StructureMismatchError("\n  ".join([problem, *shown]), owner=where, hint=hint)
         error.differences = tuple(differences)
         raise error
+
+
+def start_empty(
+    stored: dict[LeafPath, LeafSpec], targets: Mapping[LeafPath, Any]
+) -> tuple[dict[LeafPath, LeafSpec], dict[LeafPath, jax.Array]]:
+    """Return the stored leaves to read, and zeros for statistics that are not stored alike."""
+    expected = {path: spec_of(leaf) for path, leaf in targets.items() if path[0] == _STATISTICS}
+    others = {path: spec for path, spec in stored.items() if path[0] != _STATISTICS}
+    if stored == others | expected:
+        return stored, {}
+    zeros = {
+        path: jnp.zeros(spec.shape, spec.dtype, device=targets[path].sharding)
+        for path, spec in expected.items()
+    }
+    return others, zeros
 
 
 def find_differences(

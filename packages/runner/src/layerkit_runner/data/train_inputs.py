@@ -114,6 +114,12 @@ class DeviceFeed:
         """Return the state of the input after the batches that were returned."""
         return self._source.get_state() if self._state is None else self._state
 
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue from a state of the input, and drop the batches that wait."""
+        self._source.set_state(state)
+        self._waiting.clear()
+        self._state = self._before = self._error = None
+
     def _send_next(self) -> None:
         if self._state is None:
             self._state = self._source.get_state()
@@ -277,11 +283,11 @@ class TrainInputs:
         known = [key for key in states if key == "train" or key.startswith(_KEY_PREFIX)]
         if len(known) == len(self.inputs) == 1:
             # The data set may have been renamed. The oldest checkpoints have the key "train".
-            self.inputs[0].dataset.set_state(states[known[0]])
+            self.inputs[0].feed.set_state(states[known[0]])
             return []
         for data in self.inputs:
             if data.key in states:
-                data.dataset.set_state(states[data.key])
+                data.feed.set_state(states[data.key])
         return [data.key for data in self.inputs if data.key not in states]
 
     def close(self) -> None:

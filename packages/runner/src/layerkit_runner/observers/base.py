@@ -164,6 +164,13 @@ class Observer:
     def text(self, step: int, name: str, text: str) -> None:
         """Record a text, such as a decoded sample of the data set `name`."""
 
+    def rollback(self, step: int, facts: Mapping[str, float]) -> None:
+        """Record that the run continues at an earlier `step`, with the data after `last_step`.
+
+        `facts` are `last_step`, and the `loss` and `grad_norm` of that step. Later reports repeat
+        the steps after `step`.
+        """
+
     def message(self, text: str) -> None:
         """Print a line, such as 'resuming from step 500'."""
 
@@ -291,6 +298,7 @@ class Observers(Observer):
     eval_histograms = _forward(Observer.eval_histograms)
     images = _forward(Observer.images)
     text = _forward(Observer.text)
+    rollback = _forward(Observer.rollback)
     message = _forward(Observer.message)
     flush = _forward(Observer.flush)
     end = _forward(Observer.end)

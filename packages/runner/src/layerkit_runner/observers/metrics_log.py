@@ -4,10 +4,12 @@
     {"step": 1, "time": …, "loss": …, "tokens_per_sec": …, "mfu": …, …}
     {"step": 100, "time": …, "dataset": "held_out", "loss": …, …}
     {"event": "resume", "step": 500, "time": …, …}
+    {"event": "rollback", "step": 500, "time": …, "last_step": 557, "loss": …, "grad_norm": …}
     {"event": "end", "time": …, "reason": "finished"}
 
-`time` is Unix time in seconds. After `resume`, earlier lines of later steps come from lost work,
-which `read_metrics` omits. Other modes than training write metrics_<mode>.jsonl.
+`time` is Unix time in seconds. After `resume` and `rollback`, earlier lines of later steps come
+from lost work, which `read_metrics` omits. A rollback leaves out the data of the steps after
+`step`, up to `last_step`. Other modes than training write metrics_<mode>.jsonl.
 """
 
 from __future__ import annotations
@@ -63,6 +65,10 @@ class MetricsLog(Observer):
     def eval_metrics(self, step: int, dataset: str, scalars: Mapping[str, float]) -> None:
         """Write one line with the name of the data set."""
         self._write({"step": step, "dataset": dataset}, scalars)
+
+    def rollback(self, step: int, facts: Mapping[str, float]) -> None:
+        """Write one line."""
+        self._write({"event": "rollback", "step": step}, facts)
 
     def end(self, reason: str) -> None:
         """Write the reason as the last line of a run."""
@@ -198,7 +204,7 @@ def _whole_lines(content: bytes) -> bytes:
 class Metrics:
     """The series of a metrics file, without lost work.
 
-    `events` are the lines of starts and ends, in order, and `info` is the newest `start` or
+    `events` are the lines with an event, in order, and `info` is the newest `start` or
     `resume`. Each series has a record per step, in order.
     """
 
@@ -238,8 +244,8 @@ def read_metrics(path: epath.PathLike) -> Metrics:
         step = record.get("step", 0)
         if "event" in record:
             events.append(record)
-            info = info if record["event"] == "end" else record
-            if record["event"] == "resume":
+            info = record if record["event"] in ("start", "resume") else info
+            if record["event"] in ("resume", "rollback"):
                 for series in (train, *evals.values()):
                     for lost in [later for later in series if later > step]:
                         del series[lost]

@@ -99,13 +99,13 @@ class _Lines(Observer):
         last_step, last_time = self._printed
         gap = min(3600.0, max(30.0, (now - self._first[1]) / 10))
         is_last = step == self._info.num_train_steps
-        if is_last or step - last_step >= self._stride or now - last_time >= gap:
+        if is_last or abs(step - last_step) >= self._stride or now - last_time >= gap:
             self.print_latest()
 
     def print_latest(self, *, has_ended: bool = False) -> None:
         """Print the latest metrics, unless they are printed."""
         step, scalars = self._latest
-        if self._first is None or step <= self._printed[0]:
+        if self._first is None or step == self._printed[0]:
             return
         now, (first_step, began) = self._clock(), self._first
         self._printed = (step, now)

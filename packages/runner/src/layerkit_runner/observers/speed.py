@@ -12,7 +12,7 @@ thread add up to the elapsed time. The goodput is the share of `steps`:
     save         waiting for a checkpoint (writing continues in the background)
     eval, decode including the compilation of their steps
     profile      starting, stopping and writing a trace
-    lost         steps that were not saved, and that a later run repeated
+    lost         steps that were repeated, by a later run or after a rollback
     other        everything else, such as the report at the end
 
 Time between two runs is counted separately, since the job may have been paused on purpose.
@@ -69,7 +69,12 @@ class Throughput:
         by_phase = self.goodput.seconds()
         waited = by_phase["input_wait"]
         now = by_phase["steps"] + waited
-        if self._mark is not None and self.goodput.current_phase == "steps":
+        # After a rollback, the step is an earlier one.
+        if (
+            self._mark is not None
+            and step > self._mark[0]
+            and self.goodput.current_phase == "steps"
+        ):
             last, began, waited_before = self._mark
             work, steps = work or self._usual, step - last
             more = _Counts(
@@ -212,7 +217,7 @@ class Goodput:
 
     Attributes:
       num_steps: Number of completed steps whose time is in `steps`.
-      num_lost_steps: Number of steps that a later run repeated.
+      num_lost_steps: Number of steps that were repeated after a resume or a rollback.
       seconds_between_runs: Time from the last record of a run to the start of the next.
       num_runs: Number of runs of this job, including this one.
     """
@@ -286,6 +291,15 @@ class Goodput:
         self.num_lost_steps += record["num_lost_steps"] + lost
         self.num_runs += record["num_runs"]
         self.seconds_between_runs += record["seconds_between_runs"] + max(0.0, seconds_between)
+
+    def lose_steps(self, count: int) -> None:
+        """Count the last steps of this run, and their share of the time of steps, as lost."""
+        lost = min(count, self.num_steps)
+        seconds = self.seconds()["steps"] * lost / max(self.num_steps, 1)
+        self._seconds["steps"] -= seconds
+        self._seconds["lost"] += seconds
+        self.num_steps -= lost
+        self.num_lost_steps += lost
 
     def record(self) -> dict[str, Any]:
         """Return all counts as JSON values; `runs` has the seconds of each run by phase."""
@@ -365,6 +379,12 @@ class GoodputLog(Observer):
         self._goodput.num_steps += 1
         if self._clock() - self._last_write >= _SECONDS_BETWEEN_WRITES:
             self.flush()
+
+    def rollback(self, step: int, facts: Mapping[str, float]) -> None:
+        """Count the steps after `step` as lost."""
+        del facts
+        self._goodput.lose_steps(self._step - step)
+        self._step = step
 
     def flush(self) -> None:
         """Start writing the record."""

@@ -85,6 +85,12 @@ class TensorBoard(Observer):
         folder = eval_folder(DECODE_PREFIX + name)
         self._add(folder, step, summary.text("sample", _verbatim(text)))
 
+    def rollback(self, step: int, facts: Mapping[str, float]) -> None:
+        """Begin new files, with a mark that hides the events after `step`."""
+        del facts
+        self._close_files()
+        self._purge_step = step + 1
+
     def flush(self) -> None:
         """Flush all files."""
         self._next_flush = time.monotonic() + _SECONDS_BETWEEN_FLUSHES
@@ -95,6 +101,9 @@ class TensorBoard(Observer):
     def close(self) -> None:
         """Close all files."""
         self._summaries = None
+        self._close_files()
+
+    def _close_files(self) -> None:
         with contextlib.ExitStack() as stack:  # closes all, even if one fails
             while self._files:
                 stack.callback(self._files.popitem()[1].close)

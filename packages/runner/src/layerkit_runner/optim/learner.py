@@ -20,6 +20,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.config import Conditions, Configurable, instance_field
 from layerkit.config.checks import (
+    check_choice,
+    check_integers,
     check_non_negative,
     check_positive,
     check_rates,
@@ -36,10 +38,19 @@ from layerkit_runner.optim.optimizer_groups import (
 )
 from layerkit_runner.optim.optimizer_updates import add_update, is_schedule_free, per_layer_of
 from layerkit_runner.optim.schedules import concrete_numbers
+from layerkit_runner.optim.spikes import SpikeWindow
 from layerkit_runner.optim.weight_selection import DecayedWeights, TrainedWeights
 
 # Seed of stochastic rounding, whose random numbers differ from those of a training step.
 _ROUNDING_STREAM = 0x7372
+
+IS_VALID = "learning/is_valid_step"
+"""Scalar of a step that is 0 if its loss or gradient is not finite, too large, or a spike."""
+
+IS_SPIKE = "learning/is_spike"
+"""Scalar of a step that is 1 if it is finite and a spike; only with `Learner.on_spike`."""
+
+_ACTIONS = (None, "skip", "stop", "rollback")
 
 
 class Update(NamedTuple):
@@ -50,9 +61,10 @@ class Update(NamedTuple):
       opt_state: State of the optimizers.
       ema: Averaged weights; `{}` without `ema_decay`.
       ema_count: Number of updates in the averages, int32 scalar; `{}` without `ema_decay`.
-      is_valid: True if loss and gradient are finite and the norm is within its limit, bool scalar.
-        If not, and the learner skips steps, the weights and states are the old ones.
+      is_valid: True if loss and gradient are finite and within their limits, bool scalar. If not,
+        and the learner skips steps, the weights and states are the old ones.
       scalars: Scalars to report, by name.
+      spikes: Statistics of applied steps, a `SpikeWindow`; `{}` without `on_spike`.
     """
 
     params: Any
@@ -61,6 +73,7 @@ class Update(NamedTuple):
     ema_count: Any
     is_valid: jax.Array
     scalars: dict[str, jax.Array]
+    spikes: Any
 
 
 class AuxiliaryOptimizer(Configurable):
@@ -120,8 +133,14 @@ class Learner(Configurable):
         a stack. Cannot be combined with `clip_global_norm`.
       clip_per_layer: False if `clip_per_tensor_norm` limits the norm of a whole stack of layers, as
         in Pax.
-      skip_nonfinite_gradients: True to skip a step whose loss or gradient holds NaN or an
-        infinity. A skipped step changes the step number and nothing else in the state.
+      on_nonfinite: Action for a step whose loss or gradient holds NaN or an infinity. "skip"
+        changes the step number and nothing else in the state. "stop" skips the step and ends the
+        run with exit code 65. "rollback" restores the newest checkpoint before the step and leaves
+        out the data in between (`train.max_rollbacks`). None applies the step.
+      on_spike: The same for a step whose loss or gradient norm is a spike; see `optim.spikes`. With
+        `on_nonfinite=None` also for a step that is not finite. None looks for no spikes.
+      spike_window: Number of applied steps over which mean and deviation are taken.
+      spike_deviations: Number of standard deviations above the mean from which a step is a spike.
       skip_step_gradient_norm_value: Limit of the gradient norm before clipping. A step whose norm
         reaches it or is not finite is skipped. None for no limit.
       stochastic_rounding: True to round updated bfloat16 weights up or down at random, so that
@@ -154,7 +173,10 @@ class Learner(Configurable):
     clip_global_norm: float | None = None
     clip_per_tensor_norm: float | None = None
     clip_per_layer: bool = True
-    skip_nonfinite_gradients: bool = True
+    on_nonfinite: str | None = "skip"
+    on_spike: str | None = None
+    spike_window: int = 128
+    spike_deviations: float = 6.0
     skip_step_gradient_norm_value: float | None = None
     stochastic_rounding: bool = False
     ema_decay: float | None = None
@@ -167,6 +189,8 @@ class Learner(Configurable):
     used_only_if: ClassVar[Conditions] = {
         "clip_per_layer": "clip_per_tensor_norm",
         "ema_before_step": "ema_decay",
+        "spike_window": "on_spike",
+        "spike_deviations": "on_spike",
     }
 
     def __post_init__(self) -> None:
@@ -177,7 +201,10 @@ class Learner(Configurable):
             clip_global_norm=self.clip_global_norm,
             clip_per_tensor_norm=self.clip_per_tensor_norm,
             skip_step_gradient_norm_value=self.skip_step_gradient_norm_value,
+            spike_deviations=self.spike_deviations,
         )
+        check_choice("Learner", _ACTIONS, on_nonfinite=self.on_nonfinite, on_spike=self.on_spike)
+        check_integers("Learner", minimum=4, spike_window=self.spike_window)
         check_rates("Learner", ema_decay=self.ema_decay)
         is_one_clip = self.clip_global_norm is None or self.clip_per_tensor_norm is None
         expected = f"None, because clip_global_norm={self.clip_global_norm} is set"
@@ -204,7 +231,20 @@ class Learner(Configurable):
     @property
     def skips_steps(self) -> bool:
         """True if the learner may skip a step."""
-        return self.skip_nonfinite_gradients or self.skip_step_gradient_norm_value is not None
+        limits = (self.on_nonfinite, self.on_spike, self.skip_step_gradient_norm_value)
+        return any(limit is not None for limit in limits)
+
+    @property
+    def rolls_back(self) -> bool:
+        """True if a step may restore an earlier checkpoint."""
+        return "rollback" in (self.on_nonfinite, self.on_spike)
+
+    def action(self, *, is_finite: bool, is_spike: bool) -> str | None:
+        """Return what the run does after a step that is not valid; see `on_nonfinite`."""
+        chosen = self.on_spike if is_spike else None
+        if not is_finite:
+            chosen = self.on_nonfinite or self.on_spike
+        return chosen or ("skip" if self.skips_steps else None)
 
     def init(self, params: Any, *, stacks: Stacks | None = None) -> Any:
         """Return the initial state of the optimizers for the trained part of `params`.
@@ -281,6 +321,10 @@ class Learner(Configurable):
 
         return {} if self.ema_decay is None else jax.tree.map(copy, tree)
 
+    def init_spikes(self) -> Any:
+        """Return the statistics before the first step, or `{}`."""
+        return {} if self.on_spike is None else SpikeWindow.empty(self.spike_window)
+
     def average_statistics(
         self, means: Any, statistics: Any, *, count: Any, is_valid: jax.Array
     ) -> Any:
@@ -322,6 +366,7 @@ class Learner(Configurable):
         ema_count: Any = None,
         stacks: Stacks | None = None,
         hvp: Callable[[Any], Any] | None = None,
+        spikes: Any = None,
     ) -> Update:
         """Compute one update.
 
@@ -336,19 +381,24 @@ class Learner(Configurable):
           stacks: Sizes of the stacked axes, by path.
           hvp: Function that multiplies a tree of some of the trained weights by their part of the
             Hessian of the loss, for optimizers such as `sophia`; None if it is unknown.
+          spikes: Statistics of applied steps; None or `{}` if `on_spike` is None.
         """
         stacks = stacks or {}
         norm = global_norm(grads)
-        is_valid = jnp.isfinite(norm)
+        is_finite = jnp.isfinite(norm)
         # A label outside the vocabulary gives a NaN loss, but a finite gradient.
         if loss is not None:
-            is_valid &= jnp.isfinite(loss)
+            is_finite &= jnp.isfinite(loss)
+        is_valid, scalars = is_finite, {"learning/raw_grad_norm": norm}
         if self.skip_step_gradient_norm_value is not None:
             is_valid &= norm < self.skip_step_gradient_norm_value
-        scalars = {
-            "learning/raw_grad_norm": norm,
-            "learning/is_valid_step": is_valid.astype(jnp.float32),
-        }
+        if self.on_spike is not None:
+            values = jnp.stack([jnp.asarray(0 if loss is None else loss, jnp.float32), norm])
+            is_spike = is_finite & spikes.has_spike(values, deviations=self.spike_deviations)
+            is_valid &= ~is_spike
+            spikes = spikes.after(values, is_applied=is_valid, is_spike=is_spike)
+            scalars[IS_SPIKE] = is_spike.astype(jnp.float32)
+        scalars[IS_VALID] = is_valid.astype(jnp.float32)
         if self.grad_norm_individual_vars:
             norms = {path: global_norm(leaf) for path, leaf in flatten_dict(grads).items()}
             scalars |= {f"per_var_grad_norm/{'/'.join(path)}": n for path, n in norms.items()}
@@ -390,6 +440,7 @@ class Learner(Configurable):
             ema_count=new_count,
             is_valid=is_valid,
             scalars=scalars | clipping,
+            spikes=spikes or {},
         )
 
     def _computed(self, tree: Any) -> Any:

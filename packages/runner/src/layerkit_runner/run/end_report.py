@@ -65,6 +65,9 @@ def finish(
             job.observers.message(
                 f"not valid: {skipped.in_all} of {step} steps, the last {skipped.in_a_row} in a row"
             )
+        if skipped.rollbacks:
+            windows = ", ".join(f"{r['step'] + 1} to {r['last_step']}" for r in skipped.rollbacks)
+            job.observers.message(f"rolled back, without the data of steps {windows}")
         job.observers.message(job.goodput.summary())
         peak = memory_scalars().get("memory/device_peak_bytes_in_use")
         if peak is not None:

@@ -15,9 +15,16 @@ import jax
 
 from layerkit.errors import error_text
 from layerkit_inputs.base.base_input import BaseInput
-from layerkit_runner.checkpointing import CheckpointManager, SaveError, SaveTimeoutError
+from layerkit_runner.checkpointing import (
+    CheckpointManager,
+    RestoredCheckpoint,
+    SaveError,
+    SaveTimeoutError,
+)
 from layerkit_runner.config.config_tree import check_class, check_required_fields
 from layerkit_runner.config.requests import ResolvedExperiment
+from layerkit_runner.data.train_inputs import TrainInputs
+from layerkit_runner.distributed.cluster import run_on_process_0
 from layerkit_runner.distributed.stop_signals import StopRequestedError, StopSignals
 from layerkit_runner.distributed.watchdog import phase, progress
 from layerkit_runner.errors import (
@@ -31,7 +38,8 @@ from layerkit_runner.observers import DECODE_PREFIX, Goodput, Observer, Throughp
 from layerkit_runner.observers.step_profiler import StepProfiler
 from layerkit_runner.optim.early_stopping import TRAIN_STEP, EarlyStop, join_metrics, program_of
 from layerkit_runner.run.programs.eval_program import BaseProgram
-from layerkit_runner.run.programs.train_program import SKIPPED_STEPS, TrainPrograms
+from layerkit_runner.run.programs.skipped_steps import SKIPPED_STEPS
+from layerkit_runner.run.programs.train_program import RollbackRequestedError, TrainPrograms
 from layerkit_runner.step.train_hparams import TrainHParams
 from layerkit_runner.step.train_state import TrainState
 
@@ -54,6 +62,7 @@ class Executor:
       train: Number of steps and intervals.
       checkpoints: Checkpoints of the job; None saves nothing.
       stored_state: Function that brings a state into the form that checkpoints store.
+      restore: Function that restores the newest checkpoint of the job; None without rollbacks.
       signals: Active signal handler (already entered as a context manager).
       profiler: Active profiler of steps; None captures nothing.
       early_stop: Rule that is asked after each step with an evaluation or, if it asks for that,
@@ -74,6 +83,7 @@ class Executor:
     signals: StopSignals
     goodput: Goodput
     stored_state: Callable[[TrainState], TrainState] = lambda state: state
+    restore: Callable[[], RestoredCheckpoint | None] | None = None
     exit_after_ondemand_checkpoint: bool = False
     profiler: StepProfiler | None = None
     early_stop: EarlyStop | None = None
@@ -109,31 +119,28 @@ class Executor:
             skipped.apply_limits(step, is_over=True)
         try:
             with exits_as_errors():
-                while skipped.problem is None:
-                    stops = self.signals.agreed(step)
-                    on_demand = self._save_if_due(state, step)
-                    if stops or (on_demand and self.exit_after_ondemand_checkpoint):
-                        break
-                    progress(f"asking {type(self).__name__}.is_over after step {step}")
-                    if self.is_over(step):
-                        if self.signals.finish():
-                            break
-                        continue
-                    if self.profiler is not None and self.profiler.starts_before(step + 1):
-                        self.train_programs.drain()
-                        with self.goodput.phase("profile"):
-                            self.profiler.start(step + 1)
+                if (
+                    self.checkpoints is not None
+                    and self.train.learner.rolls_back
+                    and run_on_process_0(self.checkpoints.latest_step) is None
+                ):
+                    self._save(state, step, force=True)
+                while True:
                     try:
+                        if skipped.problem is not None or self._ends_before(state, step):
+                            self._stop_profile(step)
+                            self._save(state, step, force=True)
+                            break
                         state = self.train_programs.start_step(state, step + 1, self.signals)
+                        step += 1
+                        # The step took over the arrays of the state before it, so the state must
+                        # be replaced before an observer can end the run.
+                        self.train_programs.report_due()
+                        self._work_after(state, step)
                     except StopRequestedError:
                         continue
-                    step += 1
-                    # The step took over the arrays of the state before it, so the state must be
-                    # replaced before an observer can end the run.
-                    self.train_programs.report_due()
-                    self._work_after(state, step)
-                self._stop_profile(step)
-                self._save(state, step, force=True)
+                    except RollbackRequestedError as request:
+                        state, step = self._roll_back(state, step, request.input_states)
         except (SaveError, NonFiniteError):
             raise  # another save would fail too
         except Exception as error:
@@ -142,12 +149,65 @@ class Executor:
             if step > first and not is_of_devices:
                 self._save_after(error, state, step)
             raise
-        self.train_programs.drain()
         if step >= self.train.num_train_steps or self.has_stopped_early:
             skipped.apply_limits(step, is_over=True)
         if skipped.problem is not None:
             raise NonFiniteError(skipped.problem)
         return state, step
+
+    def _ends_before(self, state: TrainState, step: int) -> bool:
+        """Save and start a profile if they are due; return whether training ends after `step`."""
+        while True:
+            stops = self.signals.agreed(step)
+            on_demand = self._save_if_due(state, step)
+            if stops or (on_demand and self.exit_after_ondemand_checkpoint):
+                return True
+            progress(f"asking {type(self).__name__}.is_over after step {step}")
+            if not self.is_over(step):
+                break
+            if self.signals.finish():
+                return True
+        if self.profiler is not None and self.profiler.starts_before(step + 1):
+            self.train_programs.drain()
+            with self.goodput.phase("profile"):
+                self.profiler.start(step + 1)
+        return False
+
+    def _roll_back(
+        self, state: TrainState, step: int, input_states: Mapping[str, Any]
+    ) -> tuple[TrainState, int]:
+        """Restore the newest checkpoint before a bad step, and return its state and step.
+
+        The run continues with the data after the bad step, whose positions are `input_states`. All
+        of this follows from the checkpoint and the steps after it. So a run that is killed
+        meanwhile, or before it saves again, repeats the same steps and the same rollback.
+        """
+        programs, skipped = self.train_programs, self.train_programs.skipped
+        assert skipped.rollback is not None
+        bad_step = skipped.rollback["last_step"]
+        progress(f"rolling back because of step {bad_step}", waits_for_others=True)
+        programs.abandon()
+        self._stop_profile(step)
+        # The devices have no room for two states.
+        for leaf in jax.tree.leaves(jax.block_until_ready(state)):
+            leaf.delete()
+        assert self.checkpoints is not None and self.restore is not None
+        self.checkpoints.abandon_from(bad_step)
+        if (restored := self.restore()) is None:
+            raise NonFiniteError(f"training stopped: no checkpoint before step {bad_step} is left")
+        others = inputs_by_key(self.eval_programs, self.decode_programs)
+        restore_positions(programs.inputs, others, {**restored.input_states, **input_states})
+        if self.early_stop is not None and EARLY_STOPPING in restored.metadata:
+            record = restored.metadata[EARLY_STOPPING]
+            self.early_stop.restore(record, report=self.observers.message)
+        self._evaluated = (-1, {})
+        self.observers.rollback(restored.step, skipped.rollback)
+        skipped.go_back(restored.step, restored.metadata.get(SKIPPED_STEPS))
+        self.observers.message(
+            f"rolled back to step {restored.step}: the data of steps {restored.step + 1} to"
+            f" {bad_step} are left out (rollback {len(skipped.rollbacks)} of this run)"
+        )
+        return restored.state, restored.step
 
     def _save_if_due(self, state: TrainState, step: int) -> bool:
         """Save at an interval or on a signal; return whether a signal asked for it."""
@@ -300,8 +360,9 @@ class Executor:
         metadata = dict(self.metadata)
         if self.early_stop is not None:
             metadata[EARLY_STOPPING] = self.early_stop.record()
-        if self.train_programs.skipped.in_all:
-            metadata[SKIPPED_STEPS] = self.train_programs.skipped.record()
+        skipped = self.train_programs.skipped
+        if skipped.in_all or skipped.rollbacks:
+            metadata[SKIPPED_STEPS] = skipped.record()
         if may_be_over and step < self.train.num_train_steps and self.is_over(step):
             metadata[ENDED] = True
         return metadata
@@ -333,6 +394,16 @@ def inputs_by_key(
     keys = {f"eval/{program.name}": program for program in evals}
     keys |= {DECODE_PREFIX + program.name: program for program in decodes}
     return {key: p.dataset for key, p in keys.items() if p.dataset is not None}
+
+
+def restore_positions(
+    inputs: TrainInputs, others: Mapping[str, BaseInput], states: Mapping[str, Any]
+) -> list[str]:
+    """Restore the positions of inputs by checkpoint key; return the training inputs without one."""
+    missing = inputs.set_states(states)
+    for key in sorted(others.keys() & states.keys()):
+        others[key].set_state(states[key])
+    return missing
 
 
 def due_programs(

@@ -14,6 +14,7 @@ from concurrent import futures
 
 import jax
 
+from layerkit.config.checks import require
 from layerkit.errors import error_text
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_runner.checkpointing import CheckpointManager, RestoredCheckpoint, SaveTimeoutError
@@ -35,7 +36,13 @@ from layerkit_runner.observers import DECODE_PREFIX, RunInfo, StepWork, Throughp
 from layerkit_runner.observers.step_profiler import StepProfiler, profiler_server
 from layerkit_runner.optim.early_stopping import EarlyStop
 from layerkit_runner.run import end_report
-from layerkit_runner.run.executor import EARLY_STOPPING, Executor, executor_class, inputs_by_key
+from layerkit_runner.run.executor import (
+    EARLY_STOPPING,
+    Executor,
+    executor_class,
+    inputs_by_key,
+    restore_positions,
+)
 from layerkit_runner.run.job import Job, no_checkpoint, start_job, versions
 from layerkit_runner.run.job_folder import (
     forget_checkpoint,
@@ -54,10 +61,9 @@ from layerkit_runner.run.programs.build_programs import (
     train_programs,
 )
 from layerkit_runner.run.programs.eval_program import BaseProgram
+from layerkit_runner.run.programs.skipped_steps import SKIPPED_STEPS, SkippedSteps
 from layerkit_runner.run.programs.train_program import (
-    SKIPPED_STEPS,
     CompiledStep,
-    SkippedSteps,
     StepReports,
     trace_step,
 )
@@ -174,6 +180,11 @@ class TrainingRun:
         if self.signals.ends_process:
             enter(forced_exit_on(SaveTimeoutError, exit_code=StorageError.exit_code))
         reads_only = not job.options.enable_checkpoint_saving
+        expected = "True, because the learner rolls back to checkpoints (on_nonfinite, on_spike)"
+        is_allowed = not (reads_only and job.task.train.learner.rolls_back)
+        require(
+            is_allowed, None, "--enable_checkpoint_saving", not reads_only, expected, UsageError
+        )
         self.checkpoints = enter(job.checkpoints(read_only=reads_only))
         self._plan = self._plan_if_new()
         self._read_first_batches()
@@ -411,14 +422,12 @@ class TrainingRun:
         if first.restored_from is not None:
             try:
                 with as_usage_error():
-                    for key in self.inputs.set_states(first.input_states):
+                    inputs = inputs_by_key(self.evals, self.decodes)
+                    for key in restore_positions(self.inputs, inputs, first.input_states):
                         report(
                             f"the checkpoint has no input position for {key}: reading from the"
                             " beginning"
                         )
-                    inputs = inputs_by_key(self.evals, self.decodes)
-                    for key in sorted(inputs.keys() & first.input_states.keys()):
-                        inputs[key].set_state(first.input_states[key])
             except UsageError as error:
                 folder = self.job.given_directory
                 flags = f"A new run: --init_from={folder} with another --job_log_dir."
@@ -453,7 +462,8 @@ class TrainingRun:
             train.max_consecutive_skipped_steps,
             train.num_train_steps,
             train.max_skipped_steps_fraction,
-            are_applied=not train.learner.skips_steps,
+            train.learner,
+            train.max_rollbacks,
         )
         if SKIPPED_STEPS in self.first.metadata:
             with self._naming_metadata(SKIPPED_STEPS):
@@ -464,6 +474,7 @@ class TrainingRun:
             eval_programs=self.evals,
             decode_programs=self.decodes,
             checkpoints=self.checkpoints if job.options.enable_checkpoint_saving else None,
+            restore=functools.partial(job.restore_newest, self.checkpoints),
             metadata={"experiment": job.resolved.name, "versions": versions()},
             observers=job.observers,
             throughput=throughput,

@@ -149,6 +149,7 @@ class SingleTask(Configurable):
             ema=learner.init_ema(learner.trained_weights.select(params)),
             ema_statistics=learner.init_ema(variables.get(NON_TRAINABLE, {})),
             ema_count=learner.init_ema(jnp.zeros((), jnp.int32)),
+            spikes=learner.init_spikes(),
         )
         return dict(boxed), state
 
@@ -224,6 +225,7 @@ class SingleTask(Configurable):
                 hvp=lambda tangents: context.batch_sum(
                     multiply_by_hessian(lambda x: gradients_at(x).gradients, trained, tangents)
                 ),
+                spikes=state.spikes,
             )
         scalars = update.scalars | ({} if aux is None else {"aux_loss": aux})
         if self.train.variable_norm_summary:
@@ -257,6 +259,7 @@ class SingleTask(Configurable):
                 is_valid=update.is_valid,
             ),
             ema_count=update.ema_count,
+            spikes=update.spikes,
         )
         return new_state, (metrics, scalars)
 

@@ -29,6 +29,7 @@ _POSITIVE = (
     "save_best_to_keep",
     "max_inflight_steps",
     "max_consecutive_skipped_steps",
+    "max_rollbacks",
     "gradient_accumulation_steps",
     "weight_summary_interval_steps",
     "profiler_capture_step",
@@ -88,6 +89,8 @@ class TrainHParams(Configurable):
         A step is skipped if its loss or gradient is not finite, or its gradient is too large.
       max_skipped_steps_fraction: Largest fraction of skipped steps among all steps of a run. Beyond
         it training stops with exit code 65; None for no limit.
+      max_rollbacks: Number of rollbacks of a run (`learner.on_spike`, `learner.on_nonfinite`). The
+        next one stops training with exit code 65; None for no limit.
       gradient_accumulation_steps: Number of microbatches that a batch is divided into. Their
         gradients are accumulated before the update. This takes less memory, and the update equals
         that of the whole batch up to rounding, except for losses that balance experts, statistics
@@ -130,6 +133,7 @@ class TrainHParams(Configurable):
     max_inflight_steps: int = 2
     max_consecutive_skipped_steps: int | None = 100
     max_skipped_steps_fraction: float | None = 0.5
+    max_rollbacks: int | None = 10
     gradient_accumulation_steps: int = 1
     exact_aux_losses: bool = False
     eval_use_ema_states: bool = False

@@ -23,7 +23,7 @@ from layerkit_runner.files.atomic_write import atomic_write, read_regular
 from layerkit_runner.optim.optimizer_updates import is_schedule_free
 
 # Fields of a state that evaluation and decoding do not need; see `TrainState.for_inference`.
-TRAINING_ONLY = ("opt_state",)
+TRAINING_ONLY = ("opt_state", "spikes")
 OPTIMIZER_FIELDS = ("opt_state", "ema", "ema_statistics")
 """Fields of a state that only the update reads, of all that a training step computes."""
 
@@ -48,6 +48,7 @@ class TrainState(struct.PyTreeNode):
         keeps none, as are the next two.
       ema_statistics: Averages of `non_trainable`, likewise.
       ema_count: Number of updates in the averages, int32 scalar.
+      spikes: Statistics of applied steps, a `SpikeWindow`; empty without `learner.on_spike`.
     """
 
     step: jax.Array
@@ -58,6 +59,7 @@ class TrainState(struct.PyTreeNode):
     ema: Any = dataclasses.field(default_factory=dict)
     ema_statistics: Any = dataclasses.field(default_factory=dict)
     ema_count: Any = dataclasses.field(default_factory=dict)
+    spikes: Any = dataclasses.field(default_factory=dict)
 
     def for_inference(self) -> TrainState:
         """Return the state without `TRAINING_ONLY`, unless evaluation needs it."""

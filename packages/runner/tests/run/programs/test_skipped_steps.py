@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from layerkit_runner.run.programs.train_program import SkippedSteps
+from layerkit_runner.run.programs.skipped_steps import SkippedSteps
 
 
 def add(

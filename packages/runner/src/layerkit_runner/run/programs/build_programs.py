@@ -27,9 +27,9 @@ from layerkit_runner.optim.early_stopping import MetricRule, program_of
 from layerkit_runner.run.job import Job
 from layerkit_runner.run.programs.decode_program import DecodeProgram
 from layerkit_runner.run.programs.eval_program import BaseProgram, EvalProgram, NextBatchEvalProgram
+from layerkit_runner.run.programs.skipped_steps import SkippedSteps
 from layerkit_runner.run.programs.train_program import (
     CompiledStep,
-    SkippedSteps,
     StepReports,
     TrainProgram,
     TrainPrograms,

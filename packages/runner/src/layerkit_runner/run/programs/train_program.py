@@ -12,7 +12,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -29,16 +28,15 @@ from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import Histogram, Observer, StepWork, Throughput, memory_scalars
 from layerkit_runner.observers.step_profiler import STEP_EVENT
+from layerkit_runner.optim.learner import IS_SPIKE, IS_VALID
 from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.run.programs.skipped_steps import SkippedSteps
 from layerkit_runner.step.layer_summaries import has_arrays, split_layers, weight_histograms_fn
 from layerkit_runner.step.metrics import OverBatches
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_state import TrainState
 
 T = TypeVar("T")
-
-IS_VALID = "learning/is_valid_step"
-"""Scalar of a step that is 0 if its loss or gradient is not finite, or its gradient too large."""
 
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 # Number of future steps whose batches are already sent to the devices.
@@ -214,6 +212,11 @@ class TrainProgram:
             observers.histograms(step, _trimmed(histograms))
             observers.images(step, images)
 
+    def abandon(self) -> None:
+        """Forget all started steps that are not reported."""
+        self._pending.clear()
+        self._since_summary, self._last_step = OverBatches(), None
+
     def last_metrics(self) -> dict[str, float]:
         """Return the metrics of the model in the step that was reported last."""
         left_out = self._compiled.task.task_metrics
@@ -250,6 +253,7 @@ class TrainProgram:
                 loss_name=loss_name,
                 loss=values[loss_name],
                 grad_norm=float(scalars["learning/raw_grad_norm"]),
+                is_spike=bool(scalars.get(IS_SPIKE, 0)),
             )
             if line is not None:
                 self._reports.observers.message(line)
@@ -303,6 +307,17 @@ def _trimmed(counts: Mapping[str, BinCounts]) -> dict[str, Histogram]:
     return {name: Histogram.of(bins).trimmed() for name, bins in counts.items()}
 
 
+@dataclasses.dataclass(eq=False)
+class RollbackRequestedError(Exception):
+    """A request to restore a checkpoint from before a step that is not valid.
+
+    Attributes:
+      input_states: Input positions after that step, by checkpoint key.
+    """
+
+    input_states: Mapping[str, Any]
+
+
 class TrainPrograms:
     """The training programs of a job, which run round robin and report steps in order."""
 
@@ -319,8 +334,8 @@ class TrainPrograms:
         self.programs = tuple(programs)
         self.skipped = SkippedSteps() if skipped is None else skipped
         self._max_inflight_steps = max_inflight_steps
-        # The program of each step that is not reported yet.
-        self._started: collections.deque[TrainProgram] = collections.deque()
+        # Each step that is not reported yet: its program, and the input positions after it.
+        self._started: collections.deque[tuple[TrainProgram, Any]] = collections.deque()
         self._last: TrainProgram | None = None
 
     def start_step(
@@ -331,14 +346,19 @@ class TrainPrograms:
         state = program.start_step(
             state, step, lambda: all(program.is_idle() for program in self.programs), signals
         )
-        self._started.append(program)
+        rolls_back = self.skipped.learner is not None and self.skipped.learner.rolls_back
+        self._started.append((program, self.input_states() if rolls_back else None))
         ahead = range(step + 1, step + 1 + _STEPS_AHEAD)
         for index in dict.fromkeys(map(self.inputs.index_of_step, ahead)):
             self.inputs.inputs[index].feed.fill()
         return state
 
     def report_due(self) -> None:
-        """Report the oldest started steps, until `max_inflight_steps` are left."""
+        """Report the oldest started steps, until `max_inflight_steps` are left.
+
+        Raises:
+          RollbackRequestedError: A step asks for a rollback; so do `drain` and what calls it.
+        """
         # The first step is reported before the second one starts, so that its loss appears at once.
         limit = self._max_inflight_steps if self._last is not None else 0
         while len(self._started) > limit:
@@ -357,116 +377,14 @@ class TrainPrograms:
         """Return the input positions after all started steps, by checkpoint key."""
         return {data.key: data.feed.state() for data in self.inputs.inputs}
 
+    def abandon(self) -> None:
+        """Forget all started steps that are not reported."""
+        self._started.clear()
+        for program in self.programs:
+            program.abandon()
+
     def _report_oldest(self) -> None:
-        self._last = self._started.popleft()
+        self._last, positions = self._started.popleft()
         self._last.report_oldest(self.skipped)
-
-
-SKIPPED_STEPS = "skipped_steps"
-"""Metadata key of the counts in a checkpoint."""
-
-# Limit before the first valid step: with unchanged weights, only the batches differ.
-_LIMIT_BEFORE_FIRST_VALID = 10
-# The first steps of a row are all reported on the screen, then every tenth.
-_FIRST_REPORTS = 10
-_CAUSES = (
-    "Usual causes: ids or labels outside the vocabulary, broken input data, a learning rate that is"
-    " too high, a warmup that is too short."
-)
-
-
-@dataclasses.dataclass
-class SkippedSteps:
-    """Counts of the training steps that were not valid.
-
-    Attributes:
-      max_in_a_row: Number of such steps in a row that ends the run; None for no limit.
-      num_train_steps: Number of steps of the run.
-      max_fraction: Largest fraction of such steps in a complete run; None for no limit.
-      are_applied: True if such steps are applied, because the learner does not skip steps.
-      in_all: Number of all such steps, including those before the run was resumed.
-      problem: Reason why the run has to end; None while it may continue.
-      has_taken_any: True if any step was valid.
-    """
-
-    max_in_a_row: int | None = None
-    num_train_steps: int | None = None
-    max_fraction: float | None = None
-    are_applied: bool = False
-    in_a_row: int = 0
-    in_all: int = 0
-    problem: str | None = None
-    has_taken_any: bool = False
-
-    def add_valid(self) -> None:
-        """Count a step that was valid."""
-        self.in_a_row = 0
-        self.has_taken_any = True
-
-    def add(self, step: int, *, loss_name: str, loss: float, grad_norm: float) -> str | None:
-        """Count a step that was not valid; return a line for the screen, if one is due."""
-        self.in_a_row += 1
-        self.in_all += 1
-        values = f"{loss_name}={loss}, gradient norm={grad_norm}"
-        self.apply_limits(step, last=f" The last one has {values}.")
-        if self.in_a_row > _FIRST_REPORTS and self.in_a_row % 10:
-            return None
-        is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        expected = (
-            "a norm within task.train.learner.skip_step_gradient_norm_value"
-            if is_finite
-            else "finite values"
-        )
-        outcome = (
-            "was applied, because task.train.learner.skip_nonfinite_gradients=False"
-            if self.are_applied
-            else "was skipped; weights and optimizer state are unchanged"
-        )
-        causes = f" {_CAUSES}" if self.in_a_row == 1 and not is_finite else ""
-        return (
-            f"WARNING: step {step}: {values}. Expected {expected}. The step {outcome}"
-            f" ({self.in_a_row} in a row, {self.in_all} in all).{causes}"
-        )
-
-    def apply_limits(self, step: int, *, is_over: bool = False, last: str = "") -> None:
-        """Set `problem` if too many steps were not valid, in a row or of all steps of the run.
-
-        `is_over` is True if the run ends with `step` steps, which may be before its last step.
-        """
-        self.has_taken_any |= step > self.in_all
-        limit = self.max_in_a_row
-        if limit is not None and not self.has_taken_any:
-            limit = min(limit, _LIMIT_BEFORE_FIRST_VALID, self.num_train_steps or limit)
-        no_valid = f"; no step was valid yet, which lowers the limit to {limit}"
-        num_steps = step if is_over else self.num_train_steps
-        if self.problem is not None:
-            return
-        if limit is not None and self.in_a_row >= limit:
-            many = self.in_a_row != 1
-            count = f"{self.in_a_row} steps in a row were" if many else "1 step was"
-            rule = f"max_consecutive_skipped_steps={self.max_in_a_row}"
-            rule += "" if self.has_taken_any else no_valid
-        elif self._exceeds_fraction(num_steps, is_over=is_over):
-            count = f"{self.in_all} of {step} steps were"
-            rule = f"max_skipped_steps_fraction={self.max_fraction} of {num_steps} steps"
-        else:
-            return
-        self.problem = (
-            f"training stopped after step {step}: {count} not valid (task.train.{rule}).{last}"
-            f" {_CAUSES} --mode=inspect --inspect=batches shows the batches;"
-            " metrics.jsonl has the values of each skipped step."
-        )
-
-    def _exceeds_fraction(self, num_steps: int | None, *, is_over: bool) -> bool:
-        if num_steps is None or self.max_fraction is None or self.are_applied:
-            return False
-        has_begun = self.has_taken_any or is_over
-        return has_begun and self.in_all > self.max_fraction * num_steps
-
-    def record(self) -> dict[str, Any]:
-        """Return the counts as JSON values, for a checkpoint."""
-        return {"in_a_row": self.in_a_row, "in_all": self.in_all}
-
-    def restore(self, record: Mapping[str, Any]) -> None:
-        """Restore the counts that `record` returned."""
-        self.in_a_row, self.in_all = int(record["in_a_row"]), int(record["in_all"])
+        if self.skipped.rollback is not None:
+            raise RollbackRequestedError(positions)

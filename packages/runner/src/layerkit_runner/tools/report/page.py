@@ -66,7 +66,8 @@ def _page(jobs: Sequence[JobRecord], refresh_secs: int | None) -> str:
     num_samples = max(_MAX_SAMPLES // len(jobs), 1)
     samples = [(*one, run) for run, job in enumerate(jobs) for one in job.samples[:num_samples]]
     events = [(run, event) for run, job in enumerate(jobs) for event in job.metrics.events]
-    resumes = [[run, one["step"]] for run, one in events if one["event"] == "resume"]
+    kinds = ("resume", "rollback")
+    resumes = [[run, one["step"]] for run, one in events if one["event"] in kinds]
     facts = [_facts(job) for job in jobs]
     fields = [
         {"experiment": job.config.experiment, **job.config.fields, "git": fact["git"]}

@@ -98,10 +98,9 @@ class JobRecord:
         steps, waits = (self.seconds.get(phase, 0.0) for phase in ("steps", "input_wait"))
         if waits > 0.1 * (steps + waits):
             yield f"devices wait for input {waits / (steps + waits):.0%} of the step time"
-        if resumed := [
-            event["step"] for event in self.metrics.events if event["event"] == "resume"
-        ]:
-            yield f"resumed at step {', '.join(f'{step:,}' for step in resumed[-3:])}"
+        for kind, text in (("rollback", "rolled back to"), ("resume", "resumed at")):
+            if to := [one["step"] for one in self.metrics.events if one["event"] == kind]:
+                yield f"{text} step {', '.join(f'{step:,}' for step in to[-3:])}"
 
 
 def read_jobs(folders: Iterable[str | os.PathLike[str]]) -> list[JobRecord]:
