@@ -33,6 +33,9 @@ ADAPTER = layers.MultitaskResidualAdapter.HParams.config(
 )
 POSITIONS = layers.TrainablePositionalEmbedding.HParams.config(dims=4, max_length=3)
 
+OUTPUT = OutputProjection.HParams.config(num_heads=2, head_dim=3, output_dims=5)
+PARTS = [(4, 18), (4, 6), (4, 6)]
+
 MATRICES: dict[str, tuple[Any, dict[str, list[tuple[int, ...]]]]] = {
     "ffn": (FFN, {"up/w": [(4, 6)], "down/w": [(6, 4)]}),
     "repeated": (
@@ -40,18 +43,11 @@ MATRICES: dict[str, tuple[Any, dict[str, list[tuple[int, ...]]]]] = {
         {"sub/up/w": [(7, 4, 6)], "sub/down/w": [(7, 6, 4)]},
     ),
     "heads": (HEADS, {"w": [(4, 6)]}),
-    "output": (
-        OutputProjection.HParams.config(num_heads=2, head_dim=3, output_dims=5),
-        {"w": [(6, 5)]},
-    ),
-    "qkv": (QKV, {"w": [(4, 18), (4, 6), (4, 6)]}),
+    "output": (OUTPUT, {"w": [(6, 5)]}),
+    "qkv": (QKV, {"w": PARTS}),
     "qkv with LoRA": (
         add_lora(QKV, rank=2),
-        {
-            "w": [(4, 18), (4, 6), (4, 6)],
-            "dot/lora_a": [(4, 2)],
-            "dot/lora_b": [(2, 18), (2, 6), (2, 6)],
-        },
+        {"w": PARTS, "dot/lora_a": [(4, 2)], "dot/lora_b": [(2, 18), (2, 6), (2, 6)]},
     ),
     "heads with DoRA": (
         add_lora(HEADS, rank=2, has_magnitude=True),
@@ -119,7 +115,7 @@ def test_split_heads_gives_a_matrix_for_each_head():
     for template, shape in (
         (HEADS, (2, 4, 3)),
         (QKV, (2, 5, 4, 3)),
-        (MATRICES["output"][0], (2, 3, 5)),
+        (OUTPUT, (2, 3, 5)),
     ):
         boxes = boxes_of(template)
         dims = matrix_dims(boxes, split_heads=True)["w"]

@@ -8,7 +8,7 @@ the layout of layers. Each group has an optimizer state.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -218,11 +218,13 @@ class OptimizerGroups:
         main, *others = self._optimizers
         owners: dict[str, NamedOptimizer] = {}
         for optimizer in others:
-            for selection, names in _selections(optimizer, flat):
-                for name in names:
+            weights = optimizer.weights or ()
+            for selection in [weights] if callable(weights) else weights:
+                for name in _selected(selection, flat, owner=optimizer.owner):
                     other = owners.setdefault(name, optimizer)
                     expected = f"no match with {name}, which {other.owner} updates"
-                    require(other is optimizer, optimizer.owner, "weights", selection, expected)
+                    value = getattr(selection, "__name__", selection)
+                    require(other is optimizer, optimizer.owner, "weights", value, expected)
         assigned = [
             [path for path in flat if owners.get("/".join(path), main) is one]
             for one in self._optimizers
@@ -232,23 +234,13 @@ class OptimizerGroups:
         return assigned
 
 
-def _selections(
-    optimizer: NamedOptimizer, flat: Mapping[Path, Any]
-) -> Iterator[tuple[str, list[str]]]:
-    """Yield (pattern or name of a function, names of the weights that it selects)."""
-    if callable(optimizer.weights):
-        selected = flatten_dict(optimizer.weights(unflatten_dict(dict(flat))))
-        name = getattr(optimizer.weights, "__name__", str(optimizer.weights))
-        yield name, ["/".join(path) for path in flat if selected[path]]
-        return
+def _selected(selection: Any, flat: Mapping[Path, Any], *, owner: str) -> list[str]:
+    """Return the names of the weights that a function or a pattern selects."""
     names = ["/".join(path) for path in flat]
-    for pattern in optimizer.weights or ():
-        yield (
-            pattern,
-            matching_paths(
-                pattern, names, owner=optimizer.owner, field="weights", kind="trained weight"
-            ),
-        )
+    if callable(selection):
+        is_selected = flatten_dict(selection(unflatten_dict(dict(flat))), sep="/")
+        return [name for name in names if is_selected[name]]
+    return matching_paths(selection, names, owner=owner, field="weights", kind="trained weight")
 
 
 def _bare(states: dict[str, Any]) -> Any:
