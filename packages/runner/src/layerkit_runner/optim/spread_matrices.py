@@ -309,7 +309,8 @@ def _mesh_axes(sharding: NamedSharding | None, rank: int) -> list[tuple[str, ...
 
 def _pad(x: jax.Array, multiples: Sequence[int]) -> jax.Array:
     sizes = zip(x.shape, multiples, strict=True)
-    return jnp.pad(x, [(0, -size % multiple) for size, multiple in sizes])
+    # Unlike jnp.pad, this takes scalars.
+    return jax.lax.pad(x, jnp.zeros((), x.dtype), [(0, -n % multiple, 0) for n, multiple in sizes])
 
 
 def _size(mesh: Any, names: Any) -> int:
