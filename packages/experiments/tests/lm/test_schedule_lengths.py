@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from typing import Any
 
 import optax
@@ -15,7 +17,10 @@ from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_experiments.vision.digits import Digits
 from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.config.requests import ResolvedExperiment
+from layerkit_runner.observers import read_metrics
 from layerkit_runner.run.resolve import resolve
+from layerkit_runner.run.training_run import run_train
+from layerkit_runner.run_options import RunOptions
 
 
 def schedule(resolved: ResolvedExperiment) -> tuple[int, int, int]:
@@ -102,3 +107,81 @@ def test_fraction_above_one_raises(raises):
 )
 def test_summaries_are_a_hundredth_of_a_shorter_run(fields: dict[str, Any], interval: int):
     assert resolve(LocalText(**fields)).task.train.summary_interval_steps == interval
+
+
+def rates(made: BaseExperiment, steps: list[int]) -> list[float]:
+    schedule = made.learner().learning_rate.Instantiate()
+    return [float(schedule(step)) for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("fields", "ratios"),
+    [
+        # A warmup of 200 steps, then the decay over 1800 to a tenth. 650 is a quarter of it.
+        ({"LEARNING_RATE_SCHEDULE": "cosine"}, {650: 0.1 + 0.9 * (2 + math.sqrt(2)) / 4}),
+        ({"LEARNING_RATE_SCHEDULE": "exponential"}, {650: 10**-0.25, 2000: 0.1}),
+        ({"LEARNING_RATE_SCHEDULE": "linear"}, {650: 0.75, 2000: 0.0}),
+        ({"LEARNING_RATE_SCHEDULE": "polynomial"}, {650: 0.1 + 0.9 * 0.75**2, 2000: 0.1}),
+        ({"LEARNING_RATE_SCHEDULE": "wsd"}, {1600: 1.0, 1700: 0.775, 2000: 0.1}),
+        ({"LEARNING_RATE_SCHEDULE": "sqrt"}, {1600: 1.0, 1700: 0.55, 2000: 0.1}),
+        ({"LEARNING_RATE_SCHEDULE": "sqrt", "DECAY_START": 0.5}, {1000: 1.0, 1250: 0.55}),
+        ({"LEARNING_RATE_SCHEDULE": "inverse_sqrt"}, {800: 0.5, 1800: 1 / 3}),
+        ({"LEARNING_RATE_SCHEDULE": "constant"}, {200: 1.0, 1999: 1.0, 10**6: 1.0}),
+        ({}, {650: 0.1 + 0.9 * (2 + math.sqrt(2)) / 4}),
+        (
+            {
+                "STAGES": [
+                    {"until_step": 100, "rate": 2e-3},
+                    {"until_step": 900},
+                    {"until_step": 1300, "rate": {"to": 0.0, "by": "sqrt"}},
+                ]
+            },
+            {100: 1.0, 899: 1.0, 1000: 0.5, 1300: 0.0},
+        ),
+    ],
+)
+def test_named_schedules_and_stages_have_the_rates_of_their_formulas(fields, ratios):
+    made = LocalText(**fields)
+    expected = [0.5 * 2e-3 if "STAGES" not in fields else 2e-3]
+    assert rates(made, [100]) == pytest.approx(expected)
+    expected = [2e-3 * ratio for ratio in ratios.values()]
+    assert rates(made, [*ratios]) == pytest.approx(expected, rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("stages", "error"),
+    [
+        ([{"until_step": 9}, {"until_step": 99, "rate": 0.1}], {"owner": "STAGES[0]"}),
+        ([{"until_step": 9, "rate": {"too": 1.0}}], {"owner": "STAGES[0]", "field": "rate"}),
+        ([{"until_step": 9, "rate": -1.0}], {"owner": "STAGES[0]", "field": "rate"}),
+    ],
+)
+def test_wrong_rates_of_stages_are_named(stages, error, raises):
+    with raises(ConfigError, **error):
+        LocalText(STAGES=stages).learner()
+
+
+def test_rates_of_stages_replace_the_schedule_of_an_optimizer_by_its_factor():
+    stages = [{"until_step": 100, "rate": 1e-3}]
+    assert rates(LocalText(STAGES=stages, OPTIMIZER="lion"), [100]) == pytest.approx([1e-4])
+
+
+@pytest.mark.slow
+def test_a_branch_that_anneals_equals_the_uninterrupted_run_with_that_decay(tmp_path: Path):
+    tiny = {"NUM_LAYERS": 1, "MODEL_DIMS": 16, "NUM_HEADS": 1, "MAX_SEQ_LEN": 16}
+    tiny |= {"PERCORE_BATCH_SIZE": 1.0, "WARMUP_STEPS": 2, "SUMMARY_INTERVAL_STEPS": 1}
+    tiny |= {"EVAL_INTERVAL_STEPS": None, "CHECKPOINT_EVERY_N_STEPS": 3}
+    decay = {"LEARNING_RATE_SCHEDULE": "sqrt", "DECAY_START": 3, "MAX_STEPS": 6}
+
+    def train(name: str, *, restore: dict[str, Any] | None = None, **fields: Any) -> list[Any]:
+        folder = str(tmp_path / name)
+        options = RunOptions(job_log_dir=folder, jax_compilation_cache="off", **(restore or {}))
+        assert run_train(resolve(LocalText(**{**tiny, **fields})), options) == 0
+        records = read_metrics(tmp_path / name).train
+        return [(one["step"], one["loss"], one["learning/lr"]) for one in records]
+
+    train("base", LEARNING_RATE_SCHEDULE="constant", MAX_STEPS=5)
+    restore = {"restore_checkpoint_dir": str(tmp_path / "base"), "restore_checkpoint_step": (3,)}
+    branch = train("branch", restore=restore, **decay)
+    assert branch == train("straight", **decay)[3:]
+    assert branch[0][2] > branch[1][2] > branch[2][2]

@@ -20,6 +20,7 @@ from layerkit_runner.optim.schedules import (
     linear_warmup_sqrt_decay,
     piecewise_constant,
     sqrt_decay,
+    staged,
     transformer,
 )
 
@@ -55,6 +56,17 @@ def polynomial(peak: float = 2.0, **fields: Any) -> Any:
         (
             linear_warmup_sqrt_decay(3.0, warmup_steps=100),
             {0: 0.03, 1: 0.03, 100: 3.0, 400: 1.5, 2500: 0.6},
+        ),
+        (
+            # Warmup, constant, 1 - √u to a tenth, a jump, and half a cosine back.
+            staged(
+                2.0,
+                boundaries=[100, 200, 300, 400, 500],
+                ratios=[1.0, 1.0, 0.1, 0.5, 1.0],
+                shapes=["linear", "linear", "sqrt", "constant", "cosine"],
+            ),
+            {0: 0.0, 25: 0.5, 100: 2.0, 200: 2.0, 225: 1.1, 300: 1.0, 399: 1.0}
+            | {425: 1 + (1 - math.cos(math.pi / 4)) / 2, 450: 1.5, 500: 2.0, 900: 2.0},
         ),
     ],
 )

@@ -84,7 +84,11 @@ class LlamaBoolQ(LmExperiment, abstract=True):
     SUMMARY_INTERVAL_STEPS = 100
 
     tfds_name = "super_glue/boolq:1.0.2"
-    unused_fields = ("OPTIMIZER", "DECAYED_WEIGHTS", "PROMPTS_PER_DEVICE", "PROMPT_LENGTH")
+    LEARNING_RATE_SCHEDULE = None  # LR_SCHEDULE names the schedules of Pax.
+    unused_fields = (
+        *("OPTIMIZER", "DECAYED_WEIGHTS", "PROMPTS_PER_DEVICE", "PROMPT_LENGTH"),
+        "LEARNING_RATE_SCHEDULE",
+    )
     reduced_fields: ClassVar[Mapping[str, Any]] = {
         **REDUCED_TEXT,
         "INIT_FROM": None,

@@ -250,7 +250,11 @@ class MlperfGpt3(LmExperiment, abstract=True):
     SUMMARY_INTERVAL_STEPS = 1
     CHECKPOINT_MAX_TO_KEEP = 100
 
-    unused_fields: ClassVar[tuple[str, ...]] = ("DECAYED_WEIGHTS", "DECAY_START")
+    unused_fields: ClassVar[tuple[str, ...]] = (
+        "DECAYED_WEIGHTS",
+        "DECAY_START",
+        "LEARNING_RATE_SCHEDULE",
+    )
     # Reduced runs train on bytes. Their loss falls below a target for tokens within a few steps.
     reduced_fields: ClassVar[Mapping[str, Any]] = {
         **REDUCED_TEXT,

@@ -58,7 +58,7 @@ class Glam(MixtureOfExperts, LmExperiment, abstract=True):
 
     unused_fields = (
         *("OPTIMIZER", "ADAM_BETA1", "ADAM_BETA2", "ADAM_EPSILON", "WEIGHT_DECAY"),
-        "DECAYED_WEIGHTS",
+        *("DECAYED_WEIGHTS", "LEARNING_RATE_SCHEDULE"),
         *("WARMUP_STEPS", "DECAY_START", "DECAY_END", "MIN_LEARNING_RATE_RATIO"),
     )
     reduced_fields: ClassVar[Mapping[str, Any]] = {**REDUCED_TEXT, "LEARNING_RATE": 0.03}

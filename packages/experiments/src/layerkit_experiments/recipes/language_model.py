@@ -33,10 +33,10 @@ from layerkit.models import LanguageModel, TransformerLm
 from layerkit.ops.attention.backends import BackendName
 from layerkit_experiments.recipes.training import (
     TrainedExperiment,
-    number_of_steps,
     train_config,
 )
 from layerkit_runner.config.experiment import experiment_fields
+from layerkit_runner.optim.schedules import number_of_steps
 from layerkit_runner.step.task import SingleTask
 
 DataFormat = Literal["seqio", "grain", "local_text", "synthetic"]

@@ -11,11 +11,11 @@ from layerkit.interop.praxis import axis_order
 from layerkit_experiments.recipes.training import (
     adamw,
     checked_learner,
-    number_of_steps,
     schedule_learning_rate,
 )
 from layerkit_runner.optim import schedules
 from layerkit_runner.optim.optimizers import adam_with_update_cap
+from layerkit_runner.optim.schedules import number_of_steps
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 
 

@@ -1,11 +1,4 @@
-"""Training settings of experiments: the learner, the mesh, and the number of steps.
-
-`WARMUP_STEPS`, `DECAY_START` and `DECAY_END` follow one rule, whoever sets them. An integer is a
-number of steps; a float is a fraction of MAX_STEPS. `DECAY_START=None` is the end of the warmup,
-and `DECAY_END=None` the end of the run. A schedule that ends with the run always fits into it: a
-warmup or a flat part that leaves no step for the decay is shortened, and the start report says so.
-A schedule with a DECAY_END keeps its steps, however long the run is, as in Pax.
-"""
+"""Training settings of experiments: the learner, the mesh, and the number of steps."""
 
 from __future__ import annotations
 
@@ -15,15 +8,14 @@ from typing import Any, ClassVar, Literal
 import optax
 
 from layerkit.base.sharding import DEFAULT_RULES
-from layerkit.config import Config, Partial, assigned_fields, is_config
+from layerkit.config import Config, Partial
 from layerkit.config.checks import (
     check_non_negative,
     check_positive,
     check_rates,
-    check_sizes,
-    require,
 )
 from layerkit_experiments.recipes.optimizer_choices import OptimizerChoice
+from layerkit_experiments.recipes.schedule_choices import ScheduleChoice
 from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.config.stages import Stage
 from layerkit_runner.optim import schedules
@@ -85,61 +77,23 @@ def checked_learner(fields: Any, optimizer: Partial, learning_rate: Config) -> C
             check(type(fields).__qualname__, **{name: getattr(fields, name)})
     return Learner.HParams.config(
         optimizer=optimizer,
-        learning_rate=learning_rate,
+        learning_rate=ScheduleChoice.of_stages(fields) or learning_rate,
         clip_global_norm=fields.CLIP_GRADIENT_NORM,
     )
 
 
 def schedule_learning_rate(fields: Any, schedule: Callable[..., Any], **options: Any) -> Config:
-    """Return the config of a schedule of the runner with LEARNING_RATE and the schedule's steps.
+    """Return the config of a schedule with LEARNING_RATE and the steps of the fields.
 
-    Args:
-      fields: Experiment with LEARNING_RATE and the fields of `schedule_steps`.
-      schedule: Function such as `linear_warmup_cosine_decay`.
-      **options: Other arguments of the function.
+    It has `options`, unless LEARNING_RATE_SCHEDULE names another one.
     """
-    warmup, start, end = schedule_steps(fields)
-    steps = {"warmup_steps": warmup, "decay_start": start, "decay_end": end}
-    return Config(schedule, fields.LEARNING_RATE, **steps, **options)
-
-
-def schedule_steps(fields: Any) -> tuple[int, int, int]:
-    """Return the end of the warmup, and start and end of the decay, by the rule of this module."""
-    warmup = number_of_steps(fields, "WARMUP_STEPS")
-    start, end = fields.DECAY_START, fields.DECAY_END
-    decay_start = warmup if start is None else number_of_steps(fields, "DECAY_START")
-    if end is not None:
-        return warmup, decay_start, number_of_steps(fields, "DECAY_END")
-    if not warmup <= decay_start < fields.MAX_STEPS:
-        check_sizes(None, MAX_STEPS=fields.MAX_STEPS)
-        longest = schedules.longest_warmup(fields.MAX_STEPS)
-        warmup = min(warmup, longest)
-        decay_start = warmup if start is None else min(decay_start, max(warmup, longest))
-    return warmup, decay_start, fields.MAX_STEPS
-
-
-def number_of_steps(fields: Any, name: str) -> int:
-    """Return the number of steps of a field that holds steps or a fraction of MAX_STEPS."""
-    value = getattr(fields, name)
-    if isinstance(value, int):
-        return value
-    expected = "an integer, or a fraction of MAX_STEPS between 0 and 1"
-    require(0.0 <= value <= 1.0, None, name, value, expected)
-    return round(value * fields.MAX_STEPS)
+    choice = ScheduleChoice.of(fields) or ScheduleChoice(schedule, options=options)
+    return choice.config(fields)
 
 
 def learner_notes(experiment: Any) -> list[str]:
     """Return lines for the start report on OPTIMIZER and on a shortened schedule."""
-    notes, rate = OptimizerChoice.notes(experiment), experiment.learner().learning_rate
-    if not is_config(rate):
-        return notes
-    steps, changes = assigned_fields(rate), []
-    for name, argument in (("WARMUP_STEPS", "warmup_steps"), ("DECAY_START", "decay_start")):
-        is_set = argument in steps and getattr(experiment, name) is not None
-        if is_set and number_of_steps(experiment, name) != steps[argument]:
-            changes.append(f"{name} {getattr(experiment, name)} → {steps[argument]}")
-    fitted = f"schedule     {', '.join(changes)}, to fit into MAX_STEPS={experiment.MAX_STEPS}"
-    return [*notes, fitted] if changes else notes
+    return [*OptimizerChoice.notes(experiment), *ScheduleChoice.notes(experiment)]
 
 
 def spmd(fields: Any, *, axes: tuple[str, ...] = (), **rules: Any) -> Config:
@@ -195,6 +149,8 @@ class TrainedExperiment(BaseExperiment, abstract=True):
     OPTIMIZER: str = "adamw"
     """Name in `OPTIMIZERS` of recipes/optimizer_choices.py; other rates are factors of AdamW's."""
     LEARNING_RATE: float = 1e-3
+    LEARNING_RATE_SCHEDULE: str | None = None
+    """Name in `SCHEDULES` of recipes/schedule_choices.py; None for that of the experiment."""
     ADAM_BETA1: float = 0.9
     ADAM_BETA2: float = 0.95
     ADAM_EPSILON: float = 1e-8

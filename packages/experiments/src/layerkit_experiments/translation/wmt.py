@@ -32,7 +32,7 @@ class WmtEnDe(TranslationExperiment, abstract=True):
 
     unused_fields = (
         *("OPTIMIZER", "LEARNING_RATE", "WEIGHT_DECAY", "DECAYED_WEIGHTS"),
-        *("DECAY_START", "DECAY_END", "MIN_LEARNING_RATE_RATIO"),
+        *("DECAY_START", "DECAY_END", "MIN_LEARNING_RATE_RATIO", "LEARNING_RATE_SCHEDULE"),
     )
     reduced_fields: ClassVar[Mapping[str, Any]] = {"LEARNING_RATE_SCALE": 0.1, "WARMUP_STEPS": 10}
 

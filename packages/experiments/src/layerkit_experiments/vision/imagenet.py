@@ -18,12 +18,17 @@ from layerkit.config import Config, Partial
 from layerkit.config.checks import require
 from layerkit.layers import FlaxModule
 from layerkit.models import ClassificationModel
-from layerkit_experiments.recipes.training import TrainedExperiment, number_of_steps, train_config
+from layerkit_experiments.recipes.schedule_choices import ScheduleChoice
+from layerkit_experiments.recipes.training import (
+    TrainedExperiment,
+    train_config,
+)
 from layerkit_experiments.vision.generated_images import GeneratedImages
 from layerkit_experiments.vision.resnet import ResNet
 from layerkit_runner.optim import schedules
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.optimizers import lp_regularized
+from layerkit_runner.optim.schedules import number_of_steps
 from layerkit_runner.step.task import SingleTask
 
 # Whole batches of 512 images of ImageNet's 1,281,167.
@@ -63,6 +68,7 @@ class ResNet50Pjit(TrainedExperiment):
     unused_fields = (
         *("OPTIMIZER", "ADAM_BETA1", "ADAM_BETA2", "ADAM_EPSILON", "WEIGHT_DECAY"),
         *(
+            "LEARNING_RATE_SCHEDULE",
             "DECAYED_WEIGHTS",
             "CLIP_GRADIENT_NORM",
             "DECAY_START",
@@ -124,7 +130,8 @@ class ResNet50Pjit(TrainedExperiment):
                 l2_regularizer_weight=self.L2_WEIGHT,
                 mask=is_no_vector,
             ),
-            learning_rate=Config(
+            learning_rate=ScheduleChoice.of_stages(self)
+            or Config(
                 warmup_then_tenths,
                 self.LEARNING_RATE,
                 warmup_steps=number_of_steps(self, "WARMUP_STEPS"),

@@ -35,8 +35,9 @@ class Stage(TypedDict, total=False):
     """Positions of a row, a divisor of MAX_SEQ_LEN."""
     mixture: Mapping[str, Any]
     """Weight of each component of a `Mixture` by name; those that it leaves out have none."""
-    rate: Any
-    """Learning rate."""
+    rate: float | Mapping[str, Any]
+    """Learning rate at the end of the stage, to which it goes by a line from that of the stage
+    before, or from 0; or `{"to": rate, "by": shape}`, see `optim.schedules.staged`."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,8 @@ and numbers out of range raise `ConfigError`. Schedules of Optax are used direct
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -36,6 +37,14 @@ from layerkit.errors import ConfigError
 
 PolynomialOrigin = Literal["start", "limit"]
 """Origin of the polynomial; see `linear_warmup_polynomial_decay`."""
+RateShape = Literal["linear", "cosine", "sqrt", "constant"]
+"""Curve of the rate in a stage; see `staged`."""
+_SHAPES: dict[RateShape, Callable[[jax.Array], jax.Array]] = {
+    "linear": lambda part: part,
+    "cosine": lambda part: (1.0 - jnp.cos(jnp.pi * part)) / 2.0,
+    "sqrt": jnp.sqrt,
+    "constant": jnp.ones_like,
+}
 
 
 def linear_warmup_exponential_decay(
@@ -174,6 +183,45 @@ def piecewise_constant(*, boundaries: Sequence[int], values: Sequence[float]) ->
     return optax.join_schedules([*map(optax.constant_schedule, values)], boundaries)
 
 
+def staged(
+    peak: float,
+    *,
+    boundaries: Sequence[int],
+    ratios: Sequence[float],
+    shapes: Sequence[RateShape] | None = None,
+) -> optax.Schedule:
+    """Return a schedule that goes from the rate of each stage to that of the next, from 0.
+
+    Args:
+      peak: Factor of the ratios.
+      boundaries: Steps at which stages end, each larger than the one before.
+      ratios: Rate at the end of each stage, relative to `peak`. The last one stays.
+      shapes: Curve of each stage; None for lines. With u from 0 to 1 in a stage, the part of the
+        change that is done is u for `linear`, (1 - cos πu) / 2 for `cosine`, √u for `sqrt` (Hägele
+        et al., 2024, arXiv:2405.18392) and 1 for `constant`.
+    """
+    owner, boundaries = "staged", tuple(boundaries)
+    if shapes is None:
+        shapes = ["linear" for _ in boundaries]
+    expected = f"one for each of {len(boundaries)} boundaries"
+    require(len(ratios) == len(boundaries), owner, "ratios", ratios, expected)
+    require(len(shapes) == len(boundaries), owner, "shapes", shapes, expected)
+    check_non_negative(owner, **concrete_numbers(peak=peak), smallest_ratio=min(ratios))
+    check_choice(owner, _SHAPES, **{f"shapes[{i}]": shape for i, shape in enumerate(shapes)})
+    _check_boundaries(owner, boundaries)
+
+    def stage(first: float, last: float, num_steps: int, shape: RateShape) -> optax.Schedule:
+        def rate(step: jax.typing.ArrayLike) -> jax.Array:
+            part = jnp.clip(jnp.asarray(step, jnp.float32) / num_steps, 0.0, 1.0)
+            return peak * (first + (last - first) * _SHAPES[shape](part))
+
+        return rate
+
+    sizes = [end - begin for begin, end in itertools.pairwise((0, *boundaries))]
+    stages = map(stage, (0.0, *ratios), ratios, sizes, shapes)
+    return optax.join_schedules([*stages], boundaries[:-1])
+
+
 def cycle(
     schedules: Sequence[optax.Schedule],
     *,
@@ -229,6 +277,24 @@ def transformer(*, warmup_steps: int, model_dims: int, scale: float = 1.0) -> op
 def longest_warmup(num_steps: int) -> int:
     """Return the longest warmup that suits a run of `num_steps`: a tenth, and fewer than all."""
     return min(max(1, num_steps // 10), num_steps - 1)
+
+
+def number_of_steps(fields: Any, name: str) -> int:
+    """Return the number of steps of a field that holds steps or a fraction of the run.
+
+    Args:
+      fields: Object with the field and MAX_STEPS, such as an experiment.
+      name: Name of the field. An integer is a number of steps, a float a part of MAX_STEPS.
+
+    Raises:
+      ConfigError: A float is not in [0, 1].
+    """
+    value = getattr(fields, name)
+    if isinstance(value, int):
+        return value
+    expected = "an integer, or a fraction of MAX_STEPS between 0 and 1"
+    require(0.0 <= value <= 1.0, None, name, value, expected)
+    return round(value * fields.MAX_STEPS)
 
 
 def concrete_numbers(**fields: Any) -> dict[str, float | None]:

@@ -1,0 +1,150 @@
+"""Learning-rate schedules of experiments, by name and by the rates of STAGES, and their steps.
+
+`WARMUP_STEPS`, `DECAY_START` and `DECAY_END` follow one rule, whoever sets them. An integer is a
+number of steps; a float is a fraction of MAX_STEPS. `DECAY_START=None` is the end of the warmup,
+and `DECAY_END=None` the end of the run. A schedule that ends with the run always fits into it: a
+warmup or a flat part that leaves no step for the decay is shortened, and the start report says so.
+A schedule with a DECAY_END keeps its steps, however long the run is, as in Pax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+from layerkit.config import Config, assigned_fields, is_config
+from layerkit.config.checks import check_choice, check_non_negative, check_sizes, require
+from layerkit_runner.config.stages import stages_of
+from layerkit_runner.optim import schedules
+from layerkit_runner.optim.schedules import number_of_steps
+
+_RATIO = MappingProxyType({"min_ratio": "MIN_LEARNING_RATE_RATIO"})
+_STEPS = ("warmup_steps", "decay_start", "decay_end")
+
+
+class ScheduleChoice(NamedTuple):
+    """A schedule, and what it takes from the fields of an experiment.
+
+    Attributes:
+      function: Function of the peak and of `steps`.
+      fields: Names of fields by argument of `function`.
+      options: Values by argument of `function`.
+      flat: Part of MAX_STEPS before the decay without DECAY_START; None for the warmup alone.
+      steps: Arguments with numbers of steps.
+    """
+
+    function: Callable[..., Any]
+    fields: Mapping[str, str] = MappingProxyType({})
+    options: Mapping[str, Any] = MappingProxyType({})
+    flat: float | None = None
+    steps: tuple[str, ...] = _STEPS
+
+    @classmethod
+    def of(cls, experiment: Any) -> ScheduleChoice | None:
+        """Return the row of the experiment's LEARNING_RATE_SCHEDULE, or None without one.
+
+        Raises:
+          ConfigError: LEARNING_RATE_SCHEDULE is unknown.
+        """
+        if (name := experiment.LEARNING_RATE_SCHEDULE) is None:
+            return None
+        check_choice(type(experiment).__qualname__, SCHEDULES, LEARNING_RATE_SCHEDULE=name)
+        return SCHEDULES[name]
+
+    def config(self, experiment: Any) -> Config:
+        """Return the config of the schedule with the peak LEARNING_RATE and numbers of steps."""
+        values = {name: getattr(experiment, field) for name, field in self.fields.items()}
+        steps = zip(_STEPS, schedule_steps(experiment, flat=self.flat), strict=True)
+        values |= {name: step for name, step in steps if name in self.steps}
+        return Config(self.function, experiment.LEARNING_RATE, **values, **self.options)
+
+    @classmethod
+    def notes(cls, experiment: Any) -> list[str]:
+        """Return a line for the start report if the learner has a shortened schedule."""
+        rate = experiment.learner().learning_rate
+        if not is_config(rate):
+            return []
+        steps, changes = assigned_fields(rate), []
+        for name, argument in (("WARMUP_STEPS", "warmup_steps"), ("DECAY_START", "decay_start")):
+            is_set = argument in steps and getattr(experiment, name) is not None
+            if is_set and number_of_steps(experiment, name) != steps[argument]:
+                changes.append(f"{name} {getattr(experiment, name)} → {steps[argument]}")
+        fitted = f"schedule     {', '.join(changes)}, to fit into MAX_STEPS={experiment.MAX_STEPS}"
+        return [fitted] if changes else []
+
+    @classmethod
+    def of_stages(cls, experiment: Any) -> Config | None:
+        """Return the config of the schedule of STAGES that have rates, or None if none has.
+
+        A stage without a rate keeps that of the stage before.
+
+        Raises:
+          ConfigError: A rate is wrong, or the first stage has none.
+        """
+        stages = stages_of(experiment)
+        if not any("rate" in one.stage for one in stages):
+            return None
+        rates: list[dict[str, Any]] = []
+        for index, one in enumerate(stages):
+            path, rate = f"STAGES[{index}]", one.stage.get("rate")
+            if rate is None:
+                require(index > 0, path, "rate", None, "a rate, since a later stage has one")
+                rate = rates[-1]["to"]
+            values = dict(rate) if isinstance(rate, Mapping) else {"to": rate}
+            are_known = "to" in values and values.keys() <= {"to", "by"}
+            require(are_known, path, "rate", rate, "a number, or {'to': number, 'by': shape}")
+            check_non_negative(path, rate=values["to"])
+            rates.append({"by": "linear", **values})
+        peak = max(rate["to"] for rate in rates) or 1.0
+        return Config(
+            schedules.staged,
+            peak,
+            boundaries=[one.last_step for one in stages],
+            ratios=[rate["to"] / peak for rate in rates],
+            shapes=[rate["by"] for rate in rates],
+        )
+
+
+def schedule_steps(fields: Any, *, flat: float | None = None) -> tuple[int, int, int]:
+    """Return the end of the warmup, and start and end of the decay, by the rule of this module.
+
+    `flat` is the part of MAX_STEPS before a decay without DECAY_START; None for the warmup.
+    """
+    warmup = number_of_steps(fields, "WARMUP_STEPS")
+    start, end = fields.DECAY_START, fields.DECAY_END
+    decay_start = warmup if start is None else number_of_steps(fields, "DECAY_START")
+    if start is None and flat is not None:
+        decay_start = max(warmup, int(flat * fields.MAX_STEPS))
+    if end is not None:
+        return warmup, decay_start, number_of_steps(fields, "DECAY_END")
+    if not warmup <= decay_start < fields.MAX_STEPS:
+        check_sizes(None, MAX_STEPS=fields.MAX_STEPS)
+        longest = schedules.longest_warmup(fields.MAX_STEPS)
+        warmup = min(warmup, longest)
+        decay_start = warmup if start is None else min(decay_start, max(warmup, longest))
+    return warmup, decay_start, fields.MAX_STEPS
+
+
+# The flat part of `wsd` and `sqrt` is that of Hägele et al. (2024, arXiv:2405.18392).
+SCHEDULES: Mapping[str, ScheduleChoice] = MappingProxyType(
+    {
+        "cosine": ScheduleChoice(schedules.linear_warmup_cosine_decay, _RATIO),
+        "exponential": ScheduleChoice(schedules.linear_warmup_exponential_decay, _RATIO),
+        "linear": ScheduleChoice(schedules.linear_warmup_polynomial_decay),
+        "polynomial": ScheduleChoice(
+            schedules.linear_warmup_polynomial_decay, _RATIO, {"power": 2.0}
+        ),
+        "wsd": ScheduleChoice(schedules.linear_warmup_polynomial_decay, _RATIO, flat=0.8),
+        "sqrt": ScheduleChoice(
+            schedules.linear_warmup_polynomial_decay,
+            _RATIO,
+            {"power": 0.5, "origin": "start"},
+            flat=0.8,
+        ),
+        "inverse_sqrt": ScheduleChoice(schedules.linear_warmup_sqrt_decay, steps=("warmup_steps",)),
+        "constant": ScheduleChoice(
+            schedules.linear_warmup_polynomial_decay, options={"min_ratio": 1.0}
+        ),
+    }
+)
