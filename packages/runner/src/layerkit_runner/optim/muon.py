@@ -21,7 +21,7 @@ from layerkit.config.checks import (
 from layerkit_runner.optim.matrices import MatrixDims, as_matrices, from_matrices, require_matrices
 from layerkit_runner.optim.optimizer_updates import declare_per_layer
 from layerkit_runner.optim.schedules import concrete_numbers
-from layerkit_runner.optim.spread_matrices import map_matrices
+from layerkit_runner.optim.spread_matrices import is_on_cpu, map_matrices
 
 MuonScale = Literal["rms", "shape", "spectral"]
 """Factor of the update of a matrix `[in, out]`; see `muon`."""
@@ -29,6 +29,7 @@ MuonVariant = Literal["muon", "normuon", "adamuon"]
 """Second moment by which an orthogonalized momentum is divided; see `muon`."""
 
 _RMS = 0.2
+_A, _B, _C = 3.4445, -4.7750, 2.0315  # Coefficients of Jordan's iteration, as in optax.
 _TINY = 1e-10
 
 
@@ -84,8 +85,8 @@ def muon(
         weights that decay; None for all.
       ns_steps: Number of Newton-Schulz iterations.
       eps: Number added to the Frobenius norm by which a matrix is divided before the iterations.
-      ns_dtype: Dtype of the iterations, such as bfloat16, as in Jordan's code; None for that of the
-        gradients.
+      ns_dtype: Dtype of the iterations. None for bfloat16, as in Jordan's code, but on CPUs, which
+        compute faster in it, for that of the gradients.
       mu_dtype: Dtype of the momentum; None for that of the weights.
 
     Raises:
@@ -105,21 +106,15 @@ def muon(
     def stateless(function: Any) -> optax.GradientTransformation:
         return optax.stateless(lambda tree, _: jax.tree.map(function, tree, dims_of(tree)))
 
-    # Without a momentum, this is only the Newton-Schulz iteration.
-    newton_schulz = scale_by_muon(ns_steps=ns_steps, beta=0.0, eps=eps, nesterov=False)
-
-    def orthogonalize(matrix: jax.Array) -> jax.Array:
-        matrix = jnp.sign(matrix) if variant == "adamuon" else matrix
-        orthogonal: jax.Array = newton_schulz.update(matrix, newton_schulz.init(matrix))[0]
-        return orthogonal
+    def orthogonalize(matrices: tuple[Any, ...], states: tuple[Any, ...]) -> tuple[Any, Any]:
+        matrix = jnp.sign(matrices[0]) if variant == "adamuon" else matrices[0]
+        return (_orthogonalize(matrix, ns_steps=ns_steps, eps=eps),), states
 
     def directions(updates: Any, _: Any) -> Any:
-        cast = jax.tree.map(lambda x: x.astype(ns_dtype or x.dtype), updates)
-        ((made,), _) = map_matrices(
-            lambda matrices, states: ((orthogonalize(*matrices),), states),
-            [cast],
-            dims=dims_of(updates),
-        )
+        dtype = ns_dtype or (None if is_on_cpu() else jnp.bfloat16)
+        cast = jax.tree.map(lambda x: x.astype(dtype or x.dtype), updates)
+        dims = jax.tree.map(_wide, updates, dims_of(updates))
+        ((made,), _) = map_matrices(orthogonalize, [cast], dims=dims)
         return jax.tree.map(lambda x, like: x.astype(like.dtype), made, updates)
 
     def rescale(x: jax.Array, dims: MatrixDims) -> jax.Array:
@@ -160,6 +155,43 @@ def _divide_by_second_moment(
         return updates, SecondMomentState(nu)
 
     return optax.GradientTransformation(init, update)
+
+
+def _wide(x: jax.Array, dims: MatrixDims) -> MatrixDims:
+    """Return the dimensions of a weight with in and out exchanged if in is larger.
+
+    The iterations of a transposed matrix give the transposed result, so matrices of both
+    orientations are taken together.
+    """
+    num_in, num_out = (math.prod(x.shape[dim] for dim in group) for group in (dims.ins, dims.outs))
+    return MatrixDims(dims.outs, dims.ins, dims.parts) if num_in > num_out else dims
+
+
+def _orthogonalize(matrix: jax.Array, *, ns_steps: int, eps: float) -> jax.Array:
+    """Return the result of Newton-Schulz iterations on a matrix `[in, out]`.
+
+    Each iteration multiplies the matrix X from the left by a polynomial of X·Xᵀ. If X is wide, the
+    product of the polynomials is computed first, with 0.55 of the operations for out = 4·in. Its
+    error is about 1e-3 at most, where singular values are far below the largest one. Narrow dtypes
+    would add to it.
+    """
+    rows, columns = sorted(matrix.shape)
+    if columns < 2 * rows or matrix.dtype != jnp.float32:
+        # Without a momentum, this is only the Newton-Schulz iteration.
+        newton_schulz = scale_by_muon(ns_steps=ns_steps, beta=0.0, eps=eps, nesterov=False)
+        orthogonal: jax.Array = newton_schulz.update(matrix, newton_schulz.init(matrix))[0]
+        return orthogonal
+    x = matrix if matrix.shape[0] == rows else matrix.T
+    gram = x @ x.T
+    norm = jnp.sqrt(jnp.trace(gram)) + eps
+    gram /= norm**2
+    product = identity = jnp.eye(rows)
+    for step in range(ns_steps):
+        factor = _A * identity + _B * gram + _C * (gram @ gram)
+        product = factor @ product if step else factor / norm
+        gram = factor @ (factor @ gram)
+    x = product @ x
+    return x if matrix.shape[0] == rows else x.T
 
 
 def _factor(scale: MuonScale, num_in: int, num_out: int) -> float:

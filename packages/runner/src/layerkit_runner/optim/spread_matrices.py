@@ -25,6 +25,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from layerkit.base.sharding import model_device
 from layerkit_runner.optim.matrices import MatrixDims, as_matrices, from_matrices
 from layerkit_runner.optim.weight_selection import mask_of
 
@@ -49,6 +50,13 @@ def spread_by(layout: Layout | None) -> Iterator[None]:
         _LAYOUT.reset(token)
 
 
+def is_on_cpu() -> bool:
+    """Return whether the weights are on CPU devices."""
+    layout = _LAYOUT.get()
+    device = layout((), (), None).mesh.devices.flat[0] if layout else model_device(None)
+    return bool(device.platform == "cpu")
+
+
 def map_matrices(
     function: MatrixFunction, weights: Sequence[Any], states: Sequence[Any] = (), *, dims: Any
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
@@ -59,8 +67,8 @@ def map_matrices(
 
     Args:
       function: Function of a tuple of matrices `[in, out]` and a tuple of states `[...]` of one
-        matrix. It returns any number of matrices, and as many states of equal shapes, or None in
-        place of a state that stays: that is not sent back.
+        matrix. It returns any number of matrices, and as many states of equal shapes. None in
+        place of a state leaves it unchanged.
       weights: Trees of arrays in the layout of the weights, such as gradients and moments.
       states: Trees with the same paths, of lists of arrays `[*batch, ...]`: one for each matrix
         that `as_matrices` returns, with its batch.
@@ -69,23 +77,71 @@ def map_matrices(
     Returns:
       (trees of the matrices in the layout of the weights, trees of the states).
     """
-    layout = _LAYOUT.get()
-    axes = {} if layout is None else flatten_dict(mask_of(weights[0], lambda box: box.axes))
+    layout, flat_dims = _LAYOUT.get(), flatten_dict(dims)
     flat = [[flatten_dict(tree) for tree in trees] for trees in (weights, states)]
-    groups: dict[Any, dict[Any, _Stack]] = {}
-    for path, matrix in flatten_dict(dims).items():
-        arrays = tuple(tuple(tree[path] for tree in trees) for trees in flat)
-        stack = _Stack.of(arrays, matrix, axes=axes.get(path, ()), layout=layout)
-        groups.setdefault(stack.kind, {})[path] = stack
-    results: dict[Any, Any] = {}
-    for group in groups.values():
-        results |= zip(group, _map_group(function, [*group.values()]), strict=True)
+    arrays = {path: [tuple(tree[path] for tree in trees) for trees in flat] for path in flat_dims}
+    if layout is None or layout((), (), None).mesh.size == 1:
+        results = _map_whole(function, arrays, flat_dims)
+    else:
+        axes = flatten_dict(mask_of(weights[0], lambda box: box.axes))
+        groups: dict[Any, dict[Any, _Stack]] = {}
+        for path, one in flat_dims.items():
+            like_weight, of_matrices = arrays[path]
+            stack = _Stack.of(like_weight, of_matrices, one, axes=axes[path], layout=layout)
+            groups.setdefault(stack.kind, {})[path] = stack
+        results = {}
+        for group in groups.values():
+            results |= zip(group, _map_group(function, [*group.values()]), strict=True)
+
+    kept = {
+        path: jax.tree.map(lambda old, new: old if new is None else new, arrays[path][1], result)
+        for path, (_, result) in results.items()
+    }
+    results = {path: (matrices, kept[path]) for path, (matrices, _) in results.items()}
 
     def as_trees(index: int) -> tuple[Any, ...]:
         columns = zip(*(result[index] for result in results.values()), strict=True)
         return tuple(unflatten_dict(dict(zip(results, c, strict=True))) for c in columns)
 
     return as_trees(0), as_trees(1)
+
+
+def _map_whole(function: MatrixFunction, arrays: Any, dims: Any) -> dict[Any, Any]:
+    """Return the results (shaped like the weight, states) by path of arrays that are whole here."""
+    groups: dict[Any, dict[Any, Any]] = {}
+    for path, (weights, states) in arrays.items():
+        views = zip(*(as_matrices(x, dims[path]) for x in weights), strict=True)
+        for index, matrices in enumerate(views):
+            one = matrices, tuple(state[index] for state in states)
+            kind = tuple((x.shape[matrices[0].ndim - 2 :], x.dtype) for x in jax.tree.leaves(one))
+            groups.setdefault(kind, {})[path, index] = one
+    parts: dict[Any, Any] = {}
+    for group in groups.values():
+        batches = [one[0][0].shape[:-2] for one in group.values()]
+        done = _map_joined(jax.vmap(lambda x: function(*x)), [*group.values()], batches)
+        parts |= zip(group, done, strict=True)
+    results = {}
+    for path, (weights, _) in arrays.items():
+        outs, states = zip(*(part for key, part in parts.items() if key[0] == path), strict=True)
+        columns = zip(*outs, strict=True)
+        merged = tuple(from_matrices(one, dims[path], like=weights[0]) for one in columns)
+        results[path] = merged, tuple(map(list, zip(*states, strict=True)))
+    return results
+
+
+def _map_joined(function: Any, trees: Sequence[Any], batches: Sequence[Any]) -> list[Any]:
+    """Apply a function of arrays `[items, ...]` to trees of arrays `[*batch, ...]` at once."""
+    counts = [*map(math.prod, batches)]
+    flat = [
+        jax.tree.map(lambda x, b=b, n=n: x.reshape(n, *x.shape[len(b) :]), tree)
+        for tree, b, n in zip(trees, batches, counts, strict=True)
+    ]
+    done = function(jax.tree.map(lambda *parts: jnp.concatenate(parts), *flat))
+    ends = itertools.pairwise(itertools.accumulate(counts, initial=0))
+    return [
+        jax.tree.map(lambda x, b=b, e=end: x[slice(*e)].reshape(*b, *x.shape[1:]), done)
+        for b, end in zip(batches, ends, strict=True)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +177,7 @@ class _Stack:
       batch: Mesh axes of each dimension of the batch, whose items stay on their devices.
       dims: Dimensions of the matrices of an item.
       order: Dimensions of the weight in the order of its array.
-      mesh: Devices; None for one device.
+      mesh: Mesh of the devices.
     """
 
     arrays: Any
@@ -129,22 +185,24 @@ class _Stack:
     batch: tuple[tuple[str, ...], ...]
     dims: MatrixDims
     order: tuple[int, ...]
-    mesh: Mesh | AbstractMesh | None
+    mesh: Mesh | AbstractMesh
 
     @classmethod
-    def of(cls, arrays: Any, dims: MatrixDims, *, axes: Any, layout: Layout | None) -> _Stack:
+    def of(
+        cls, weights: Any, states: Any, dims: MatrixDims, *, axes: Any, layout: Layout
+    ) -> _Stack:
         """Return the stack of a weight with these logical axes."""
-        shape = arrays[0][0].shape
+        shape = weights[0].shape
         rank = len(shape)
         inside = sorted(dim + rank for dim in (*dims.ins, *dims.outs))
         batch = [dim for dim in range(rank) if dim not in inside]
-        sharding = layout and layout(axes, shape, None)
+        sharding = layout(axes, shape, None)
         over = _mesh_axes(sharding, rank)
         kept = tuple(over[dim] for dim in batch)
 
         def item_of(x: jax.Array) -> _Item:
-            names = [axes[dim] for dim in batch if axes] + [None] * (x.ndim - len(batch))
-            state = _mesh_axes(layout and layout(names, x.shape, (axes, shape)), x.ndim)
+            names = [axes[dim] for dim in batch] + [None] * (x.ndim - len(batch))
+            state = _mesh_axes(layout(names, x.shape, (axes, shape)), x.ndim)
             free = [tuple(name for name in names if name not in sum(kept, ())) for names in state]
             return _Item(x.shape[len(batch) :], tuple(free[len(batch) :]))
 
@@ -154,12 +212,12 @@ class _Stack:
         ins, outs = (tuple(moved[dim] for dim in group) for group in (dims.ins, dims.outs))
         parts = dims.parts and (moved[dims.parts[0]], dims.parts[1])
         return cls(
-            (tuple(x.transpose(order) for x in arrays[0]), arrays[1]),
-            (weight, jax.tree.map(item_of, arrays[1])),
+            (tuple(x.transpose(order) for x in weights), states),
+            (weight, jax.tree.map(item_of, states)),
             kept,
             MatrixDims(ins, outs, parts),
             order,
-            sharding.mesh if sharding and sharding.mesh.size > 1 else None,
+            sharding.mesh,
         )
 
     @property
@@ -170,12 +228,9 @@ class _Stack:
         return self.dims, kept, tuple(jax.tree.leaves(self.items)), dtypes
 
     def map(self, function: Callable[[_Item, Any], Any], tree: Any) -> Any:
-        """Return the tree (shaped like the weight, states) of `function(item, array or None)`."""
-
-        def apply(item: _Item, x: Any) -> Any:
-            return None if x is None else function(item, x)
-
-        return jax.tree.map(apply, ((self.items[0],) * len(tree[0]), self.items[1]), tree)
+        """Return the tree (shaped like the weight, states) of `function(item, array)`."""
+        items = (self.items[0],) * len(tree[0]), self.items[1]
+        return jax.tree.map(lambda i, x: None if x is None else function(i, x), items, tree)
 
     def spec(self, item: _Item) -> PartitionSpec:
         """Return the layout of an array."""
@@ -193,54 +248,32 @@ class _Stack:
 
 def _map_group(function: MatrixFunction, stacks: Sequence[_Stack]) -> list[Any]:
     """Return the results (shaped like the weight, states) of each of the stacks of one kind."""
-    first, mesh = stacks[0], stacks[0].mesh
+    first = stacks[0]
 
     def map_item(arrays: Any) -> Any:
-        matrices = zip(*(as_matrices(x, first.dims) for x in arrays[0]), strict=True)
-        states = zip(*arrays[1], strict=True) if arrays[1] else itertools.repeat(())
-        outs, kept = zip(*map(function, matrices, states), strict=True)
-        like = jax.ShapeDtypeStruct(first.items[0].sizes, jnp.float32)
-        columns = zip(*outs, strict=True)
-        weights = tuple(from_matrices(parts, first.dims, like=like) for parts in columns)
-        return weights, tuple(map(list, zip(*kept, strict=True)))
+        return _map_whole(function, {(): arrays}, {(): first.dims})[()]
 
-    def map_all(*bundles: Any) -> list[Any]:
-        batches, flat = [], []
-        for stack, bundle in zip(stacks, bundles, strict=True):
-            count = len(stack.batch)
-            batches.append(bundle[0][0].shape[:count])
-            flat.append(jax.tree.map(lambda x, n=count: x.reshape(-1, *x.shape[n:]), bundle))
-        joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *flat)
-        done = _map_chunks(map_item, joined, first, mesh) if mesh else jax.vmap(map_item)(joined)
-        ends = [*itertools.accumulate(map(math.prod, batches), initial=0)]
-        return [
-            jax.tree.map(lambda x, b=batch, e=end: x[slice(*e)].reshape(*b, *x.shape[1:]), done)
-            for batch, end in zip(batches, itertools.pairwise(ends), strict=True)
-        ]
+    def map_here(*trees: Any) -> list[Any]:
+        batches = [x[0][0].shape[: len(s.batch)] for s, x in zip(stacks, trees, strict=True)]
+        run = functools.partial(_map_chunks, map_item, stack=first)
+        return _map_joined(run, trees, batches)
 
-    if mesh is None:
-        results = map_all(*(stack.arrays for stack in stacks))
-    else:
-        specs = tuple((s.spec(s.items[0]), jax.tree.map(s.spec, s.items[1])) for s in stacks)
-        padded = [stack.map(stack.pad, stack.arrays) for stack in stacks]
-        # The compiler, left to itself, would gather a whole chunk on each device.
-        spread = jax.shard_map(
-            map_all, mesh=mesh, in_specs=specs, out_specs=[*specs], check_vma=False
-        )
-        wholes = zip(stacks, spread(*padded), strict=True)
-        results = [stack.map(stack.cut, x) for stack, x in wholes]
+    specs = tuple((s.spec(s.items[0]), jax.tree.map(s.spec, s.items[1])) for s in stacks)
+    padded = [stack.map(stack.pad, stack.arrays) for stack in stacks]
+    # The compiler, left to itself, would gather a whole chunk on each device.
+    spread = jax.shard_map(
+        map_here, mesh=first.mesh, in_specs=specs, out_specs=[*specs], check_vma=False
+    )
+    wholes = [stack.map(stack.cut, x) for stack, x in zip(stacks, spread(*padded), strict=True)]
     return [
-        (
-            tuple(x.transpose(np.argsort(stack.order)) for x in weights),
-            jax.tree.map(lambda old, new: old if new is None else new, stack.arrays[1], states),
-        )
-        for stack, (weights, states) in zip(stacks, results, strict=True)
+        (tuple(x.transpose(np.argsort(stack.order)) for x in weights), states)
+        for stack, (weights, states) in zip(stacks, wholes, strict=True)
     ]
 
 
-def _map_chunks(map_item: Callable[[Any], Any], arrays: Any, stack: _Stack, mesh: Any) -> Any:
+def _map_chunks(map_item: Callable[[Any], Any], arrays: Any, *, stack: _Stack) -> Any:
     """Return the results for `[batch, ...]` on this device, with one whole item at a time."""
-    count = jax.tree.leaves(arrays)[0].shape[0]
+    mesh, count = stack.mesh, jax.tree.leaves(arrays)[0].shape[0]
     names = set(sum((item.used for item in jax.tree.leaves(stack.items)), ()))
     # Replicas share the work, unless most of them would be idle. Slow networks come first.
     for name, size in reversed(mesh.shape.items()):
@@ -300,10 +333,9 @@ def _return_parts(devices: dict[str, int], item: _Item, x: jax.Array) -> jax.Arr
     return x.transpose(order).reshape(-1, *part)
 
 
-def _mesh_axes(sharding: NamedSharding | None, rank: int) -> list[tuple[str, ...]]:
+def _mesh_axes(sharding: NamedSharding, rank: int) -> list[tuple[str, ...]]:
     """Return the mesh axes of each dimension."""
-    spec = () if sharding is None else sharding.spec
-    entries = [*spec, *[None] * (rank - len(spec))]
+    entries = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
     return [(names,) if isinstance(names, str) else tuple(names or ()) for names in entries]
 
 
