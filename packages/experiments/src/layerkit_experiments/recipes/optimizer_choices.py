@@ -17,6 +17,7 @@ import optax
 
 from layerkit.config import Config, Partial
 from layerkit.errors import ConfigError
+from layerkit_experiments.recipes.schedule_choices import ScheduleChoice
 from layerkit_runner.optim import adamw_variants
 from layerkit_runner.optim.learner import AuxiliaryOptimizer
 from layerkit_runner.optim.matrices import all_but_matrices
@@ -40,7 +41,8 @@ class OptimizerChoice(NamedTuple):
       wrapped: Optimizer without weight decay that `function` takes as `optimizer`; None for none.
       rate: Factor of LEARNING_RATE.
       decay: Factor of WEIGHT_DECAY.
-      keeps_rate: True if the rate stays constant after the warmup.
+      keeps_rate: True if the rate stays constant after the warmup, unless LEARNING_RATE_SCHEDULE or
+        STAGES sets another one.
       only_matrices: True if AdamW trains the weights that are no matrices.
     """
 
@@ -77,8 +79,8 @@ class OptimizerChoice(NamedTuple):
         """Set the optimizer of a learner, and return it.
 
         Args:
-          learner: Config of a learner with a schedule that has a `peak` and a `min_ratio`, and an
-            optimizer whose `mask` selects the weights that decay.
+          learner: Config of a learner with a schedule of AdamW that has a `peak`, and an optimizer
+            whose `mask` selects the weights that decay.
           experiment: Experiment with the fields.
         """
         mask, rate = learner.optimizer.mask, learner.learning_rate
@@ -92,7 +94,8 @@ class OptimizerChoice(NamedTuple):
         if self.rate != 1.0:
             learner.learning_rate = copy.copy(rate)
             learner.learning_rate.peak *= self.rate
-        if self.keeps_rate:
+        is_named = experiment.LEARNING_RATE_SCHEDULE or ScheduleChoice.of_stages(experiment)
+        if self.keeps_rate and not is_named:
             learner.learning_rate.min_ratio = 1.0
         return learner.set(optimizer=self.config(experiment, mask))
 
@@ -118,7 +121,9 @@ class OptimizerChoice(NamedTuple):
             return []
         parts = (
             f"{name}: rate {row.rate:g} × LEARNING_RATE",
-            "constant after the warmup" if row.keeps_rate else "",
+            "constant unless LEARNING_RATE_SCHEDULE or STAGES sets another one"
+            if row.keeps_rate
+            else "",
             f"weight decay {row.decay:g} × WEIGHT_DECAY",
             "adamw for weights that are no matrices" if row.only_matrices else "",
             *(f"{field} is not read" for field in row.unread_fields()),
