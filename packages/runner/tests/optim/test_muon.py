@@ -12,7 +12,7 @@ import pytest
 from flax.traverse_util import flatten_dict
 
 from layerkit.base.base_layer import PARAMS
-from layerkit.base.weights import unbox
+from layerkit.base.weights import WeightBox, unbox
 from layerkit.config import Partial
 from layerkit.errors import ConfigError
 from layerkit.layers import MultiHeadAttention, StackedTransformer, StackedTransformerRepeated
@@ -276,3 +276,22 @@ def test_report_lists_matrices_and_a_weight_that_is_none_is_an_error():
         ),
     ):
         learner.init(random_like(boxes, 0), stacks=stacks_of(boxes))
+
+
+@pytest.mark.parametrize(
+    ("smallest", "error"), [(1e-2, 1e-5), pytest.param(1e-8, 1e-3, id="ill-conditioned")]
+)
+@pytest.mark.parametrize("shape", [(16, 64), (64, 16)])
+def test_wide_and_tall_matrices_equal_the_iteration_in_float64(
+    shape: tuple[int, int], smallest: float, error: float
+):
+    rng = np.random.default_rng(0)
+    left, right = (np.linalg.qr(rng.normal(size=(size, 16)))[0] for size in shape)
+    gradient = np.float32(left * np.geomspace(1.0, smallest, 16) @ right.T)
+    box = WeightBox(None, ("embed", "mlp"), fans=shape, is_factor=True)
+    boxes = {("w",): box.replace(fan_in_dims=(-2,), fan_out_dims=(-1,))}
+    optimizer, weights = muon(1.0, nesterov=False, scale="spectral"), {"w": gradient}
+    with declared(boxes):
+        update, _ = optimizer.update(weights, optimizer.init(weights), weights)
+    ours = -np.asarray(update["w"], np.float64) / np.sqrt(shape[1] / shape[0])
+    np.testing.assert_allclose(ours, newton_schulz(gradient.astype(np.float64)), atol=error)

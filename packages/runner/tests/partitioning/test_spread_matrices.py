@@ -12,6 +12,7 @@ import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding
 
+from layerkit.base.sharding import DEFAULT_RULES as RULES
 from layerkit.base.sharding import BoundSharding
 from layerkit.base.weights import WeightBox
 from layerkit_runner.optim.matrices import MatrixDims
@@ -113,13 +114,22 @@ def test_results_on_meshes_equal_loops_over_matrices(sizes: Any, slices: Any):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "num_replicas"), [([1, 4, 2], 1), ([2, 2, 2], 2), ([8, 1, 1], 8)]
+    ("sizes", "mlp", "num_replicas"),
+    [
+        ([1, 4, 2], "tensor", 1),
+        ([2, 2, 2], "tensor", 2),
+        ([8, 1, 1], "tensor", 8),
+        # As ZeRO stage 1 divides an update.
+        ([2, 4, 1], "data", 1),
+    ],
 )
-def test_no_exchange_and_no_temporary_is_as_large_as_a_stack(sizes: Any, num_replicas: int):
+def test_no_exchange_and_no_temporary_is_as_large_as_a_stack(
+    sizes: Any, mlp: str, num_replicas: int
+):
     layers, num_in, num_out = 32, 64, 128
     shape, dims = (layers, num_in, num_out), {"w": MatrixDims((-2,), (-1,))}
-    bound = BoundSharding(make_mesh(("data", "fsdp", "tensor"), ici_mesh_shape=sizes))
-    axes = ("layers", "embed", "mlp")
+    mesh = make_mesh(("data", "fsdp", "tensor"), ici_mesh_shape=sizes)
+    bound, axes = BoundSharding(mesh, RULES.replace(mlp=mlp)), ("layers", "embed", "mlp")
 
     def square(matrices: Any, states: Any) -> Any:
         return (matrices[0] @ matrices[0].T @ matrices[0],), states
