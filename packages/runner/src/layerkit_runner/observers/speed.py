@@ -277,29 +277,28 @@ class Goodput:
         """Add the `record()` of earlier runs of the job."""
         done = record["num_steps"]
         lost = min(done, max(0, record["step"] - start_step))
-        lost_seconds = record["seconds"]["steps"] * lost / done if done else 0.0
         for name in PHASES:
             self._seconds[name] += record["seconds"].get(name, 0.0)
-        self._seconds["steps"] -= lost_seconds
-        self._seconds["lost"] += lost_seconds
+        self.num_steps += done
+        lost_seconds = self.lose_steps(lost)
         self._earlier_runs = [dict(run) for run in record.get("runs", [record["seconds"]])]
         for run in reversed(self._earlier_runs):
             moved = min(run["steps"], lost_seconds)
             run["steps"], run["lost"] = run["steps"] - moved, run["lost"] + moved
             lost_seconds -= moved
-        self.num_steps += done - lost
-        self.num_lost_steps += record["num_lost_steps"] + lost
+        self.num_lost_steps += record["num_lost_steps"]
         self.num_runs += record["num_runs"]
         self.seconds_between_runs += record["seconds_between_runs"] + max(0.0, seconds_between)
 
-    def lose_steps(self, count: int) -> None:
-        """Count the last steps of this run, and their share of the time of steps, as lost."""
+    def lose_steps(self, count: int) -> float:
+        """Count the last steps, and their share of the time of steps, as lost; return the time."""
         lost = min(count, self.num_steps)
         seconds = self.seconds()["steps"] * lost / max(self.num_steps, 1)
         self._seconds["steps"] -= seconds
         self._seconds["lost"] += seconds
         self.num_steps -= lost
         self.num_lost_steps += lost
+        return seconds
 
     def record(self) -> dict[str, Any]:
         """Return all counts as JSON values; `runs` has the seconds of each run by phase."""
