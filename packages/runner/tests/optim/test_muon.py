@@ -278,12 +278,10 @@ def test_report_lists_matrices_and_a_weight_that_is_none_is_an_error():
         learner.init(random_like(boxes, 0), stacks=stacks_of(boxes))
 
 
-@pytest.mark.parametrize(
-    ("smallest", "error"), [(1e-2, 1e-5), pytest.param(1e-8, 1e-3, id="ill-conditioned")]
-)
+@pytest.mark.parametrize("smallest", [1e-2, 1e-4, 1e-8])
 @pytest.mark.parametrize("shape", [(16, 64), (64, 16)])
 def test_wide_and_tall_matrices_equal_the_iteration_in_float64(
-    shape: tuple[int, int], smallest: float, error: float
+    shape: tuple[int, int], smallest: float
 ):
     rng = np.random.default_rng(0)
     left, right = (np.linalg.qr(rng.normal(size=(size, 16)))[0] for size in shape)
@@ -294,4 +292,4 @@ def test_wide_and_tall_matrices_equal_the_iteration_in_float64(
     with declared(boxes):
         update, _ = optimizer.update(weights, optimizer.init(weights), weights)
     ours = -np.asarray(update["w"], np.float64) / np.sqrt(shape[1] / shape[0])
-    np.testing.assert_allclose(ours, newton_schulz(gradient.astype(np.float64)), atol=error)
+    np.testing.assert_allclose(ours, newton_schulz(gradient.astype(np.float64)), atol=1e-5)

@@ -29,6 +29,7 @@ MuonVariant = Literal["muon", "normuon", "adamuon"]
 """Second moment by which an orthogonalized momentum is divided; see `muon`."""
 
 _RMS = 0.2
+_APPLIED_AFTER = 3  # Iterations on X·Xᵀ before they are applied to X.
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # Coefficients of Jordan's iteration, as in optax.
 _TINY = 1e-10
 
@@ -171,9 +172,9 @@ def _orthogonalize(matrix: jax.Array, *, ns_steps: int, eps: float) -> jax.Array
     """Return the result of Newton-Schulz iterations on a matrix `[in, out]`.
 
     Each iteration multiplies the matrix X from the left by a polynomial of X·Xᵀ. If X is wide, the
-    product of the polynomials is computed first, with 0.55 of the operations for out = 4·in. Its
-    error is about 1e-3 at most, where singular values are far below the largest one. Narrow dtypes
-    would add to it.
+    product of three polynomials is computed before it is applied, with 2/3 of the operations for
+    out = 4·in. A product of all five would lose the small singular values, whose squares are below
+    the precision of X·Xᵀ; narrow dtypes lose them earlier.
     """
     rows, columns = sorted(matrix.shape)
     if columns < 2 * rows or matrix.dtype != jnp.float32:
@@ -182,15 +183,16 @@ def _orthogonalize(matrix: jax.Array, *, ns_steps: int, eps: float) -> jax.Array
         orthogonal: jax.Array = newton_schulz.update(matrix, newton_schulz.init(matrix))[0]
         return orthogonal
     x = matrix if matrix.shape[0] == rows else matrix.T
-    gram = x @ x.T
-    norm = jnp.sqrt(jnp.trace(gram)) + eps
-    gram /= norm**2
-    product = identity = jnp.eye(rows)
-    for step in range(ns_steps):
-        factor = _A * identity + _B * gram + _C * (gram @ gram)
-        product = factor @ product if step else factor / norm
-        gram = factor @ (factor @ gram)
-    x = product @ x
+    for start in range(0, ns_steps, _APPLIED_AFTER):
+        gram = x @ x.T
+        norm = 1.0 if start else jnp.sqrt(jnp.trace(gram)) + eps
+        gram /= norm**2
+        product = identity = jnp.eye(rows)
+        for step in range(start, min(start + _APPLIED_AFTER, ns_steps)):
+            factor = _A * identity + _B * gram + _C * (gram @ gram)
+            product = factor @ product if step > start else factor
+            gram = factor @ (factor @ gram)
+        x = (product / norm) @ x
     return x if matrix.shape[0] == rows else x.T
 
 
