@@ -88,6 +88,7 @@ class DigitClassifier(TrainedExperiment, abstract=True):
         network = FlaxModule.HParams.config(
             module_tpl=Config(SmallConvNet, channels=tuple(self.CHANNELS), features=self.FEATURES),
             example_shapes=((1, *_IMAGE),),
+            kernels=(".*/kernel",),
         )
         model = ClassificationModel.HParams.config(network_tpl=network)
         model.softmax_tpl.set(input_dims=self.FEATURES, num_classes=10)

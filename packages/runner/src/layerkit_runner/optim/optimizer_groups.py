@@ -230,7 +230,8 @@ class OptimizerGroups:
             for one in self._optimizers
         ]
         if not assigned[0]:
-            raise ConfigError("no weight is left to train", owner=main.owner)
+            hint = f"{', '.join(one.owner for one in others)} updates all weights."
+            raise ConfigError("no weight is left to train", owner=main.owner, hint=hint)
         return assigned
 
 
