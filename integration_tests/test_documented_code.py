@@ -38,6 +38,7 @@ PAGES = [
     "preferences.md",
     "programs.md",
     "shared_weights.md",
+    "stages.md",
     # Longer: each compiles a model.
     *(
         pytest.param(page, marks=pytest.mark.slow)

@@ -419,8 +419,7 @@ class LmExperiment(TrainedExperiment, abstract=True):
         check_sizes(None, MAX_POSITIONS=self.MAX_POSITIONS)
         positions = self.MAX_POSITIONS or self.MAX_SEQ_LEN
         for prompts in self.decode_datasets() if "trainable" in self.POSITIONS else ():
-            left = positions - getattr(prompts, "prompt_length", 0)
-            steps = self.MAX_DECODE_STEPS
+            steps, left = self.MAX_DECODE_STEPS, positions - getattr(prompts, "prompt_length", 0)
             expected = f"at most {left}, since the model has {positions} positions"
             require(steps <= left, None, "MAX_DECODE_STEPS", steps, expected)
 

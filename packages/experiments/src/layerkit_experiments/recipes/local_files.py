@@ -35,6 +35,9 @@ class LocalFiles(BaseExperiment, abstract=True):
     TEXT_FILES: list[str] | None = None
     """Files or patterns; None for the running Python's standard library. Files that are named as
     held out, such as val.jsonl, are evaluated and not trained on."""
+    CORPORA: dict[str, list[str]] | None = None
+    """Files or patterns of the components of a mixture by name, in place of TEXT_FILES. Their
+    weights are equal, or those of STAGES. Without HELDOUT_FILES, each is evaluated by itself."""
     HELDOUT_FILES: list[str] | None = None
     """Held-out files or patterns. None for files of TEXT_FILES that are named as held out, or else
     for one document in twenty."""
@@ -51,11 +54,14 @@ class LocalFiles(BaseExperiment, abstract=True):
 
     def data_summary(self) -> str:
         """Return a short description of the training data."""
-        return "Python's source code" if self.TEXT_FILES is None else ", ".join(self.TEXT_FILES)
+        files = self._documents()["paths"]
+        return "Python's source code" if files is None else ", ".join(files)
 
     def validate(self) -> None:
         """Raise an error if the model lacks ids of the data, whose loss would be NaN."""
         super().validate()
+        is_one = self.CORPORA is None or self.TEXT_FILES is None
+        require(is_one, None, "TEXT_FILES", self.TEXT_FILES, "None, since CORPORA is set")
         tokenizer: Tokenizer = build(self.tokenizer())
         where, size = f"TOKENIZER={self.TOKENIZER!r}", tokenizer.vocab_size
         expected = f"at least {size}, the size of {where} with special tokens"
@@ -69,16 +75,31 @@ class LocalFiles(BaseExperiment, abstract=True):
         return folder_tokenizer(self, getattr(self, "HF_FOLDER", "bytes"))
 
     def datasets(self) -> list[Config]:
-        """Return configs of the training and the held-out input."""
-        return split_inputs(self, LocalText, **self._documents())
+        """Return configs of the training and the held-out inputs."""
+        train, heldout = split_inputs(self, LocalText, **self._documents())
+        if self.CORPORA is None:
+            return [train, heldout]
+        from layerkit_inputs import Mixture  # late, since few runs mix
+
+        files = self.CORPORA.items()
+        mixture = Mixture.HParams.config(
+            name="train",
+            is_training=True,
+            percore_batch_size=self.PERCORE_BATCH_SIZE,
+            components={name: train.clone(name=name, paths=paths) for name, paths in files},
+        )
+        if self.HELDOUT_FILES is not None:
+            return [mixture, heldout]
+        return [mixture, *(heldout.clone(name=f"heldout_{n}", paths=paths) for n, paths in files)]
 
     def decode_datasets(self) -> list[Config]:
         """Return the config of prompts from held-out files."""
         return [prompt_input(self, LocalTextPrompts, **self._documents())]
 
     def _documents(self) -> dict[str, Any]:
+        corpora = [path for paths in (self.CORPORA or {}).values() for path in paths]
         return {
-            "paths": self.TEXT_FILES,
+            "paths": corpora or self.TEXT_FILES,
             "heldout_paths": self.HELDOUT_FILES,
             "tokenizer": self.tokenizer(),
             "text_field": self.TEXT_FIELD,

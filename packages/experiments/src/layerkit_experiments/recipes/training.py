@@ -190,6 +190,7 @@ class TrainedExperiment(BaseExperiment, abstract=True):
 
     learner = adamw_cosine
     start_notes = learner_notes
+    stage_fields = {"stages": "STAGES", "num_steps": "MAX_STEPS", "row_length": "MAX_SEQ_LEN"}
 
     def partitioner(self) -> Config:
         """Return the config of the partitioner."""

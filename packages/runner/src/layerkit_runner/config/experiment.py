@@ -51,6 +51,8 @@ class BaseExperiment:
     unused_fields: ClassVar[tuple[str, ...]] = ()
     """Fields of the bases that are no fields of this class, since it does not read them or fixes
     their values, so that a flag without effect is an error. It replaces that of the bases."""
+    stage_fields: ClassVar[Mapping[str, str]] = {}
+    """Fields of the stages, the number of steps and the length of rows; see `config.stages`."""
 
     def __init_subclass__(cls, *, abstract: bool = False, **kwargs: Any) -> None:
         """Check the fields of a new class."""
@@ -66,9 +68,8 @@ class BaseExperiment:
             has no value.
         """
         declared, owner = experiment_fields(type(self)), type(self).__qualname__
-        for name in overrides:
-            if name not in declared:
-                raise unknown_field(owner, name, declared)
+        if unknown := [name for name in overrides if name not in declared]:
+            raise unknown_field(owner, unknown[0], declared)
         values = {n: getattr(self, n) for n in declared if hasattr(self, n)} | overrides
         if missing := [name for name in declared if name not in values]:
             raise FieldError("missing value", owner=owner, field=", ".join(missing))

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from layerkit.config import field_types
 from layerkit.config.checks import check_sizes, require
 from layerkit.errors import ConfigError
 from layerkit_runner.errors import FieldError, as_usage_error
+
+if TYPE_CHECKING:
+    from layerkit_runner.config.experiment import BaseExperiment
 
 
 class Stage(TypedDict, total=False):
@@ -32,7 +35,7 @@ class Stage(TypedDict, total=False):
     batch: int
     """Rows of a batch over all hosts."""
     length: int
-    """Positions of a row, a divisor of MAX_SEQ_LEN."""
+    """Positions of a row, a divisor of those of a row of the data."""
     mixture: Mapping[str, Any]
     """Weight of each component of a `Mixture` by name; those that it leaves out have none."""
     rate: float | Mapping[str, Any]
@@ -48,8 +51,8 @@ class StageSteps:
       first_step: Number of its first step, from 1.
       last_step: Number of its last step.
       batch: Rows of a batch over all hosts; None for that of the training input.
-      length: Positions of a row; None for the rows of the training input.
-      mixture: Weight of each component; None for those of the training input.
+      length: Positions of a row; None if rows of the training input have no length.
+      row_length: Positions of a row of the training input, from which shorter rows are cut.
       stage: The stage as it is written.
     """
 
@@ -57,7 +60,7 @@ class StageSteps:
     last_step: int
     batch: int | None
     length: int | None
-    mixture: Mapping[str, Any] | None
+    row_length: int | None
     stage: Stage
 
     @property
@@ -66,50 +69,56 @@ class StageSteps:
         return self.last_step - self.first_step + 1
 
 
-def stages_of(experiment: Any) -> list[StageSteps]:
-    """Return the stages of an experiment: its field STAGES with steps; [] without the field.
+def stages_of(experiment: BaseExperiment) -> list[StageSteps]:
+    """Return the stages of an experiment with their steps; [] if it has none.
 
-    Rows of the training input have MAX_SEQ_LEN positions, if the experiment has this field.
+    Its `stage_fields` name the fields: `stages`, a list of `Stage`; `num_steps`, which follows from
+    them; and `row_length`, the positions of a row of the training data, which it may lack.
 
     Raises:
       UsageError: A stage has unknown fields or no end, ends before it begins, or has a length that
-        does not divide the rows.
+        does not divide that of the data.
     """
-    stages = getattr(experiment, "STAGES", None) or ()
+    names = experiment.stage_fields
+    if not (stages := getattr(experiment, names.get("stages", ""), None)):
+        return []
     with as_usage_error():
-        return _stage_steps(stages, getattr(experiment, "MAX_SEQ_LEN", None))
+        return _stage_steps(names, stages, getattr(experiment, names["row_length"], None))
 
 
-def set_last_step(experiment: Any) -> None:
-    """Set MAX_STEPS to the last step of STAGES; raise FieldError if an override differs."""
+def set_last_step(experiment: BaseExperiment) -> None:
+    """Set the number of steps to the last step of the stages.
+
+    Raises:
+      FieldError: An override sets another number.
+    """
     if stages := stages_of(experiment):
-        last = stages[-1].last_step
-        value = experiment.overrides.get("MAX_STEPS", last)
-        expected = f"{last}, the last step of STAGES, or no value"
-        require(
-            value == last, type(experiment).__qualname__, "MAX_STEPS", value, expected, FieldError
-        )
-        experiment.MAX_STEPS = last
+        last, name = stages[-1].last_step, experiment.stage_fields["num_steps"]
+        value = experiment.overrides.get(name, last)
+        expected = f"{last}, the last step of {experiment.stage_fields['stages']}, or no value"
+        require(value == last, type(experiment).__qualname__, name, value, expected, FieldError)
+        setattr(experiment, name, last)
 
 
-def _stage_steps(stages: Sequence[Stage], row_length: int | None) -> list[StageSteps]:
+def _stage_steps(
+    names: Mapping[str, str], stages: Sequence[Stage], row_length: int | None
+) -> list[StageSteps]:
     known: list[StageSteps] = []
     last_step, tokens = 0, 0
     batch: int | None = None
-    length, mixture = row_length, None
+    length = row_length
     for index, stage in enumerate(stages):
-        path = f"STAGES[{index}]"
+        path = f"{names['stages']}[{index}]"
         _check_fields(path, stage)
-        batch, mixture = stage.get("batch", batch), stage.get("mixture", mixture)
-        length = stage.get("length", length)
-        expected = f"a divisor of MAX_SEQ_LEN={row_length}"
+        batch, length = stage.get("batch", batch), stage.get("length", length)
+        expected = f"a divisor of {names['row_length']}={row_length}"
         is_divisor = length is None or (row_length is not None and row_length % length == 0)
         require(is_divisor, path, "length", length, expected)
         per_step = None if batch is None else batch * (length or 1)
         first_step, last_step = last_step + 1, _last_step(stage, path, last_step, tokens, per_step)
         if per_step is not None:
             tokens += per_step * (last_step - first_step + 1)
-        known.append(StageSteps(first_step, last_step, batch, length, mixture, stage))
+        known.append(StageSteps(first_step, last_step, batch, length, row_length, stage))
     return known
 
 

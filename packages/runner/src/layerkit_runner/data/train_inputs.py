@@ -10,8 +10,10 @@ differ, so do their orders, and their evaluations end at different batches and w
 
 from __future__ import annotations
 
+import bisect
 import collections
 import functools
+import itertools
 import json
 import time
 import zlib
@@ -25,6 +27,7 @@ from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.evaluation import AllGather
 from layerkit_inputs.base.prefetch import Prefetch
 from layerkit_runner.config.requests import ResolvedExperiment
+from layerkit_runner.config.stages import StageSteps, stages_of
 from layerkit_runner.data.host_inputs import dataset_name, peek_batch
 from layerkit_runner.distributed.stop_signals import StopRequestedError
 from layerkit_runner.errors import UsageError, as_usage_error
@@ -186,6 +189,25 @@ def training_configs(resolved: ResolvedExperiment) -> dict[str, Config]:
     return {name: by_name[name] for name in names if name is not None}
 
 
+def run_stages(resolved: ResolvedExperiment) -> list[StageSteps]:
+    """Return the stages of a training run, which are those of its only data set, or [].
+
+    Raises:
+      UsageError: The run has training programs or another last step.
+    """
+    stages = stages_of(resolved.experiment)
+    if stages:
+        programs, expected = resolved.train_programs, "none beside stages"
+        require(programs is None, resolved.name, "train_programs()", programs, expected, UsageError)
+        path, last = "task.train.num_train_steps", stages[-1].last_step
+        steps, expected = (
+            resolved.task.train.num_train_steps,
+            f"{last}, the last step of the stages",
+        )
+        require(steps == last, resolved.name, path, steps, expected, UsageError)
+    return stages
+
+
 def _evaluation_hint(resolved: ResolvedExperiment) -> str | None:
     if not resolved.datasets:
         return None
@@ -219,7 +241,13 @@ def check_same_data(inputs: Mapping[str, BaseInput], all_gather: AllGather) -> N
 
 
 class TrainInput:
-    """A training data set whose batches are sent to the devices ahead of the steps."""
+    """A training data set whose batches are sent to the devices ahead of the steps.
+
+    Attributes:
+      last_step: Last step of a stage; None for a data set that is used round robin.
+    """
+
+    last_step: int | None = None
 
     def __init__(
         self, dataset: Prefetch, partitioner: Partitioner, name: str | None = None, steps: int = 1
@@ -247,24 +275,47 @@ class TrainInput:
         """Shapes, dtypes and shardings of a global batch, found without advancing the input."""
         return self._partitioner.abstract_batch(peek_batch(self.dataset))
 
+    def restore(self, state: dict[str, Any] | None, step: int) -> None:
+        """Restore the position of the data set, if there is one, after `step` steps of the run."""
+        if state is not None:
+            self.feed.set_state(state)
+
 
 class TrainInputs:
-    """The training data sets of a job, used round robin by the number of the step."""
+    """The training data sets of a job, used round robin by the number of the step.
+
+    Stages are a round that is as long as the run.
+    """
 
     def __init__(self, inputs: Sequence[TrainInput]) -> None:
         """Store the data sets."""
         self.inputs = tuple(inputs)
-        # The data set of each step of a turn.
-        self._turn = [index for index, data in enumerate(inputs) for _ in range(data.steps)]
+        # The last step of each data set in a round.
+        self._last_steps = [*itertools.accumulate(data.steps for data in inputs)]
+
+    @property
+    def datasets(self) -> list[TrainInput]:
+        """Inputs without the later stages, which share the data set of the first."""
+        is_first = (one.last_step is None or one is self.inputs[0] for one in self.inputs)
+        return [*itertools.compress(self.inputs, is_first)]
 
     @property
     def num_turn_steps(self) -> int:
         """Number of steps of one round through all data sets."""
-        return len(self._turn)
+        return self._last_steps[-1]
 
     def index_of_step(self, step: int) -> int:
         """Return the index of the data set that a step uses; steps are counted from 1."""
-        return self._turn[(step - 1) % len(self._turn)]
+        return bisect.bisect_right(self._last_steps, (step - 1) % self._last_steps[-1])
+
+    def total(self, values: Sequence[float], step: int) -> float:
+        """Return the sum over the first `step` steps of a value for each data set."""
+        rounds, rest = divmod(step, self.num_turn_steps)
+        total, before = 0.0, 0
+        for data, value in zip(self.inputs, values, strict=True):
+            total += value * (rounds * data.steps + min(max(rest - before, 0), data.steps))
+            before += data.steps
+        return total
 
     def share(self, index: int) -> float:
         """Return the fraction of the steps that use a data set."""
@@ -278,19 +329,23 @@ class TrainInputs:
         """Return the data sets by the checkpoint key of their input position."""
         return {data.key: data.dataset for data in self.inputs}
 
-    def set_states(self, states: Mapping[str, Any]) -> list[str]:
-        """Restore the input positions of a checkpoint; return the keys that have none."""
+    def set_states(self, states: Mapping[str, Any], *, step: int) -> list[str]:
+        """Restore the input positions of a checkpoint; return the keys that have none.
+
+        Args:
+          states: Positions by key.
+          step: Number of completed steps, from which the stage follows.
+        """
+        inputs = {data.key: data for data in self.datasets}
         known = [key for key in states if key == "train" or key.startswith(_KEY_PREFIX)]
-        if len(known) == len(self.inputs) == 1:
+        if len(known) == len(inputs) == 1:
             # The data set may have been renamed. The oldest checkpoints have the key "train".
-            self.inputs[0].feed.set_state(states[known[0]])
-            return []
-        for data in self.inputs:
-            if data.key in states:
-                data.feed.set_state(states[data.key])
-        return [data.key for data in self.inputs if data.key not in states]
+            states = {next(iter(inputs)): states[known[0]]}
+        for key, data in inputs.items():
+            data.restore(states.get(key), step)
+        return [key for key in inputs if key not in states]
 
     def close(self) -> None:
         """Close the data sets."""
-        for data in self.inputs:
+        for data in self.datasets:
             data.dataset.close()

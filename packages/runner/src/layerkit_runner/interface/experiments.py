@@ -125,6 +125,10 @@ def set_num_steps(resolved: ResolvedExperiment, num_steps: int) -> ResolvedExper
     task_path, path = "task.train.num_train_steps", last_step_path(resolved)
     cls, fields = type(resolved.experiment), changed_fields(resolved.experiment)
     deep = [override for override in resolved.deep_overrides if override.path != task_path]
-    if "." in path or config_text(resolve(cls(**fields), deep)) != config_text(resolved):
+    if (
+        path is None
+        or "." in path
+        or config_text(resolve(cls(**fields), deep)) != config_text(resolved)
+    ):
         return add_overrides(resolved, [make_override(task_path, num_steps)])
     return resolve(cls(**{**fields, path: num_steps}), deep)

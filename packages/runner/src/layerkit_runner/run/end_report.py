@@ -214,8 +214,9 @@ def _suggest(job: Job, executor: Executor, step: int) -> None:
     commands = {"print all settings": command_line(job.options, mode="inspect")}
     # More steps would not continue a stopped run, and would not mend one that skipped many.
     has_many_skipped = 10 * executor.train_programs.skipped.in_all > step
-    if not (executor.has_stopped_early or has_many_skipped):
-        changes = {last_step_path(job.resolved): str(2 * step)}
+    path = last_step_path(job.resolved)
+    if not (executor.has_stopped_early or has_many_skipped or path is None):
+        changes = {path: str(2 * step)}
         commands["train twice as many steps"] = command_line(job.options, changes=changes)
     for line in ("next: " + "; ".join(commands), *(f"  {words}" for words in commands.values())):
         job.observers.message(line)

@@ -196,7 +196,8 @@ class Executor:
         if (restored := self.restore()) is None:
             raise NonFiniteError(f"training stopped: no checkpoint before step {bad_step} is left")
         others = inputs_by_key(self.eval_programs, self.decode_programs)
-        restore_positions(programs.inputs, others, {**restored.input_states, **input_states})
+        positions = {**restored.input_states, **input_states}
+        restore_positions(programs.inputs, others, positions, step=restored.step)
         if self.early_stop is not None and EARLY_STOPPING in restored.metadata:
             record = restored.metadata[EARLY_STOPPING]
             self.early_stop.restore(record, report=self.observers.message)
@@ -397,10 +398,14 @@ def inputs_by_key(
 
 
 def restore_positions(
-    inputs: TrainInputs, others: Mapping[str, BaseInput], states: Mapping[str, Any]
+    inputs: TrainInputs, others: Mapping[str, BaseInput], states: Mapping[str, Any], *, step: int
 ) -> list[str]:
-    """Restore the positions of inputs by checkpoint key; return the training inputs without one."""
-    missing = inputs.set_states(states)
+    """Restore the positions of inputs by checkpoint key for the steps after `step`.
+
+    Returns:
+      The keys of the training inputs without a position.
+    """
+    missing = inputs.set_states(states, step=step)
     for key in sorted(others.keys() & states.keys()):
         others[key].set_state(states[key])
     return missing

@@ -36,6 +36,7 @@ from layerkit_runner.config.recorded import (
     read_recorded_config,
 )
 from layerkit_runner.config.requests import ResolvedExperiment, to_argv
+from layerkit_runner.config.stages import stages_of
 from layerkit_runner.distributed.cluster import run_on_process_0
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import (
@@ -197,11 +198,13 @@ def recorded_num_train_steps(directory: epath.Path) -> int | None:
     return None if recorded is None else recorded.config.get("task.train.num_train_steps")
 
 
-def last_step_path(resolved: ResolvedExperiment) -> str:
+def last_step_path(resolved: ResolvedExperiment) -> str | None:
     """Return the override path of the number of steps: a field of the experiment, if one sets it.
 
-    A schedule may depend on the field.
+    A schedule may depend on the field. It is None if STAGES determine the number.
     """
+    if stages_of(resolved.experiment):
+        return None
     path, num_steps = "task.train.num_train_steps", resolved.task.train.num_train_steps
     fields = {} if path in (o.path for o in resolved.deep_overrides) else vars(resolved.experiment)
     for name, value in fields.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import logging
 import math
@@ -21,7 +22,7 @@ from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.prefetch import Prefetch
 from layerkit_inputs.base.tokenizer_interface import end_disagreement
 from layerkit_runner.config.config_tree import config_json
-from layerkit_runner.data.host_inputs import cast_text, peek_batch
+from layerkit_runner.data.host_inputs import cast_text
 from layerkit_runner.data.train_inputs import TrainInputs
 from layerkit_runner.distributed.devices import flag_lines, unused_plugins
 from layerkit_runner.errors import as_usage_error
@@ -32,7 +33,7 @@ from layerkit_runner.optim.matrices import matrix_texts
 from layerkit_runner.optim.weight_selection import integer_paths, weight_decay_of
 from layerkit_runner.partitioning import PmapPartitioner
 from layerkit_runner.run.job import Job, environment, versions
-from layerkit_runner.step.step_cost import temporary_bytes
+from layerkit_runner.step.step_cost import model_flops_per_step, temporary_bytes
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_state import FirstState, TrainState
 
@@ -116,7 +117,7 @@ def start_lines(
         yield f"padded       {padded}"
     yield from about_data
     decoder = getattr(job.task.model, "decoder", None)
-    for one in data.inputs:
+    for one in data.datasets:
         if one.name is not None:
             yield f"program      {one.name}, {one.steps} of every {data.num_turn_steps} steps"
         yield f"batch        {batch_text(one.abstract_batch)}"
@@ -197,7 +198,9 @@ def input_lines(train_input: BaseInput, *, decoder_ids: Sequence[int] = ()) -> I
         f"input        {type(inner).__qualname__}, {hosts} of {inner.local_batch_size} rows each;"
         f" its position takes {len(json.dumps(train_input.get_state())):,} bytes"
     )
-    if casts := cast_text(peek_batch(train_input)):
+    with as_usage_error():
+        casts = cast_text(train_input.peek())
+    if casts:
         yield f"cast         {casts}"
     tokenizer = train_input.text_tokenizer()
     if note := getattr(inner, "note", getattr(tokenizer, "note", None)):
@@ -240,6 +243,34 @@ def run_info(job: Job, *, start_step: int) -> RunInfo:
         environment=environment(),
         config=config_json(job.resolved),
     )
+
+
+def stage_lines(data: TrainInputs, works: Sequence[StepWork], info: RunInfo) -> Iterator[str]:
+    """Yield a line about each stage, with a bound of its time on devices of known speed."""
+    for index, (one, work) in enumerate(zip(data.inputs, works, strict=True)):
+        if one.last_step is not None:
+            line = f"stage {index + 1}      {one}"
+            if info.peak_flops_per_device and work.flops:
+                speed = info.peak_flops_per_device * info.num_devices
+                seconds = datetime.timedelta(seconds=round(one.steps * work.flops / speed))
+                line += f"; at least {seconds} by its FLOPs"
+            yield line
+
+
+def step_works(job: Job, data: TrainInputs) -> list[StepWork]:
+    """Return the work of a step on each training data set or stage."""
+    works = []
+    flops_of_row: dict[str, float] = {}  # by the shapes of a row
+    for one in data.inputs:
+        batch = one.abstract_batch
+        rows = jax.tree.leaves(batch)[0].shape[0]
+        columns = batch.ids.shape[1] if "ids" in batch and batch.ids.ndim > 1 else 0
+        shapes = str([leaf.shape[1:] for leaf in jax.tree.leaves(batch)])
+        if shapes not in flops_of_row:
+            flops_of_row[shapes] = model_flops_per_step(job.resolved.task, batch, 1)
+        flops = rows * flops_of_row[shapes]
+        works.append(StepWork(examples=rows, tokens=rows * columns, flops=flops))
+    return works
 
 
 def train_run_info(

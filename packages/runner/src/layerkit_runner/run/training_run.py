@@ -10,7 +10,6 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable
-from concurrent import futures
 
 import jax
 
@@ -62,20 +61,21 @@ from layerkit_runner.run.programs.build_programs import (
 )
 from layerkit_runner.run.programs.eval_program import BaseProgram
 from layerkit_runner.run.programs.skipped_steps import SKIPPED_STEPS, SkippedSteps
+from layerkit_runner.run.programs.step_compiler import StepCompiler
 from layerkit_runner.run.programs.train_program import (
     CompiledStep,
     StepReports,
-    trace_step,
 )
 from layerkit_runner.run.start_report import (
     LayerNotes,
     compiled_lines,
     data_lines,
     report_start,
+    stage_lines,
+    step_works,
     train_run_info,
 )
 from layerkit_runner.run_options import RunOptions
-from layerkit_runner.step.step_cost import model_flops_per_step
 from layerkit_runner.step.train_state import RECORD, FirstState, TrainState
 
 _ERROR_CHARACTERS = 2000
@@ -155,8 +155,7 @@ class TrainingRun:
         self.signals = signals
         self.resources = contextlib.ExitStack()
         self._make_executor: Callable[..., Executor] = executor_class(job.resolved)
-        # Programs that are traced after the first step.
-        self._untraced: list[BaseProgram] = []
+        self._likely_step = 0
         self._curve: end_report.LossCurve | None = None
 
     def open(self) -> None:
@@ -190,20 +189,19 @@ class TrainingRun:
         self._read_first_batches()
 
     def compile(self) -> None:
-        """Trace the training steps and start to compile them; count their FLOPs meanwhile."""
+        """Trace the training steps and start to compile them; count their FLOPs meanwhile.
+
+        Of stages, only the one of the next step is compiled before training starts.
+        """
         job = self.job
         progress("tracing the training step", compiles=True, waits_for_others=True)
-        traced = []
+        self._compiler = StepCompiler(job, self.inputs, self.abstract_state)
+        self.resources.callback(self._compiler.close)
         with LayerNotes() as notes, job.goodput.phase("compile"):
-            for data in self.inputs.inputs:
-                with as_usage_error(ValueError, owner=data.name):
-                    batch = data.abstract_batch
-                    traced.append(trace_step(job.task, job.partitioner, self.abstract_state, batch))
+            self._compiler.trace_next(self._likely_step)
         self.notes = notes.lines
         progress("compiling and restoring", compiles=True, waits_for_others=True)
-        pool = self.resources.enter_context(futures.ThreadPoolExecutor(1))
-        self._compiling = [pool.submit(compile_step) for compile_step in traced]
-        self.works = [_step_work(job, data.dataset) for data in self.inputs.inputs]
+        self.works = step_works(job, self.inputs)
         self.about_data = [*data_lines({**self.inputs.by_name(), **inputs_of(self.evals)})]
 
     def restore(self) -> None:
@@ -215,13 +213,9 @@ class TrainingRun:
             train = self.job.task.train
             all_run = train.eval_at_end or train.eval_interval_steps
             evals = [program for program in self.evals if all_run or program.interval_steps]
-            self._untraced = [*evals, *self.decodes]
-            # With steps from the compilation cache, trace after the first step instead.
-            while self._untraced and not all(
-                step.done() and step.result().is_from_cache for step in self._compiling
-            ):
-                self._trace_next()
-            self.steps = [step.result() for step in self._compiling]
+            self._compiler.trace_next(self.first.step)
+            programs = [functools.partial(self._trace, one) for one in [*evals, *self.decodes]]
+            self.steps = self._compiler.steps(programs)
         self._restore_positions()
 
     def record(self) -> None:
@@ -239,8 +233,9 @@ class TrainingRun:
                 first.provenance.write(folder)
             elif first.restored_from is None:
                 (folder / RECORD).unlink(missing_ok=True)
-        memory = compiled_lines([step.run for step in self.steps])
-        lines = [*self.notes, *memory]
+        stages = stage_lines(self.inputs, self.works, self.info)
+        memory = compiled_lines([step.run for step in self._compiler.first])
+        lines = [*self.notes, *stages, *memory]
         report_start(job, self.inputs, self.about_data, first, self.info, lines)
 
     def loop(self) -> None:
@@ -333,6 +328,7 @@ class TrainingRun:
                 " a new --job_log_dir.",
             )
         if (newest := run_on_process_0(self.checkpoints.latest_step)) is not None:
+            self._likely_step = newest
             self._check_end(newest)
             return None
         self._start_over()
@@ -343,8 +339,9 @@ class TrainingRun:
         field, num_steps = "task.train.num_train_steps", self.job.task.train.num_train_steps
         if step > num_steps:
             problem = f"the run has already reached step {step}"
-            longer = f"--fdl.{last_step_path(self.job.resolved)}={2 * step}"
-            hint = f"To continue training, set a larger number, such as {longer}."
+            path = last_step_path(self.job.resolved)
+            longer = f"set a larger number, such as --fdl.{path}={2 * step}"
+            hint = f"To continue training, {'add a stage to STAGES' if path is None else longer}."
             raise UsageError(problem, field=field, value=num_steps, hint=hint)
 
     def _start_over(self) -> None:
@@ -387,14 +384,9 @@ class TrainingRun:
 
     # Steps of `compile` and `restore`.
 
-    def _trace_next(self) -> None:
-        program = self._untraced.pop(0)
+    def _trace(self, program: BaseProgram) -> None:
         with as_usage_error(ValueError, owner=program.name):
             program.trace(self.abstract_state)
-
-    def _trace_rest(self) -> None:
-        while self._untraced:
-            self._trace_next()
 
     def _first_state(self) -> FirstState:
         """Restore the job's newest checkpoint, or that of another job; or make a new state."""
@@ -423,7 +415,9 @@ class TrainingRun:
             try:
                 with as_usage_error():
                     inputs = inputs_by_key(self.evals, self.decodes)
-                    for key in restore_positions(self.inputs, inputs, first.input_states):
+                    for key in restore_positions(
+                        self.inputs, inputs, first.input_states, step=first.step
+                    ):
                         report(
                             f"the checkpoint has no input position for {key}: reading from the"
                             " beginning"
@@ -457,7 +451,8 @@ class TrainingRun:
         if jax.process_index() == 0:
             self._curve = end_report.LossCurve(job, self.inputs.inputs[0].dataset.token_unit)
         throughput = Throughput(self.info, job.goodput)
-        reports = [StepReports(job.observers, throughput, work) for work in self.works]
+        tokens = functools.partial(self.inputs.total, [work.tokens for work in self.works])
+        reports = [StepReports(job.observers, throughput, work, tokens) for work in self.works]
         skipped = SkippedSteps(
             train.max_consecutive_skipped_steps,
             train.num_train_steps,
@@ -470,7 +465,9 @@ class TrainingRun:
                 skipped.restore(self.first.metadata[SKIPPED_STEPS])
         return self._make_executor(
             train=train,
-            train_programs=train_programs(job, self.inputs, self.steps, reports, skipped),
+            train_programs=train_programs(
+                job, self.inputs, self.steps, reports, skipped, self._compiler.news
+            ),
             eval_programs=self.evals,
             decode_programs=self.decodes,
             checkpoints=self.checkpoints if job.options.enable_checkpoint_saving else None,
@@ -485,16 +482,9 @@ class TrainingRun:
             profiler=self._profiler,
             early_stop=self.early_stop,
             decode_interval_steps=self._decode_interval,
-            after_first_step=self._trace_rest,
+            after_first_step=self._compiler.trace_rest,
             after_eval=None if self._curve is None else self._curve.redraw,
         )
-
-
-def _step_work(job: Job, dataset: BaseInput) -> StepWork:
-    batch, rows = dataset.peek(), dataset.global_batch_size
-    columns = batch.ids.shape[1] if "ids" in batch and batch.ids.ndim > 1 else 0
-    flops = model_flops_per_step(job.resolved.task, batch, rows)
-    return StepWork(examples=rows, tokens=rows * columns, flops=flops)
 
 
 def _restored(

@@ -6,7 +6,7 @@ Names are checked before any input is opened, and programs are built before a fi
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from layerkit.config import Config, assigned_fields, target_of
@@ -20,6 +20,7 @@ from layerkit_runner.data.train_inputs import (
     TrainInputs,
     datasets_by_name,
     named_dataset,
+    run_stages,
     training_configs,
 )
 from layerkit_runner.errors import UsageError
@@ -45,8 +46,14 @@ _BY_JOB = ("compiled", "name", "reports")
 def train_inputs(job: Job) -> TrainInputs:
     """Open the training data sets, in the order of the training programs."""
     by_name = train_dataset_configs(job.resolved)
+    if stages := run_stages(job.resolved):
+        from layerkit_runner.data.staged_inputs import staged_inputs  # late, for a fast start
+
+        (dataset,) = by_name.values()
+        return TrainInputs(staged_inputs(dataset, stages, job.partitioner))
     inputs = []
-    for (name, dataset), config in zip(by_name.items(), _train_configs(job.resolved), strict=True):
+    configs = job.resolved.train_programs or [Config(TrainProgram)]
+    for (name, dataset), config in zip(by_name.items(), configs, strict=True):
         source = prefetched(make_input(dataset, job.partitioner))
         steps: Any = assigned_fields(config).get("steps", 1)
         program_name = name if len(by_name) > 1 else None
@@ -60,19 +67,17 @@ def train_programs(
     compiled: Sequence[CompiledStep],
     reports: Sequence[StepReports],
     skipped: SkippedSteps,
+    news: collections.deque[Callable[[], None]],
 ) -> TrainPrograms:
     """Build the training programs that the experiment lists, or one for its only data set."""
-    parts = zip(_train_configs(job.resolved), inputs.inputs, compiled, reports, strict=True)
+    configs = job.resolved.train_programs or [Config(TrainProgram) for _ in inputs.inputs]
+    parts = zip(configs, inputs.inputs, compiled, reports, strict=True)
     programs = [
         config.Instantiate(compiled=step, dataset=data, name=data.name, reports=receivers)
         for config, data, step, receivers in parts
     ]
     inflight = job.task.train.max_inflight_steps
-    return TrainPrograms(inputs, programs, max_inflight_steps=inflight, skipped=skipped)
-
-
-def _train_configs(resolved: ResolvedExperiment) -> list[Config]:
-    return resolved.train_programs or [Config(TrainProgram)]
+    return TrainPrograms(inputs, programs, max_inflight_steps=inflight, skipped=skipped, news=news)
 
 
 def train_dataset_configs(resolved: ResolvedExperiment) -> dict[str, Config]:
@@ -100,7 +105,7 @@ def eval_train_programs(job: Job, training: TrainInputs) -> list[BaseProgram]:
     """Build the programs that evaluate the next training batches; none with `eval_skip_train`."""
     if job.task.train.eval_skip_train:
         return []
-    return [NextBatchEvalProgram(job.task, job.partitioner, data) for data in training.inputs]
+    return [NextBatchEvalProgram(job.task, job.partitioner, data) for data in training.datasets]
 
 
 def decode_programs(job: Job) -> list[BaseProgram]:

@@ -88,13 +88,33 @@ def trace_step(
     return compile_step
 
 
+class DeferredRun:
+    """The `run` of a compiled step that is not needed yet, and is compiled in the background."""
+
+    def __init__(self, begin: Callable[[], CompiledStep]) -> None:
+        """Store a function that waits for the compiler; the first call calls it."""
+        self._begin = begin
+
+    @functools.cached_property
+    def _run(self) -> Callable[[TrainState, NestedMap], tuple[TrainState, Any]]:
+        return self._begin().run
+
+    def __call__(self, state: TrainState, batch: NestedMap) -> tuple[TrainState, Any]:
+        """Run the compiled step."""
+        return self._run(state, batch)
+
+
 @dataclasses.dataclass(frozen=True)
 class StepReports:
-    """The objects to which a training program reports its steps."""
+    """The objects to which a training program reports its steps.
+
+    `tokens_after` returns the tokens of all batches up to a step.
+    """
 
     observers: Observer
     throughput: Throughput
     work: StepWork | None = None
+    tokens_after: Callable[[int], float] | None = None
 
 
 class _StartedStep(NamedTuple):
@@ -265,6 +285,8 @@ class TrainProgram:
         if is_summarized:
             values |= self._rates()
             values |= self._reports.throughput.goodput.shares() | memory_scalars()
+            if self._reports.tokens_after is not None:
+                values["tokens"] = self._reports.tokens_after(step)
         self._reports.observers.train_metrics(step, values)
         if is_summarized:
             if counts := self._since_summary.histograms():
@@ -297,7 +319,10 @@ class TrainProgram:
 
     def _is_summarized(self, step: int) -> bool:
         """Return whether a step is the first after a start or in an interval, or the last."""
-        if self._last_step is None or step == self._train.num_train_steps:
+        if self._last_step is None:
+            self._rates()  # those of the programs before it
+            return True
+        if step in (self._train.num_train_steps, self.data.last_step):
             return True
         interval = self._train.steps_per_summary
         return step // interval > self._last_step // interval
@@ -328,9 +353,14 @@ class TrainPrograms:
         *,
         max_inflight_steps: int,
         skipped: SkippedSteps | None = None,
+        news: collections.deque[Callable[[], None]] | None = None,
     ) -> None:
-        """Store the arguments without starting a step."""
+        """Store the arguments without starting a step.
+
+        `news` are functions that other threads add, which are called before the next step.
+        """
         self.inputs = inputs
+        self._news = news
         self.programs = tuple(programs)
         self.skipped = SkippedSteps() if skipped is None else skipped
         self._max_inflight_steps = max_inflight_steps
@@ -342,6 +372,8 @@ class TrainPrograms:
         self, state: TrainState, step: int, signals: StopSignals | None = None
     ) -> TrainState:
         """Start a step with the program of its data set; see `TrainProgram.start_step`."""
+        while self._news:
+            self._news.popleft()()
         program = self.programs[self.inputs.index_of_step(step)]
         state = program.start_step(
             state, step, lambda: all(program.is_idle() for program in self.programs), signals

@@ -29,6 +29,11 @@ def plan_page(plan: Plan) -> str:
             *([_SEARCH] if plan.fits is False else []),
         ],
         draw_table(summary_rows(plan)),
+        draw_table(
+            _stage_rows(plan),
+            title="stages; the rest of the page is of the step with the largest memory",
+            right=[1, 2, 3, 4, 5],
+        ),
         draw_table(memory_rows(plan), title="memory per device", right=[1]),
         draw_table(
             _tensor_rows(plan),
@@ -133,6 +138,20 @@ def memory_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     for name, size in sizes.items():
         if size:
             yield name, size_text(size), remarks.get(name, "")
+
+
+def _stage_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
+    if plan.stages:
+        yield "", "steps", "batch", "tokens", "memory", "time at least"
+    for index, stage in enumerate(plan.stages):
+        yield (
+            f"stage {index + 1}",
+            f"{stage.last_step - stage.steps + 1:,} → {stage.last_step:,}",
+            f"{stage.batch:,}" + ("" if stage.length is None else f" × {stage.length:,}"),
+            "" if stage.tokens is None else f"{stage.tokens:,}",
+            size_text(stage.peak) + (" DOES NOT FIT" if stage.fits is False else ""),
+            "unknown" if stage.seconds is None else seconds_text(stage.seconds),
+        )
 
 
 def _tensor_rows(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -14,9 +14,12 @@ import jax
 from jax.sharding import Mesh
 
 from layerkit.config import Config
+from layerkit_inputs.mixing.staged_rows import StageRows
 from layerkit_runner.config.requests import ResolvedExperiment
+from layerkit_runner.config.stages import StageSteps
 from layerkit_runner.data.host_inputs import HostTopology, example_batch, plan_input
-from layerkit_runner.data.train_inputs import training_configs
+from layerkit_runner.data.staged_inputs import stage_batch, stage_rows
+from layerkit_runner.data.train_inputs import run_stages, training_configs
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.run.job import build_parts, versions
@@ -78,13 +81,32 @@ class Placement:
 
 
 @dataclasses.dataclass(frozen=True)
+class StagePlan:
+    """A stage of a run: its steps, its batches of all devices, and a device's memory.
+
+    `tokens` are those of all steps. `seconds` is a lower bound of their time; None if the speed of
+    the devices is unknown.
+    """
+
+    steps: int
+    last_step: int
+    batch: int
+    length: int | None
+    tokens: int | None
+    seconds: float | None
+    peak: int
+    fits: bool | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """A compiled training step. All bytes are per device. The JSON form has these keys.
 
     `flops_per_step` are the model's, without those that rematerialization repeats. `fits` is None
     if the memory of the device is unknown. A step that is too large has a `refusal` of the
     compiler, and no outputs, collectives, `bounds` and `live`. `layers` are the FLOPs of `bounds`
-    by layer and pass. `dataset` is the planned one of several.
+    by layer and pass. `dataset` is the planned one of several, and of `stages` the one with the
+    largest memory is planned; `fits` is that of all.
     """
 
     experiment: str
@@ -114,6 +136,7 @@ class Plan:
     live: LiveMemory | None = None
     pipelines: list[PipelinePlan] = dataclasses.field(default_factory=list)
     dataset: str | None = None
+    stages: list[StagePlan] = dataclasses.field(default_factory=list)
 
 
 class StateTooLargeError(UsageError):
@@ -154,6 +177,22 @@ def make_plan(
             held = [tensor for tensor in tensors if tensor.memory == "device"]
             if sum(tensor.bytes_per_device for tensor in held) > device.usable_bytes:
                 raise StateTooLargeError("weights and optimizer state alone exceed the memory")
+        if stages := run_stages(resolved):
+            rows = stage_rows(configs[largest], stages, partitioner, _place(partitioner))
+            whole = StageRows(1, rows[0].batch, stages[0].row_length or 1)
+            # Stages of one shape have one program.
+            plans = {
+                row[1:3]: _plan_step(
+                    resolved,
+                    devices,
+                    partitioner,
+                    task,
+                    stage_batch(batches[largest], first=whole, stage=row),
+                    target,
+                )
+                for row in rows
+            }
+            return _join_stages(stages, [plans[row[1:3]] for row in rows])
         plan = _plan_step(resolved, devices, partitioner, task, batches[largest], target)
     if len(batches) == 1:
         return plan
@@ -238,11 +277,37 @@ def _plan_step(
     )
 
 
-def abstract_batch(config: Config, partitioner: Partitioner) -> Any:
-    """Return shapes, dtypes and sharding of the global batch of all processes."""
+def _join_stages(stages: Sequence[StageSteps], plans: Sequence[Plan]) -> Plan:
+    """Return the plan of the stage with the largest memory, with all stages."""
+    joined = []
+    for stage, plan in zip(stages, plans, strict=True):
+        step_seconds = None if plan.bounds is None else plan.bounds.step_seconds
+        batch = plan.batch
+        joined.append(
+            StagePlan(
+                steps=stage.num_steps,
+                last_step=stage.last_step,
+                batch=batch.rows,
+                length=batch.length,
+                tokens=None if batch.tokens is None else batch.tokens * stage.num_steps,
+                seconds=None if step_seconds is None else step_seconds * stage.num_steps,
+                peak=plan.memory.peak,
+                fits=plan.fits,
+            )
+        )
+    largest = max(plans, key=lambda plan: (plan.fits is False, plan.memory.peak))
+    return dataclasses.replace(largest, stages=joined)
+
+
+def _place(partitioner: Partitioner) -> HostTopology:
     # Devices of other machines belong to other processes.
     processes = sorted({device.process_index for device in partitioner.mesh.devices.flat})
-    place = HostTopology(processes[0], len(processes), lambda device: device.process_index)
+    return HostTopology(processes[0], len(processes), lambda device: device.process_index)
+
+
+def abstract_batch(config: Config, partitioner: Partitioner) -> Any:
+    """Return shapes, dtypes and sharding of the global batch of all processes."""
+    place = _place(partitioner)
     feeds = plan_input(config, partitioner, place)
     rows = feeds.batch_size * feeds.num_infeed_hosts
     sharding = partitioner.batch_sharding()

@@ -89,6 +89,9 @@ def plan_rungs(
         step = step_of(size)
         return math.log(ratio * step.N * step.C / (step.D * flops))
 
+    if (path := last_step_path(base)) is None:
+        expected = "no stages, since a rung sets the number of steps"
+        raise UsageError(owner=base.name, field="number of steps", expected=expected)
     rungs = []
     for flops in budgets:
         error_of = functools.partial(misfit, flops=flops)
@@ -97,7 +100,7 @@ def plan_rungs(
         if (steps := round(flops / step_of(size).C)) < 1:
             expected = f"at least the {step_of(size).C:.3g} FLOPs of a step"
             raise UsageError(field="--flops", value=flops, expected=expected)
-        fields = fields_of(size) | {last_step_path(base): steps}
+        fields = fields_of(size) | {path: steps}
         rungs.append(Rung(step_of(size).times(steps), fields))
     return rungs
 

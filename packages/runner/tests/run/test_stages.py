@@ -1,0 +1,126 @@
+"""Stages of a run: their steps, their reports, and stages that cannot run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import pytest
+
+from layerkit.config import Config
+from layerkit_runner import BaseExperiment, UsageError
+from layerkit_runner.config.stages import Stage, stages_of
+from layerkit_runner.errors import FieldError
+from layerkit_runner.observers import read_metrics
+from layerkit_runner.run.resolve import resolve
+from layerkit_runner.run.training_run import run_train
+from layerkit_runner.run_options import RunOptions
+
+
+@pytest.fixture(scope="module")
+def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
+    class Failing(tiny.Regression):
+        """A model that cannot be traced, or compiled, for batches of more rows."""
+
+        max_rows: int = 1000
+        is_traced: bool = True
+
+        def compute_loss(self, predictions: jax.Array, batch: Any) -> Any:
+            if len(predictions) > self.max_rows:
+                if not self.is_traced:
+                    raise ValueError(f"{len(predictions)} rows are too many")
+                missing = jax.ffi.ffi_call("no_such_target", jax.ShapeDtypeStruct((), "float32"))
+                predictions = predictions + jax.lax.stop_gradient(missing())
+            return super().compute_loss(predictions, batch)
+
+    class Staged(BaseExperiment):
+        STAGES: list[Stage] | None = None
+        STEPS: int = 5
+        LENGTH: int = 12
+        MAX_ROWS: int = 1000
+        IS_TRACED: bool = True
+        stage_fields = {"stages": "STAGES", "num_steps": "STEPS", "row_length": "LENGTH"}
+
+        def task(self) -> Config:
+            train = {"num_train_steps": self.STEPS, "summary_interval_steps": 3}
+            task = tiny.task_config(learner={"learning_rate": 0.01}, train=train)
+            task.model = Failing.HParams.config(max_rows=self.MAX_ROWS, is_traced=self.IS_TRACED)
+            return task
+
+        def datasets(self) -> list[Config]:
+            return [tiny.Points.HParams.config(is_training=True, percore_batch_size=1.0)]
+
+    return Staged
+
+
+def test_steps_follow_from_tokens_once(experiment: type[BaseExperiment]):
+    stages = [{"until_step": 3, "batch": 4, "length": 6}, {"until_tokens": 200}, {"until_step": 12}]
+    made = experiment(STAGES=stages)
+    # 72 tokens in three steps; 128 more take six steps of 24. What is left out stays as it was.
+    steps = [(s.first_step, s.last_step, s.num_steps, s.batch, s.length) for s in stages_of(made)]
+    assert steps == [(1, 3, 3, 4, 6), (4, 9, 6, 4, 6), (10, 12, 3, 4, 6)]
+    assert made.STEPS == 12 and stages_of(experiment()) == []
+
+
+@pytest.mark.parametrize(
+    ("stages", "field"),
+    [
+        ([{"until_step": 3, "batch": "4"}], "batch"),
+        ([{"until_step": 3, "batch": 0}], "batch"),
+        ([{"until_step": 3, "length": 5}], "length"),
+        ([{"batch": 4}], "end"),
+        ([{"until_step": 3, "until_tokens": 3}], "end"),
+        ([{"until_tokens": 30}], "batch"),
+        ([{"until_step": 3}, {"until_step": 3}], "until_step"),
+        ([{"until_step": 3, "batch": 4}, {"until_tokens": 3}], "until_tokens"),
+        ([{"until_steps": 3}], None),
+    ],
+)
+def test_wrong_stages_raise(
+    experiment: type[BaseExperiment], stages: list, field: str, raises: Any
+):
+    with raises(UsageError, owner=f"STAGES[{len(stages) - 1}]", field=field):
+        experiment(STAGES=stages)
+
+
+def test_another_number_of_steps_raises(experiment: type[BaseExperiment], raises: Any):
+    with raises(FieldError, field="STEPS", value=5):
+        experiment(STAGES=[{"until_step": 4}], STEPS=5)
+
+
+def train(experiment: Any, folder: Path, **fields: Any) -> Path:
+    run_train(resolve(experiment(LENGTH=1, **fields)), RunOptions(job_log_dir=str(folder)))
+    return folder
+
+
+RAMP = [{"until_step": 2, "batch": 8}, {"until_step": 4, "batch": 16}, {"until_step": 6}]
+
+
+def test_a_batch_ramp_is_reported(
+    experiment: type[BaseExperiment], tmp_path: Path, capfd: pytest.CaptureFixture
+):
+    folder = train(experiment, tmp_path / "job", STAGES=RAMP)
+    output = "".join(capfd.readouterr())
+    assert "stage 2      steps 3 → 4: 16 rows of 1 tokens, 32 tokens" in output
+    assert "stage 2 begins: steps 3 → 4" in output and "stage 3 is compiled" in output
+    # Besides the intervals of three steps, the first and the last step of a stage.
+    assert [record["step"] for record in read_metrics(folder).train] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("is_traced", "problem"), [(False, "too many"), (True, "no_such_target")])
+def test_a_later_stage_that_cannot_be_compiled_ends_the_run_at_once(
+    is_traced: bool, problem: str, experiment: type[BaseExperiment], tmp_path: Path
+):
+    stages = [{"until_step": 3000, "batch": 8}, {"until_step": 3001, "batch": 16}]
+    with pytest.raises(UsageError, match=problem):
+        train(experiment, tmp_path, STAGES=stages, MAX_ROWS=8, IS_TRACED=is_traced)
+    assert read_metrics(tmp_path).train[-1]["step"] < 3000
+
+
+def test_another_last_step_of_the_task_raises(experiment: type[BaseExperiment], tmp_path: Path):
+    resolved = resolve(experiment(STAGES=RAMP))
+    resolved.task.train.num_train_steps = 7
+    with pytest.raises(UsageError, match="6, the last step of the stages"):
+        run_train(resolved, RunOptions(job_log_dir=str(tmp_path)))
