@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 from layerkit.config import field_types
 from layerkit.config.checks import check_sizes, require
 from layerkit.errors import ConfigError
 from layerkit_runner.errors import FieldError, as_usage_error
-
-if TYPE_CHECKING:
-    from layerkit_runner.config.experiment import BaseExperiment
 
 
 class Stage(TypedDict, total=False):
@@ -69,8 +66,8 @@ class StageSteps:
         return self.last_step - self.first_step + 1
 
 
-def stages_of(experiment: BaseExperiment) -> list[StageSteps]:
-    """Return the stages of an experiment with their steps; [] if it has none.
+def stages_of(experiment: Any) -> list[StageSteps]:
+    """Return the stages of a `BaseExperiment` with their steps; [] if it has none.
 
     Its `stage_fields` name the fields: `stages`, a list of `Stage`; `num_steps`, which follows from
     them; and `row_length`, the positions of a row of the training data, which it may lack.
@@ -86,7 +83,7 @@ def stages_of(experiment: BaseExperiment) -> list[StageSteps]:
         return _stage_steps(names, stages, getattr(experiment, names["row_length"], None))
 
 
-def set_last_step(experiment: BaseExperiment) -> None:
+def set_last_step(experiment: Any) -> None:
     """Set the number of steps to the last step of the stages.
 
     Raises:
