@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +75,14 @@ def test_ladder_is_planned_run_fitted_predicted_and_graded(tmp_path, capsys, rai
         info = read_metrics(job / "trials" / f"{index:04d}").info
         flops = info["flops_per_step"] * info["num_train_steps"]
         assert flops == pytest.approx(comments[index], rel=1e-3)
+    unfinished = job / "trials" / "0003"
+    unfinished.mkdir()
+    shutil.copy(job / "trials" / "0000" / "config.json", unfinished)
     capsys.readouterr()
     assert run_scaling(["fit", str(job)]) == 0
-    assert "L(C) = " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "L(C) = " in printed
+    assert f"left out: {unfinished}.state='not started'" in printed
     told = json.loads((job / "prediction.json").read_text())
     with raises(UsageError, field="DIR", value=str(job / "larger")):
         run_scaling(["grade", str(job)])
