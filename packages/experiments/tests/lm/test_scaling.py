@@ -82,7 +82,7 @@ def test_ladder_is_planned_run_fitted_predicted_and_graded(tmp_path, capsys, rai
     assert run_scaling(["fit", str(job)]) == 0
     printed = capsys.readouterr().out
     assert "L(C) = " in printed
-    assert f"left out: {unfinished}.state='not started'" in printed
+    assert f"left out: {unfinished}: state='not started'" in printed
     told = json.loads((job / "prediction.json").read_text())
     with raises(UsageError, field="DIR", value=str(job / "larger")):
         run_scaling(["grade", str(job)])

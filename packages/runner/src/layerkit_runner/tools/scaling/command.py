@@ -16,7 +16,7 @@ import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -64,12 +64,7 @@ _FLAGS = (
 )
 
 
-class Result(NamedTuple):
-    """The folder, size and last held-out loss of a finished run."""
-
-    folder: str
-    size: Size
-    loss: float
+Result = tuple[JobRecord, Size, float]  # A finished run, its size and its last held-out loss.
 
 
 def run_scaling(words: Sequence[str]) -> int:
@@ -126,7 +121,7 @@ def _measure(job: JobRecord, metric: str) -> Result:
     is_loss = losses and 0 < losses[0] < math.inf
     require(is_loss, job.folder, metric, losses, "a finite loss of the last step", UsageError)
     step = Size(info["num_params"], info["tokens_per_step"], info["flops_per_step"])
-    return Result(job.folder, step.times(info["num_train_steps"]), losses[0])
+    return job, step.times(info["num_train_steps"]), losses[0]
 
 
 def choose_law(sizes: Sequence[Size], losses: Sequence[float]) -> Law:
@@ -150,20 +145,20 @@ def choose_law(sizes: Sequence[Size], losses: Sequence[float]) -> Law:
 
 def _fit(folder: Path) -> None:
     ladder = _read(folder / "ladder.toml", parse_toml)
-    results = []
+    results: list[Result] = []
     for job in read_jobs([folder]):
         try:
             results += [_measure(job, ladder["metric"])] if job.folder != str(folder) else []
         except UsageError as error:
             print(f"left out: {error}")
-    law = choose_law([r.size for r in results], [r.loss for r in results])
+    law = choose_law([size for _, size, _ in results], [loss for *_, loss in results])
     cells = []
-    for run, size, loss in results:
+    for job, size, loss in results:
         miss = loss / law.predict(size._asdict())[0] - 1
         texts = (
             f"{size.C:.4g} {size.N:,} {size.D:,.0f} {size.D / size.N:.3g} {loss:.5g} {miss:+.2%}"
         )
-        cells.append([Path(run).name, *texts.split()])
+        cells.append([Path(job.folder).name, *texts.split()])
     head = ["trial", "C (FLOPs)", "N (weights)", "D (tokens)", "D/N", ladder["metric"], "residual"]
     print("\n".join(draw_table(cells, head=head, right=range(1, 7))))
     print(f"{law.text()}; {LEVEL:.0%} intervals by a parametric bootstrap:")
@@ -171,30 +166,27 @@ def _fit(folder: Path) -> None:
         text = "{:.4g} ({:.4g} to {:.4g})".format(*values) if values else "not identified"
         print(f"{name:<16} {text}")
     if ladder.get("larger"):
-        experiment = next(job.config.experiment for job in read_jobs([results[0].folder]))
-        _predict(folder, experiment, ladder, law, results)
+        _predict(folder, ladder, law, results)
 
 
-def _predict(
-    folder: Path, experiment: str, ladder: Mapping[str, Any], law: Law, results: Sequence[Result]
-) -> None:
+def _predict(folder: Path, ladder: Mapping[str, Any], law: Law, results: Sequence[Result]) -> None:
     larger, file = folder / "larger", folder / "prediction.json"
     is_new, expected = not metrics_path(larger).exists(), "no run before its prediction"
     require(is_new, "`runner scaling fit`", "larger run", str(larger), expected, UsageError)
-    overrides = field_overrides(ladder["larger"])
+    overrides, experiment = field_overrides(ladder["larger"]), results[0][0].config.experiment
     resolved = resolve_entry(find_experiment(experiment), overrides)
     size = step_size(resolved).times(resolved.task.train.num_train_steps)
-    ratios, ratio = [r.size.D / r.size.N for r in results], size.D / size.N
+    ratios, ratio = [one.D / one.N for _, one, _ in results], size.D / size.N
     is_near = min(ratios) / _RAY_RATIO < ratio < _RAY_RATIO * max(ratios)
     expected = f"that of the rungs, {min(ratios):.3g} to {max(ratios):.3g}"
     require(is_near or law.names != ("C",), "larger run", "D/N", ratio, expected, UsageError)
-    loss, *interval = law.predict(size._asdict())
+    value, *interval = law.predict(size._asdict())
     command = ["runner", f"--exp={experiment}", f"--job_log_dir={larger}", *map(str, overrides)]
     document = {
         "time": time.time(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "metric": ladder["metric"],
-        "prediction": loss,
+        "prediction": value,
         "interval": interval,
         "level": LEVEL,
         "law": law.text(),
@@ -202,17 +194,19 @@ def _predict(
         "command": shlex.join(command),
         "config_sha256": _digest(config_json(resolved)["config"]),
         "environment": environment(),
-        "rungs": [{"folder": r.folder, **r.size._asdict(), "loss": r.loss} for r in results],
+        "rungs": [{"folder": j.folder, **s._asdict(), "loss": loss} for j, s, loss in results],
     }
     atomic_write(file, json.dumps(document, indent=2) + "\n")
-    print(f"prediction for {size.C:.4g} FLOPs: {loss:.5g} ({interval[0]:.5g} to {interval[1]:.5g})")
+    print(
+        f"prediction for {size.C:.4g} FLOPs: {value:.5g} ({interval[0]:.5g} to {interval[1]:.5g})"
+    )
     print(f"wrote {file}\n{shlex.join(command)}\nrunner scaling grade {folder}", flush=True)
 
 
 def _grade(folder: Path) -> None:
     file, larger = folder / "prediction.json", folder / "larger"
     told, (job,) = _read(file, parse_json), read_jobs([larger])
-    result, began = _measure(job, told["metric"]), job.metrics.events[0]["time"]
+    (_, _, loss), began = _measure(job, told["metric"]), job.metrics.events[0]["time"]
     expected = f"before {began:.0f}, when {larger} began"
     require(told["time"] < began, str(file), "time", told["time"], expected, UsageError)
     if (digest := _digest(job.config.config)) != told["config_sha256"]:
@@ -220,10 +214,10 @@ def _grade(folder: Path) -> None:
         problem = "the larger run has another configuration than its prediction"
         raise UsageError(problem, owner=str(larger), value=digest, hint=hint)
     low, high = told["interval"]
-    place = "inside" if low <= result.loss <= high else "outside"
+    place = "inside" if low <= loss <= high else "outside"
     print(f"predicted {told['prediction']:.5g} ({low:.5g} to {high:.5g}) at {told['date']}")
-    error = told["prediction"] / result.loss - 1
-    print(f"measured  {result.loss:.5g}: error {error:+.2%}, {place} the interval", flush=True)
+    error = told["prediction"] / loss - 1
+    print(f"measured  {loss:.5g}: error {error:+.2%}, {place} the interval", flush=True)
 
 
 def _read(path: Path, parse: Any) -> Any:

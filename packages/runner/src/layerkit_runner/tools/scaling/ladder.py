@@ -34,11 +34,8 @@ class Size(NamedTuple):
         return Size(self.N, self.D * steps, self.C * steps)
 
 
-class Rung(NamedTuple):
-    """A run of a ladder, and the values of its fields by path."""
-
-    size: Size
-    fields: dict[str, Any]
+Rung = tuple[Size, dict[str, Any]]
+"""The size of a run, and the values of its fields by path."""
 
 
 def step_size(resolved: ResolvedExperiment) -> Size:
@@ -101,7 +98,7 @@ def plan_rungs(
             expected = f"at least the {step_of(size).C:.3g} FLOPs of a step"
             raise UsageError(field="--flops", value=flops, expected=expected)
         fields = fields_of(size) | {path: steps}
-        rungs.append(Rung(step_of(size).times(steps), fields))
+        rungs.append((step_of(size).times(steps), fields))
     return rungs
 
 
