@@ -19,9 +19,10 @@ from layerkit.layers import MultiHeadAttention, StackedTransformer, StackedTrans
 from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.models import TransformerLm
 from layerkit_runner.optim.learner import AuxiliaryOptimizer, Learner
-from layerkit_runner.optim.matrices import all_but_matrices, matrix_texts
+from layerkit_runner.optim.matrices import all_but_matrices, matrix_lines
 from layerkit_runner.optim.muon import muon
 from layerkit_runner.optim.optimizer_groups import stacks_of
+from layerkit_runner.optim.optimizer_updates import find_problem
 from layerkit_runner.optim.optimizers import bfloat16_state, decays
 from layerkit_runner.optim.weight_selection import declarations_of, declared
 
@@ -252,22 +253,26 @@ def test_narrow_dtypes_change_updates_little(optimizer: Any):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-3), found, expected)
 
 
+@pytest.mark.parametrize("variant", ["normuon", "adamuon"])
+def test_wide_momentum_of_narrow_weights_keeps_the_dtypes_of_the_state(variant: str):
+    boxes = boxes_of(ATTENTION)
+    weights = jax.tree.map(jnp.bfloat16, random_like(boxes, 0))
+    with declared(declarations_of(boxes)):
+        assert find_problem(muon(RATE, variant=variant, mu_dtype=jnp.float32), weights) is None
+
+
 def test_report_lists_matrices_and_a_weight_that_is_none_is_an_error():
     boxes = boxes_of(model(repeated=True))
     learner = Learner.HParams.config(optimizer=Partial(muon), learning_rate=RATE).Instantiate()
-    shapes = random_like(boxes, 0)
     with declared(declarations_of(boxes)):
-        main, adamw = learner_of(Partial(muon)).decayed_weights(shapes, stacks=stacks_of(boxes))
-        rows = [*main.table(matrix_texts(shapes), kind="muon", num_steps=9)]
-        assert [*adamw.table({}, kind="adamw", num_steps=9)] == [
-            "optimizer    adamw: adamw, rate up to 0.01"
-        ]
-    assert rows[0] == "optimizer    main: muon, rate up to 0.1"
-    assert set(rows[1:]) == {
-        "matrices     layers 2 × [embed 8 → kv_heads 2 · (2, 1, 1) · head_dim 3]: qkv/w",
-        "matrices     layers 2 × [heads 4 · head_dim 3 → embed 8]: output/w",
-        "matrices     layers 2 × expert 3 × [embed 8 → mlp 12]: feed_forward/gate, feed_forward/up",
-        "matrices     layers 2 × expert 3 × [mlp 12 → embed 8]: feed_forward/down",
+        flat = flatten_dict(random_like(boxes, 0))
+        rows = matrix_lines({path: leaf for path, leaf in flat.items() if is_matrix(path)})
+        assert matrix_lines(flat) == matrix_lines({("undeclared",): jnp.ones((2, 2))}) == []
+    assert set(rows) == {
+        "layers 2 × [embed 8 → kv_heads 2 · (2, 1, 1) · head_dim 3]: qkv/w",
+        "layers 2 × [heads 4 · head_dim 3 → embed 8]: output/w",
+        "layers 2 × expert 3 × [embed 8 → mlp 12]: feed_forward/gate, feed_forward/up",
+        "layers 2 × expert 3 × [mlp 12 → embed 8]: feed_forward/down",
     }
     with (
         declared(declarations_of(boxes)),

@@ -259,8 +259,8 @@ def draw_boxed(
         (fan_in, fan_out),
         decays,
         is_factor=is_factor or declares_both,
-        fan_in_dims=tuple(dim - rank for dim in weight.contracted_dims),
-        fan_out_dims=tuple(dim - rank for dim in weight.output_dims),
+        fan_in_dims=tuple(dim % rank - rank for dim in weight.contracted_dims),
+        fan_out_dims=tuple(dim % rank - rank for dim in weight.output_dims),
         parts=weight.parts,
     )
 

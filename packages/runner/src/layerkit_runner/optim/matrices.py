@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,9 +20,11 @@ from flax.traverse_util import flatten_dict
 
 from layerkit.base.weights import WeightBox
 from layerkit.errors import ConfigError, first_names
-from layerkit_runner.optim.weight_selection import Path, mask_of
+from layerkit_runner.optim.weight_selection import Path, declaration, mask_of
 
 _HEADS = frozenset({"heads", "kv_heads"})
+# Names in a line of the report, before the others are counted.
+_MAX_NAMES = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,54 +91,54 @@ def require_matrices(params: Any, *, owner: str, split_heads: bool = False) -> A
 
 def as_matrices(x: jax.Array, dims: MatrixDims) -> list[jax.Array]:
     """Return the matrices of a weight `[...]`: an array `[*batch, in, out]` for each product."""
-    order = _order(x.ndim, dims)
     num_batch = x.ndim - len(dims.ins) - len(dims.outs)
-
-    def as_batch(part: jax.Array) -> jax.Array:
-        part = part.transpose(order)
-        ins = part.shape[num_batch : num_batch + len(dims.ins)]
-        outs = part.shape[num_batch + len(dims.ins) :]
-        return part.reshape(*part.shape[:num_batch], math.prod(ins), math.prod(outs))
-
-    return [as_batch(part) for part in _split(x, dims)]
+    matrices = []
+    for part in _split(x, dims):
+        part = part.transpose(_order(x.ndim, dims))
+        batch, sizes = part.shape[:num_batch], part.shape[num_batch:]
+        num_in, num_out = math.prod(sizes[: len(dims.ins)]), math.prod(sizes[len(dims.ins) :])
+        matrices.append(part.reshape(*batch, num_in, num_out))
+    return matrices
 
 
 def from_matrices(
     matrices: Sequence[jax.Array], dims: MatrixDims, *, like: jax.Array | jax.ShapeDtypeStruct
 ) -> jax.Array:
     """Return the array `[...]` of the matrices of `as_matrices`, for a weight shaped `like`."""
-    order = _order(len(like.shape), dims)
-    shapes = [part.shape for part in _split(np.broadcast_to(0, like.shape), dims)]
+    order, split = _order(len(like.shape), dims), jax.eval_shape(partial(_split, dims=dims), like)
     parts = [
-        matrix.reshape([shape[dim] for dim in order]).transpose(np.argsort(order))
-        for matrix, shape in zip(matrices, shapes, strict=True)
+        matrix.reshape([part.shape[dim] for dim in order]).transpose(np.argsort(order))
+        for matrix, part in zip(matrices, split, strict=True)
     ]
     return jnp.concatenate(parts, axis=dims.parts[0]) if dims.parts else parts[0]
 
 
-def matrix_texts(params: Any, *, split_heads: bool = False) -> dict[Path, str]:
-    """Return axes and sizes of the matrices of each weight that is one, by path.
+def matrix_lines(weights: Mapping[Path, Any], *, split_heads: bool = False) -> list[str]:
+    """Return a line for each kind of matrices of weights, or none if a weight is no matrix.
+
+    Such as `layers 2 × [embed 128 → heads 4 · head_dim 32]: query/w`.
 
     Args:
-      params: Weights, or their shapes, whose declarations are bound.
+      weights: Weights, or their shapes, by path. Their declarations are bound.
       split_heads: See `matrix_dims`.
     """
-    dims = flatten_dict(matrix_dims(params, split_heads=split_heads))
-    axes = flatten_dict(mask_of(params, lambda box: box.axes))
-    shapes = {path: leaf.shape for path, leaf in flatten_dict(params).items()}
-    return {path: _text(axes[path], shapes[path], one) for path, one in dims.items() if one}
+    names: dict[str, set[str]] = {}
+    for path, leaf in weights.items():
+        box = declaration(path)
+        if box is None or (dims := _dims_of(box, split_heads=split_heads)) is None:
+            return []
+        names.setdefault(_text(box.axes, leaf.shape, dims), set()).add("/".join(path[-2:]))
+    return [f"{text}: {first_names(sorted(names[text]), limit=_MAX_NAMES)}" for text in names]
 
 
 def _text(axes: tuple[str | None, ...], shape: tuple[int, ...], dims: MatrixDims) -> str:
-    """Return such as `layers 2 × [embed 128 → heads 4 · head_dim 32]`."""
     sizes: list[Any] = list(shape)
     if dims.parts is not None:
         sizes[dims.parts[0]] = dims.parts[1]
     names = [" ".join(map(str, filter(None, pair))) for pair in zip(axes, sizes, strict=True)]
     ins, outs = (" · ".join(names[dim] for dim in side) for side in (dims.ins, dims.outs))
-    num_batch = len(shape) - len(dims.ins) - len(dims.outs)
-    batch = [names[dim] for dim in _order(len(shape), dims)[:num_batch]]
-    return " × ".join([*batch, f"[{ins} → {outs}]"])
+    batch = _order(len(shape), dims)[: len(shape) - len(dims.ins) - len(dims.outs)]
+    return " × ".join([*(names[dim] for dim in batch), f"[{ins} → {outs}]"])
 
 
 def _order(rank: int, dims: MatrixDims) -> list[int]:
@@ -150,9 +152,8 @@ def _split(x: Any, dims: MatrixDims) -> list[Any]:
     if dims.parts is None:
         return [x]
     axis, sizes = dims.parts
-    after = [slice(None)] * (-axis - 1)
-    parts = [x[(..., slice(*ends), *after)] for ends in pairwise(accumulate(sizes, initial=0))]
     # The learner traces optimizers with weights of one entry, which only the first part has.
+    parts = jnp.split(x, np.cumsum(sizes[:-1]), axis)
     return [part for part in parts if part.shape[axis]]
 
 

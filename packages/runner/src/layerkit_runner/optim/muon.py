@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,16 +32,6 @@ _RMS = 0.2
 _APPLIED_AFTER = 3  # Iterations on X·Xᵀ before they are applied to X.
 _A, _B, _C = 3.4445, -4.7750, 2.0315  # Coefficients of Jordan's iteration, as in optax.
 _TINY = 1e-10
-
-
-class SecondMomentState(NamedTuple):
-    """The state of NorMuon's and AdaMuon's normalization.
-
-    Attributes:
-      nu: Second moments, shaped like the weights; NorMuon's have size 1 in contracted dimensions.
-    """
-
-    nu: Any
 
 
 @declare_per_layer(lambda **_: False)
@@ -104,9 +94,6 @@ def muon(
     def dims_of(tree: Any) -> Any:
         return require_matrices(tree, owner=owner, split_heads=split_heads)
 
-    def stateless(function: Any) -> optax.GradientTransformation:
-        return optax.stateless(lambda tree, _: jax.tree.map(function, tree, dims_of(tree)))
-
     def orthogonalize(matrices: tuple[Any, ...], states: tuple[Any, ...]) -> tuple[Any, Any]:
         matrix = jnp.sign(matrices[0]) if variant == "adamuon" else matrices[0]
         return (_orthogonalize(matrix, ns_steps=ns_steps, eps=eps),), states
@@ -129,7 +116,7 @@ def muon(
         optax.trace(beta, nesterov, accumulator_dtype=mu_dtype),
         optax.stateless(directions),
         *([] if variant == "muon" else [_divide_by_second_moment(variant, beta2, dims_of)]),
-        stateless(rescale),
+        optax.stateless(lambda tree, _: jax.tree.map(rescale, tree, dims_of(tree))),
         optax.add_decayed_weights(weight_decay, mask),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -138,22 +125,24 @@ def muon(
 def _divide_by_second_moment(
     variant: MuonVariant, beta2: float, dims_of: Callable[[Any], Any]
 ) -> optax.GradientTransformation:
-    """Return the normalization of a variant; `dims_of` gives the `MatrixDims` of a tree."""
+    """Return the normalization of a variant; `dims_of` gives the `MatrixDims` of a tree.
+
+    NorMuon's second moments have size 1 in contracted dimensions.
+    """
 
     def square(x: jax.Array, dims: MatrixDims) -> jax.Array:
-        means_of_outputs = variant == "normuon"
-        return jnp.mean(x**2, dims.ins, keepdims=True) if means_of_outputs else x**2
+        return jnp.mean(x**2, dims.ins, keepdims=True) if variant == "normuon" else x**2
 
-    def init(params: Any) -> SecondMomentState:
+    def init(params: Any) -> optax.ScaleByRmsState:
         zeros = jax.tree.map(jnp.zeros_like, params)
-        return SecondMomentState(jax.tree.map(square, zeros, dims_of(params)))
+        return optax.ScaleByRmsState(jax.tree.map(square, zeros, dims_of(params)))
 
-    def update(updates: Any, state: SecondMomentState, params: Any = None) -> Any:
+    def update(updates: Any, state: optax.ScaleByRmsState, params: Any = None) -> Any:
         del params
         new = jax.tree.map(square, updates, dims_of(updates))
-        nu = jax.tree.map(lambda old, x: beta2 * old + (1 - beta2) * x, state.nu, new)
+        nu = jax.tree.map(lambda v, x: (beta2 * v + (1 - beta2) * x).astype(v.dtype), state.nu, new)
         updates = jax.tree.map(lambda x, v: x / (jnp.sqrt(v) + _TINY), updates, nu)
-        return updates, SecondMomentState(nu)
+        return updates, optax.ScaleByRmsState(nu)
 
     return optax.GradientTransformation(init, update)
 

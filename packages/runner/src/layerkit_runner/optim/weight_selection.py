@@ -223,10 +223,6 @@ _DECAY_ARGUMENTS = ("weight_decay", "l1_regularizer_weight", "l2_regularizer_wei
 
 # Names in a line of the report, before the others are counted.
 _MAX_NAMES = 6
-# Rows of a table of matrices, before the others are counted.
-_MAX_ROWS = 12
-# Steps at which a schedule is read for its largest rate.
-_NUM_RATES = 1001
 
 
 def declarations_of(boxed: Any) -> dict[Path, WeightBox]:
@@ -245,6 +241,11 @@ def declared(declarations: Declarations) -> Iterator[None]:
         _DECLARED.reset(token)
 
 
+def declaration(path: Path) -> WeightBox | None:
+    """Return the bound declaration of a weight; None if it has none."""
+    return _DECLARED.get({}).get(path)
+
+
 def mask_of(
     params: Any, test: Callable[[WeightBox], Any], *, without: Callable[[Any], Any] | None = None
 ) -> Any:
@@ -259,10 +260,10 @@ def mask_of(
     Raises:
       ConfigError: A weight has no declaration, and `without` is None.
     """
-    declarations, undeclared = _DECLARED.get({}), []
+    undeclared = []
 
     def mask(path: Any, leaf: Any) -> Any:
-        box = leaf if is_box(leaf) else declarations.get(weight_path(path))
+        box = leaf if is_box(leaf) else declaration(weight_path(path))
         if box is not None:
             return test(box)
         if without is None:
@@ -300,28 +301,6 @@ class DecayedWeights(NamedTuple):
     decayed: tuple[Path, ...]
     spared: tuple[Path, ...]
     rate: Callable[[jax.Array], jax.Array | None]
-
-    def table(self, matrices: Mapping[Path, str], *, kind: str, num_steps: int) -> Iterator[str]:
-        """Yield the lines of the start report about the rate and the matrices of an optimizer.
-
-        Args:
-          matrices: Axes and sizes of the matrices of weights, by path.
-          kind: Name of the function that makes the optimizer.
-          num_steps: Number of training steps.
-        """
-        paths = [*self.decayed, *self.spared]
-        steps = jnp.linspace(0, num_steps, _NUM_RATES).astype(jnp.int32)
-        rates = None if self.rate(steps[0]) is None else jax.vmap(self.rate)(steps)
-        rate = "a rate of its own" if rates is None else f"rate up to {float(jnp.max(rates)):.3g}"
-        yield f"optimizer    {self.optimizer}: {kind}, {rate}"
-        if not all(path in matrices for path in paths):
-            return
-        rows: dict[str, set[str]] = {}
-        for path in paths:
-            rows.setdefault(matrices[path], set()).add("/".join(path[-2:]))
-        texts = [f"{text}: {first_names(sorted(rows[text]), limit=_MAX_NAMES)}" for text in rows]
-        more = [f"… ({len(texts) - _MAX_ROWS} more shapes)"] if len(texts) > _MAX_ROWS else []
-        yield from (f"matrices     {text}" for text in texts[:_MAX_ROWS] + more)
 
     def lines(self, params: Mapping[Path, Any], *, strength: tuple[str, float]) -> Iterator[str]:
         """Yield the lines of the start report.

@@ -29,13 +29,16 @@ from layerkit_runner.errors import as_usage_error
 from layerkit_runner.files.text import size_text
 from layerkit_runner.observers import RunInfo, StepWork, peak_flops
 from layerkit_runner.optim.learner import Learner
-from layerkit_runner.optim.matrices import matrix_texts
+from layerkit_runner.optim.matrices import matrix_lines
 from layerkit_runner.optim.weight_selection import integer_paths, weight_decay_of
 from layerkit_runner.partitioning import PmapPartitioner
 from layerkit_runner.run.job import Job, environment, versions
 from layerkit_runner.step.step_cost import model_flops_per_step, temporary_bytes
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_state import FirstState, TrainState
+
+# Steps at which a schedule is read for its largest rate.
+_NUM_RATES = 1001
 
 
 class LayerNotes(logging.Handler):
@@ -146,16 +149,22 @@ def optimizer_lines(task: SingleTask, learner: Any, params: Any) -> Iterator[str
       params: Weights, or their shapes.
     """
     optimizers = [learner.optimizer, *(one.optimizer for one in learner.auxiliary_optimizers)]
+    steps = jnp.linspace(0, task.train.num_train_steps, _NUM_RATES).astype(jnp.int32)
+    flat = flatten_dict(params)
     for weights, optimizer in zip(task.decayed_weights(params), optimizers, strict=True):
         if weights.optimizer:
             configs = [*walk_configs(optimizer)]
-            split_heads = any(assigned_fields(one).get("split_heads") for one in configs)
-            with task.declared_weights():
-                matrices = matrix_texts(params, split_heads=split_heads)
             function = target_of(configs[0]) if configs else optimizer
             kind = getattr(function, "__name__", type(function).__name__)
-            yield from weights.table(matrices, kind=kind, num_steps=task.train.num_train_steps)
-        yield from weights.lines(flatten_dict(params), strength=weight_decay_of(optimizer))
+            rates = jax.vmap(weights.rate)(steps)
+            rate = "a rate of its own" if rates is None else f"rate up to {float(rates.max()):.3g}"
+            yield f"optimizer    {weights.optimizer}: {kind}, {rate}"
+            split_heads = any(assigned_fields(one).get("split_heads") for one in configs)
+            updated = {path: flat[path] for path in (*weights.decayed, *weights.spared)}
+            with task.declared_weights():
+                rows = matrix_lines(updated, split_heads=split_heads)
+            yield from (f"matrices     {row}" for row in rows)
+        yield from weights.lines(flat, strength=weight_decay_of(optimizer))
 
 
 def rounding_lines(learner: Learner, params: Any) -> Iterator[str]:
