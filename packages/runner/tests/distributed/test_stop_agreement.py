@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from typing import Any
 
 import pytest
 
+from layerkit_runner.distributed import stop_signals
 from layerkit_runner.distributed.stop_signals import Requests, StopAgreement
 
 
@@ -169,3 +173,22 @@ def test_a_second_run_does_not_meet_the_requests_of_the_first(store: Store):
     time.sleep(1.5)  # It looks for requests once a second.
     assert not second.agreement.is_open
     second.agreement.close()
+
+
+def test_request_before_or_in_a_rollback_is_met_right_after_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(stop_signals, "_runs", itertools.repeat(0))
+    both = [stop_signals.StopSignals(), stop_signals.StopSignals()]
+    for index, process in enumerate(both):
+        process.agree_by(store, index, 2)
+        assert not process.agreed(58) and process.may_start(59)
+    both[1].request_stop(signal.SIGTERM)
+    wait_until(lambda: all(process.gives_up_waiting() for process in both))
+    for process in both:
+        process.go_back(59 - 40)
+    with futures.ThreadPoolExecutor() as pool:
+        assert [*pool.map(lambda process: process.agreed(40), both)] == [True, True]
+    for process in both:
+        assert process._agreement is not None
+        process._agreement.close()

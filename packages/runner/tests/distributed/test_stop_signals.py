@@ -21,7 +21,8 @@ from layerkit_runner.distributed.stop_signals import StopSignals
 with StopSignals() as signals:
     print("ready", flush=True)
     while not signals.agreed_now():
-        if signals.take_save_request():
+        if signals.saves:
+            signals.saves = False
             print("saves", flush=True)
         time.sleep(0.01)
     print("saw", signals.received.name, flush=True)

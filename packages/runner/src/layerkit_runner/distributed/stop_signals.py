@@ -60,6 +60,7 @@ class StopSignals:
 
     Attributes:
       received: First signal to stop; None if none was received.
+      saves: True if all processes save now, as `agreed` found; the caller sets it to False.
       save_received: True if a signal to save was received that the processes have not agreed on.
       ends_process: True if the process belongs to the run, which may end it at once.
     """
@@ -78,7 +79,8 @@ class StopSignals:
         self._stop = threading.Event()
         self._previous: dict[signal.Signals, Any] = {}
         self._agreed: signal.Signals | None = None
-        self._save_agreed = False
+        self.saves = False
+        self._num_repeated = 0
         self._at_once: str | None = None
         self._agreement: StopAgreement | None = None
         # Signal to stop that `_take_requests` has not returned; 0 for none.
@@ -127,7 +129,7 @@ class StopSignals:
         """Return whether all processes stop after `step` steps; must be called after each step."""
         if self._agreement is None:
             return self._meet(self._take_requests())
-        return self._meet(self._agreement.reached(step))
+        return self._meet(self._agreement.reached(step + self._num_repeated))
 
     def agreed_now(self) -> bool:
         """Return whether all processes stop now; all must call this at the same place."""
@@ -137,7 +139,7 @@ class StopSignals:
     def _meet(self, requests: Requests | None) -> bool:
         if requests is not None and requests.stop:
             self._agreed = signal.Signals(requests.stop)
-        self._save_agreed |= requests is not None and requests.saves
+        self.saves |= requests is not None and requests.saves
         return self._agreed is not None
 
     def gives_up_waiting(self) -> bool:
@@ -148,7 +150,14 @@ class StopSignals:
 
     def may_start(self, step: int) -> bool:
         """Return whether to start a step; if not, the caller must call `agreed` again."""
-        return self._agreement is None or self._agreement.may_start(step)
+        return self._agreement is None or self._agreement.may_start(step + self._num_repeated)
+
+    def go_back(self, num_steps: int) -> None:
+        """Continue from an earlier step, as all processes do.
+
+        They agree on the number of started steps, so that a signal is not met by a later step.
+        """
+        self._num_repeated += num_steps
 
     def finish(self) -> bool:
         """Leave the loop of steps; return False if a signal requires a call of `agreed` first."""
@@ -180,11 +189,6 @@ class StopSignals:
     def wait(self, seconds: float) -> None:
         """Wait for `seconds`, or until this process receives a signal to stop."""
         self._stop.wait(seconds)
-
-    def take_save_request(self) -> bool:
-        """Return whether all processes save now, as `agreed` found; True once for each signal."""
-        is_agreed, self._save_agreed = self._save_agreed, False
-        return is_agreed
 
     @property
     def exit_code(self) -> int:

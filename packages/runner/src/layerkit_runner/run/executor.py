@@ -204,6 +204,7 @@ class Executor:
         self._evaluated = (-1, {})
         self.observers.rollback(restored.step, skipped.rollback)
         skipped.go_back(restored.step, restored.metadata.get(SKIPPED_STEPS))
+        self.signals.go_back(step - restored.step)
         self.observers.message(
             f"rolled back to step {restored.step}: the data of steps {restored.step + 1} to"
             f" {bad_step} are left out (rollback {len(skipped.rollbacks)} of this run)"
@@ -212,14 +213,15 @@ class Executor:
 
     def _save_if_due(self, state: TrainState, step: int) -> bool:
         """Save at an interval or on a signal; return whether a signal asked for it."""
-        on_demand = self.signals.take_save_request()
+        on_demand = self.signals.saves
         if on_demand and self.checkpoints is None:
             self.observers.message("not saved: the run has --noenable_checkpoint_saving")
-            return False
-        if on_demand or (self.checkpoints is not None and self.checkpoints.should_save(step)):
+            on_demand = False
+        elif on_demand or (self.checkpoints is not None and self.checkpoints.should_save(step)):
             self._save(state, step, force=on_demand)
-        if on_demand:
-            self.observers.message(f"saved step {step} on SIGUSR1")
+            if on_demand:
+                self.observers.message(f"saved step {step} on SIGUSR1")
+        self.signals.saves = False  # After a rollback, which `_save` may ask for, it is still True.
         return on_demand
 
     def _work_after(self, state: TrainState, step: int) -> None:
