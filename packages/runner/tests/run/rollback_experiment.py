@@ -88,6 +88,8 @@ class Bad(Gated):
     UNDER_PMAP: bool = False
     BATCH_SIZE: int = 8
     KILLED_AT: str = ""
+    STAGES: list[Any] | None = None
+    stage_fields = {"stages": "STAGES", "num_steps": "MAX_STEPS", "row_length": "LENGTH"}
 
     def task(self) -> Config:
         task = super().task()

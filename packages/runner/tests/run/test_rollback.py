@@ -108,6 +108,21 @@ def test_run_rolled_back_equals_one_whose_data_lack_the_window(
     assert (goodput["num_steps"], goodput["num_lost_steps"]) == (22, bad_step - step)
 
 
+def test_rollback_over_the_border_of_a_stage_continues_in_the_stage_before_it(
+    train: Any, tmp_path: Path
+):
+    """Steps 9 and 10 have batches of 8 rows, later ones of 16; the 17th 8 rows are bad."""
+    fields, stages = {**NAN, "BAD": (17,)}, [{"until_step": 10}, {"until_step": 22, "batch": 16}]
+    train("job", **fields, MAX_STEPS=8)
+    ours, reference = tmp_path / "job", tmp_path / "lacking"
+    shutil.copytree(ours, reference)
+    train("job", **fields, STAGES=stages)
+    train("lacking", **fields, STAGES=stages, LEFT_OUT=(8, 10))
+    assert rollbacks(ours) == [{"step": 8, "last_step": 14}] and rollbacks(reference) is None
+    assert computed(ours, 9) == computed(reference, 9)
+    assert stored(ours) == stored(reference)
+
+
 @pytest.mark.parametrize("kind", ["NaN", "spike"])
 def test_bad_step_is_skipped_or_ends_the_run(train: Any, tmp_path: Path, kind: str):
     fields = {"SCALE": 1000.0} if kind == "spike" else {}
