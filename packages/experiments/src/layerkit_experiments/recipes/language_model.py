@@ -13,7 +13,6 @@ from layerkit.base.weights import WeightInit
 from layerkit.config import Config, target_of
 from layerkit.config.checks import check_choice, check_sizes, require
 from layerkit.decoding import SampleDecoder
-from layerkit.errors import ConfigError
 from layerkit.layers import (
     GELU,
     Embedding,
@@ -224,21 +223,16 @@ def _set_positions(fields: Any, lm: Config) -> None:
 
 
 def _set_initial_weights(fields: Any, lm: Config) -> None:
-    lm.params_init = _weight_init(fields)
+    std = fields.INIT_STD
+    init = _INITS[fields.WEIGHT_INIT] if std is None else lambda x: WeightInit.Gaussian(x * std)
+    lm.params_init = init(1.0)
     # Without INIT_STD, embedding vectors have unit length on average.
-    std = fields.MODEL_DIMS**-0.5 if fields.INIT_STD is None else fields.INIT_STD
-    lm.softmax_tpl.weight_init = WeightInit.Gaussian(std)
+    lm.softmax_tpl.weight_init = WeightInit.Gaussian(
+        fields.MODEL_DIMS**-0.5 if std is None else std
+    )
     if fields.SCALE_RESIDUAL_INIT:
-        scaled = _weight_init(fields, scale=(2 * fields.NUM_LAYERS) ** -0.5)
-        layer = lm.stack_tpl.layer_tpl
-        layer.attention_tpl.output_tpl.params_init = scaled
-        layer.feed_forward_tpl.down_init = scaled
-
-
-def _weight_init(fields: Any, *, scale: float = 1.0) -> WeightInit:
-    if fields.INIT_STD is not None:
-        return WeightInit.Gaussian(scale * fields.INIT_STD)
-    return _INITS[fields.WEIGHT_INIT](scale)
+        layer, scaled = lm.stack_tpl.layer_tpl, init((2 * fields.NUM_LAYERS) ** -0.5)
+        layer.attention_tpl.output_tpl.params_init = layer.feed_forward_tpl.down_init = scaled
 
 
 def quantized(fields: Any, model: Config) -> Config:
@@ -249,9 +243,8 @@ def quantized(fields: Any, model: Config) -> Config:
     """
     name = fields.QUANTIZATION
     if getattr(fields, "USE_FP8", False):
-        if name not in (None, "fp8_delayed"):
-            expected = "None or 'fp8_delayed' with USE_FP8=True"
-            raise ConfigError(field="QUANTIZATION", value=name, expected=expected)
+        is_same, expected = name in (None, "fp8_delayed"), "None or 'fp8_delayed' with USE_FP8=True"
+        require(is_same, None, "QUANTIZATION", name, expected)
         name = "fp8_delayed"
     if name is None:
         return model
