@@ -30,9 +30,10 @@ def soap(
 ) -> optax.GradientTransformation:
     """Return SOAP for the matrices of a model, equal to the authors' PyTorch code.
 
-    The first gradient only gives the first bases, by eigendecomposition. A step of power iteration
-    and a QR decomposition renew them. The factors of a matrix are averages of G Gᵀ and Gᵀ G, then
-    their bases, of 2·(in² + out²) entries; a side that is not rotated has scalars.
+    The first gradient only gives the first bases, by eigendecomposition; unlike in that code,
+    weights decay in this step. A step of power iteration and a QR decomposition renew the bases.
+    The factors of a matrix are averages of G Gᵀ and Gᵀ G, then their bases, of 2·(in² + out²)
+    entries; a side that is not rotated has scalars.
 
     Args:
       learning_rate: A number or schedule.
