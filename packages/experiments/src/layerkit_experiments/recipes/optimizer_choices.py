@@ -94,8 +94,9 @@ class OptimizerChoice(NamedTuple):
         if self.rate != 1.0:
             learner.learning_rate = copy.copy(rate)
             learner.learning_rate.peak *= self.rate
-        is_named = experiment.LEARNING_RATE_SCHEDULE or ScheduleChoice.of_stages(experiment)
-        if self.keeps_rate and not is_named:
+        if self.keeps_rate and not (
+            experiment.LEARNING_RATE_SCHEDULE or ScheduleChoice.of_stages(experiment)
+        ):
             learner.learning_rate.min_ratio = 1.0
         return learner.set(optimizer=self.config(experiment, mask))
 
