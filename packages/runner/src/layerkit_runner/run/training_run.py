@@ -451,7 +451,8 @@ class TrainingRun:
         if jax.process_index() == 0:
             self._curve = end_report.LossCurve(job, self.inputs.inputs[0].dataset.token_unit)
         throughput = Throughput(self.info, job.goodput)
-        tokens = functools.partial(self.inputs.total, [work.tokens for work in self.works])
+        per_step = [work.tokens for work in self.works]
+        tokens = functools.partial(self.inputs.total, per_step) if any(per_step) else None
         reports = [StepReports(job.observers, throughput, work, tokens) for work in self.works]
         skipped = SkippedSteps(
             train.max_consecutive_skipped_steps,
