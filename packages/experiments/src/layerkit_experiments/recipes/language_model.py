@@ -34,6 +34,7 @@ from layerkit_experiments.recipes.training import (
     TrainedExperiment,
     train_config,
 )
+from layerkit_experiments.recipes.width_transfer import WidthTransfer
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.optim.schedules import number_of_steps
 from layerkit_runner.step.task import SingleTask
@@ -325,6 +326,8 @@ class LmExperiment(TrainedExperiment, abstract=True):
     """Standard deviation of the normal initializer of all matrices; None for WEIGHT_INIT."""
     SCALE_RESIDUAL_INIT: bool = False
     """Divide the initial output weights of residual branches by √(2·NUM_LAYERS) (GPT-2)."""
+    WIDTH_TRANSFER: int | None = None
+    """MODEL_DIMS for which LEARNING_RATE was chosen; see docs/optimization.md. None: this one."""
     FPROP_DTYPE: str = "float32"
     """Dtype of the computation; weights are float32."""
     USE_REPEATED_LAYER: bool = True
@@ -401,11 +404,10 @@ class LmExperiment(TrainedExperiment, abstract=True):
 
     def task(self) -> Config:
         """Return the config of the task."""
-        return SingleTask.HParams.config(
-            name="lm",
-            model=quantized(self, self.model()),
-            train=train_config(self, self.learner()),
-        )
+        train = train_config(self, self.learner())
+        model = quantized(self, self.model())
+        task: Config = SingleTask.HParams.config(name="lm", model=model, train=train)
+        return WidthTransfer.apply(self, task)
 
     def validate(self) -> None:
         """Raise an error if decoding needs more learned positions than there are."""
