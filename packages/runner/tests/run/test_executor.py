@@ -25,7 +25,7 @@ from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.run.executor import Executor
 from layerkit_runner.run.programs.decode_program import DecodeProgram
 from layerkit_runner.run.programs.eval_program import EvalProgram
-from layerkit_runner.run.programs.skipped_steps import SKIPPED_STEPS, SkippedSteps
+from layerkit_runner.run.programs.skipped_steps import SKIPPED_STEPS
 from layerkit_runner.run.programs.train_program import (
     StepReports,
     TrainProgram,
@@ -117,16 +117,7 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
         folder = epath.Path(tmp_path)
         executor = Executor(
             train=task.train,
-            train_programs=TrainPrograms(
-                TrainInputs([data]),
-                [program],
-                max_inflight_steps=1,
-                skipped=SkippedSteps(
-                    task.train.max_consecutive_skipped_steps,
-                    task.train.num_train_steps,
-                    task.train.max_skipped_steps_fraction,
-                ),
-            ),
+            train_programs=TrainPrograms(TrainInputs([data]), [program], task.train),
             eval_programs=[EvalProgram(task, partitioner, points, "points")],
             decode_programs=[
                 DecodeProgram(task, partitioner, dataset(tiny.Prompts), "prompts", folder)

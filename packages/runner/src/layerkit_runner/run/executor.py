@@ -140,7 +140,7 @@ class Executor:
                     except StopRequestedError:
                         continue
                     except RollbackRequestedError as request:
-                        state, step = self._roll_back(state, step, request.input_states)
+                        state, step = self._roll_back(state, step, request.args[0])
         except (SaveError, NonFiniteError):
             raise  # another save would fail too
         except Exception as error:

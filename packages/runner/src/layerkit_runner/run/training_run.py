@@ -60,7 +60,7 @@ from layerkit_runner.run.programs.build_programs import (
     train_programs,
 )
 from layerkit_runner.run.programs.eval_program import BaseProgram
-from layerkit_runner.run.programs.skipped_steps import SKIPPED_STEPS, SkippedSteps
+from layerkit_runner.run.programs.skipped_steps import SKIPPED_STEPS
 from layerkit_runner.run.programs.step_compiler import StepCompiler
 from layerkit_runner.run.programs.train_program import (
     CompiledStep,
@@ -454,21 +454,13 @@ class TrainingRun:
         per_step = [work.tokens for work in self.works]
         tokens = functools.partial(self.inputs.total, per_step) if any(per_step) else None
         reports = [StepReports(job.observers, throughput, work, tokens) for work in self.works]
-        skipped = SkippedSteps(
-            train.max_consecutive_skipped_steps,
-            train.num_train_steps,
-            train.max_skipped_steps_fraction,
-            train.learner,
-            train.max_rollbacks,
-        )
+        programs = train_programs(job, self.inputs, self.steps, reports, self._compiler.news)
         if SKIPPED_STEPS in self.first.metadata:
             with self._naming_metadata(SKIPPED_STEPS):
-                skipped.restore(self.first.metadata[SKIPPED_STEPS])
+                programs.skipped.restore(self.first.metadata[SKIPPED_STEPS])
         return self._make_executor(
             train=train,
-            train_programs=train_programs(
-                job, self.inputs, self.steps, reports, skipped, self._compiler.news
-            ),
+            train_programs=programs,
             eval_programs=self.evals,
             decode_programs=self.decodes,
             checkpoints=self.checkpoints if job.options.enable_checkpoint_saving else None,

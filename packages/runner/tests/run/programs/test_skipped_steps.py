@@ -5,9 +5,18 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import optax
 import pytest
 
+from layerkit.config import Partial
+from layerkit_runner.optim.learner import Learner
 from layerkit_runner.run.programs.skipped_steps import SkippedSteps
+from layerkit_runner.step.train_hparams import TrainHParams
+
+
+def skipped_steps(**fields: Any) -> SkippedSteps:
+    learner = Learner.HParams.config(optimizer=Partial(optax.sgd), learning_rate=0.1)
+    return SkippedSteps(TrainHParams.HParams.config(learner=learner, **fields).Instantiate())
 
 
 def add(
@@ -17,7 +26,7 @@ def add(
 
 
 def test_problem_is_set_at_the_limit_of_steps_in_a_row():
-    skipped = SkippedSteps(max_in_a_row=3)
+    skipped = skipped_steps(max_consecutive_skipped_steps=3)
     skipped.add_valid()
     for step in (2, 3, 5, 6):
         if step == 5:
@@ -39,7 +48,9 @@ def test_problem_is_set_at_the_limit_of_steps_in_a_row():
 def test_limit_is_lower_before_any_valid_step(
     max_in_a_row: int | None, num_train_steps: int, expected: int | None
 ):
-    skipped = SkippedSteps(max_in_a_row, num_train_steps)
+    skipped = skipped_steps(
+        max_consecutive_skipped_steps=max_in_a_row, num_train_steps=num_train_steps
+    )
     ended_at = None
     for step in range(1, 200):
         add(skipped, step)
@@ -49,11 +60,11 @@ def test_limit_is_lower_before_any_valid_step(
 
 
 def test_resumed_counts_are_those_of_an_uninterrupted_run():
-    straight = SkippedSteps(max_in_a_row=20)
+    straight = skipped_steps(max_consecutive_skipped_steps=20)
     straight.add_valid()
     for step in range(2, 6):
         add(straight, step)
-    resumed = SkippedSteps(max_in_a_row=20)
+    resumed = skipped_steps(max_consecutive_skipped_steps=20)
     resumed.restore(straight.record())
     for step in range(6, 22):
         for counts in (straight, resumed):
@@ -75,7 +86,7 @@ def test_resumed_counts_are_those_of_an_uninterrupted_run():
 def test_more_skipped_steps_than_the_fraction_of_all_are_a_problem(
     fraction: float | None, bad: Any, num_steps: int, ends_at: int | None
 ):
-    skipped = SkippedSteps(num_train_steps=num_steps, max_fraction=fraction)
+    skipped = skipped_steps(num_train_steps=num_steps, max_skipped_steps_fraction=fraction)
     for step in range(1, num_steps + 1):
         if step in bad:
             add(skipped, step)
@@ -88,7 +99,7 @@ def test_more_skipped_steps_than_the_fraction_of_all_are_a_problem(
 
 
 def test_run_that_ends_early_compares_with_its_completed_steps():
-    skipped = SkippedSteps(num_train_steps=1000, max_fraction=0.5)
+    skipped = skipped_steps(num_train_steps=1000, max_skipped_steps_fraction=0.5)
     skipped.restore({"in_a_row": 0, "in_all": 6})
     skipped.apply_limits(10)
     assert skipped.problem is None
@@ -97,7 +108,7 @@ def test_run_that_ends_early_compares_with_its_completed_steps():
 
 
 def test_limit_after_completed_steps_is_not_lowered():
-    skipped = SkippedSteps(max_in_a_row=50)
+    skipped = skipped_steps(max_consecutive_skipped_steps=50)
     for step in range(1001, 1030):
         add(skipped, step)
     # 1000 steps were taken, so the lower limit of a run without a valid step does not apply.
@@ -105,6 +116,6 @@ def test_limit_after_completed_steps_is_not_lowered():
 
 
 def test_long_row_is_reported_every_tenth_step_after_the_first_ten():
-    skipped = SkippedSteps()
+    skipped = skipped_steps()
     reported = [step for step in range(1, 41) if add(skipped, step) is not None]
     assert reported == [*range(1, 11), 20, 30, 40]

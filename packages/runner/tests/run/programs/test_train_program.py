@@ -71,11 +71,8 @@ def started(tiny: SimpleNamespace, make_recorder: Any) -> Any:
         goodput = Goodput()
         goodput.outermost("steps")
         reports = StepReports(recorder, Throughput(info, goodput))
-        programs = TrainPrograms(
-            TrainInputs([data]),
-            [TrainProgram(replaced, data, None, reports)],
-            max_inflight_steps=task.train.max_inflight_steps,
-        )
+        program = TrainProgram(replaced, data, None, reports)
+        programs = TrainPrograms(TrainInputs([data]), [program], task.train)
         return programs, partitioner.init_fn(task)(), recorder
 
     return start

@@ -28,7 +28,6 @@ from layerkit_runner.optim.early_stopping import MetricRule, program_of
 from layerkit_runner.run.job import Job
 from layerkit_runner.run.programs.decode_program import DecodeProgram
 from layerkit_runner.run.programs.eval_program import BaseProgram, EvalProgram, NextBatchEvalProgram
-from layerkit_runner.run.programs.skipped_steps import SkippedSteps
 from layerkit_runner.run.programs.train_program import (
     CompiledStep,
     StepReports,
@@ -66,7 +65,6 @@ def train_programs(
     inputs: TrainInputs,
     compiled: Sequence[CompiledStep],
     reports: Sequence[StepReports],
-    skipped: SkippedSteps,
     news: collections.deque[Callable[[], None]],
 ) -> TrainPrograms:
     """Build the training programs that the experiment lists, or one for its only data set."""
@@ -76,8 +74,7 @@ def train_programs(
         config.Instantiate(compiled=step, dataset=data, name=data.name, reports=receivers)
         for config, data, step, receivers in parts
     ]
-    inflight = job.task.train.max_inflight_steps
-    return TrainPrograms(inputs, programs, max_inflight_steps=inflight, skipped=skipped, news=news)
+    return TrainPrograms(inputs, programs, job.task.train, news=news)
 
 
 def train_dataset_configs(resolved: ResolvedExperiment) -> dict[str, Config]:

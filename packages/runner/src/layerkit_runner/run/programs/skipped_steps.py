@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from layerkit_runner.optim.learner import Learner
+from layerkit_runner.step.train_hparams import TrainHParams
 
 SKIPPED_STEPS = "skipped_steps"
 """Metadata key of the counts in a checkpoint."""
@@ -27,11 +27,7 @@ class SkippedSteps:
     """Counts of the training steps that were not valid.
 
     Attributes:
-      max_in_a_row: Number of such steps in a row that ends the run; None for no limit.
-      num_train_steps: Number of steps of the run.
-      max_fraction: Largest fraction of such steps in a complete run; None for no limit.
-      learner: Learner, which chooses the action for such a step; None skips it.
-      max_rollbacks: Number of rollbacks of the run, the next of which ends it; None for no limit.
+      train: Limits, and the learner that chooses the action for such a step.
       in_all: Number of all such steps, including those before the run was resumed.
       problem: Reason why the run has to end; None while it may continue.
       has_taken_any: True if any step was valid.
@@ -40,11 +36,7 @@ class SkippedSteps:
         which the data after `step` were left out.
     """
 
-    max_in_a_row: int | None = None
-    num_train_steps: int | None = None
-    max_fraction: float | None = None
-    learner: Learner | None = None
-    max_rollbacks: int | None = None
+    train: TrainHParams
     in_a_row: int = 0
     in_all: int = 0
     problem: str | None = None
@@ -69,15 +61,13 @@ class SkippedSteps:
         values = f"{loss_name}={loss}, gradient norm={grad_norm}"
         self.apply_limits(step, last=f" The last one has {values}.")
         is_finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        action: str | None = "skip"
-        if self.learner is not None:
-            action = self.learner.action(is_finite=is_finite, is_spike=is_spike)
-        may_roll_back = len(self.rollbacks) < (self.max_rollbacks or math.inf)
-        if self.problem is None and action == "rollback" and may_roll_back:
-            self.rollback = {"last_step": step, "loss": loss, "grad_norm": grad_norm}
-        elif self.problem is None and action in ("stop", "rollback"):
-            rule = f"task.train.max_rollbacks={self.max_rollbacks} is reached"
-            rule = "the action of task.train.learner is 'stop'" if action == "stop" else rule
+        action = self.train.learner.action(is_finite=is_finite, is_spike=is_spike)
+        max_rollbacks, rule = self.train.max_rollbacks, "the action of task.train.learner is 'stop'"
+        if self.problem is None and action == "rollback":
+            if max_rollbacks is None or len(self.rollbacks) < max_rollbacks:
+                self.rollback = {"last_step": step, "loss": loss, "grad_norm": grad_norm}
+            rule = f"task.train.max_rollbacks={max_rollbacks} is reached"
+        if self.problem is None and self.rollback is None and action in ("stop", "rollback"):
             self.problem = f"training stopped after step {step}: it has {values}, and {rule}."
         if self.in_a_row > _FIRST_REPORTS and self.in_a_row % 10:
             return None
@@ -103,21 +93,27 @@ class SkippedSteps:
         `is_over` is True if the run ends with `step` steps, which may be before its last step.
         """
         self.has_taken_any |= step > self.in_all
-        limit = self.max_in_a_row
+        limit = self.train.max_consecutive_skipped_steps
         if limit is not None and not self.has_taken_any:
-            limit = min(limit, _LIMIT_BEFORE_FIRST_VALID, self.num_train_steps or limit)
+            limit = min(limit, _LIMIT_BEFORE_FIRST_VALID, self.train.num_train_steps)
         no_valid = f"; no step was valid yet, which lowers the limit to {limit}"
-        num_steps = step if is_over else self.num_train_steps
+        num_steps = step if is_over else self.train.num_train_steps
+        fraction = self.train.max_skipped_steps_fraction
         if self.problem is not None:
             return
         if limit is not None and self.in_a_row >= limit:
             many = self.in_a_row != 1
             count = f"{self.in_a_row} steps in a row were" if many else "1 step was"
-            rule = f"max_consecutive_skipped_steps={self.max_in_a_row}"
+            rule = f"max_consecutive_skipped_steps={self.train.max_consecutive_skipped_steps}"
             rule += "" if self.has_taken_any else no_valid
-        elif self._exceeds_fraction(num_steps, is_over=is_over):
+        elif (
+            fraction is not None
+            and self.train.learner.skips_steps
+            and (self.has_taken_any or is_over)
+            and self.in_all > fraction * num_steps
+        ):
             count = f"{self.in_all} of {step} steps were"
-            rule = f"max_skipped_steps_fraction={self.max_fraction} of {num_steps} steps"
+            rule = f"max_skipped_steps_fraction={fraction} of {num_steps} steps"
         else:
             return
         self.problem = (
@@ -125,13 +121,6 @@ class SkippedSteps:
             f" {_CAUSES} --mode=inspect --inspect=batches shows the batches;"
             " metrics.jsonl has the values of each skipped step."
         )
-
-    def _exceeds_fraction(self, num_steps: int | None, *, is_over: bool) -> bool:
-        is_applied = self.learner is not None and not self.learner.skips_steps
-        if num_steps is None or self.max_fraction is None or is_applied:
-            return False
-        has_begun = self.has_taken_any or is_over
-        return has_begun and self.in_all > self.max_fraction * num_steps
 
     def record(self) -> dict[str, Any]:
         """Return the counts as JSON values, for a checkpoint."""

@@ -34,6 +34,7 @@ from layerkit_runner.run.programs.skipped_steps import SkippedSteps
 from layerkit_runner.step.layer_summaries import has_arrays, split_layers, weight_histograms_fn
 from layerkit_runner.step.metrics import OverBatches
 from layerkit_runner.step.task import SingleTask
+from layerkit_runner.step.train_hparams import TrainHParams
 from layerkit_runner.step.train_state import TrainState
 
 T = TypeVar("T")
@@ -332,15 +333,11 @@ def _trimmed(counts: Mapping[str, BinCounts]) -> dict[str, Histogram]:
     return {name: Histogram.of(bins).trimmed() for name, bins in counts.items()}
 
 
-@dataclasses.dataclass(eq=False)
 class RollbackRequestedError(Exception):
     """A request to restore a checkpoint from before a step that is not valid.
 
-    Attributes:
-      input_states: Input positions after that step, by checkpoint key.
+    Its argument are the input positions after that step, by checkpoint key.
     """
-
-    input_states: Mapping[str, Any]
 
 
 class TrainPrograms:
@@ -350,9 +347,8 @@ class TrainPrograms:
         self,
         inputs: TrainInputs,
         programs: Sequence[TrainProgram],
+        train: TrainHParams,
         *,
-        max_inflight_steps: int,
-        skipped: SkippedSteps | None = None,
         news: collections.deque[Callable[[], None]] | None = None,
     ) -> None:
         """Store the arguments without starting a step.
@@ -362,8 +358,8 @@ class TrainPrograms:
         self.inputs = inputs
         self._news = news
         self.programs = tuple(programs)
-        self.skipped = SkippedSteps() if skipped is None else skipped
-        self._max_inflight_steps = max_inflight_steps
+        self.skipped = SkippedSteps(train)
+        self._train = train
         # Each step that is not reported yet: its program, and the input positions after it.
         self._started: collections.deque[tuple[TrainProgram, Any]] = collections.deque()
         self._last: TrainProgram | None = None
@@ -378,8 +374,8 @@ class TrainPrograms:
         state = program.start_step(
             state, step, lambda: all(program.is_idle() for program in self.programs), signals
         )
-        rolls_back = self.skipped.learner is not None and self.skipped.learner.rolls_back
-        self._started.append((program, self.input_states() if rolls_back else None))
+        positions = self.input_states() if self._train.learner.rolls_back else None
+        self._started.append((program, positions))
         ahead = range(step + 1, step + 1 + _STEPS_AHEAD)
         for index in dict.fromkeys(map(self.inputs.index_of_step, ahead)):
             self.inputs.inputs[index].feed.fill()
@@ -392,7 +388,7 @@ class TrainPrograms:
           RollbackRequestedError: A step asks for a rollback; so do `drain` and what calls it.
         """
         # The first step is reported before the second one starts, so that its loss appears at once.
-        limit = self._max_inflight_steps if self._last is not None else 0
+        limit = self._train.max_inflight_steps if self._last is not None else 0
         while len(self._started) > limit:
             self._report_oldest()
 
