@@ -296,9 +296,8 @@ class CheckpointManager:
             before = [one for one in steps if one < step]
             due = [one for one in before if self._policy.should_save(one, last_saved=None)]
             newest = max(due, default=min(before, default=step))
-            for path in (
-                folders.step_folder(self._directory, one) for one in steps if one > newest
-            ):
+            for later in (one for one in steps if one > newest):
+                path = folders.step_folder(self._directory, later)
                 aside = folders.move_aside(path, reason="abandoned").name
                 self._report(f"Moved {path} aside to {aside}, since the run is rolled back.")
             return newest

@@ -69,13 +69,9 @@ class Throughput:
         by_phase = self.goodput.seconds()
         waited = by_phase["input_wait"]
         now = by_phase["steps"] + waited
+        last, began, waited_before = self._mark or (step, now, waited)
         # After a rollback, the step is an earlier one.
-        if (
-            self._mark is not None
-            and step > self._mark[0]
-            and self.goodput.current_phase == "steps"
-        ):
-            last, began, waited_before = self._mark
+        if step > last and self.goodput.current_phase == "steps":
             work, steps = work or self._usual, step - last
             more = _Counts(
                 steps=steps,
