@@ -18,10 +18,10 @@ from layerkit_runner.observers import read_metrics
 EXP = "text_anywhere.TextAnywhere"
 STEPS = 60
 STAGES = [
-    {"until_step": 15, "batch": 8, "length": 8, "mixture": {"web": 1}},
+    {"until_step": 15, "batch": 8, "length": 8, "mixture": {"web": 1}, "rate": 2e-3},
     {"until_tokens": 15 * 64 + 15 * 128, "batch": 16},
     {"until_step": 45, "length": 16, "mixture": {"web": 1, "code": 3}},
-    {"until_step": STEPS, "batch": 8},
+    {"until_step": STEPS, "batch": 8, "rate": {"to": 0.0, "by": "sqrt"}},
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit_inputs import BaseInput, LocalText, Mixture
+from layerkit_inputs import LocalText, Mixture
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.mixing.staged_rows import StagedRows, StageRows, cut_rows, stage_begins
 
@@ -205,27 +205,6 @@ def test_cut_rows_are_the_rows_that_are_packed_at_that_length(length: int, tmp_p
     assert not cut.weights[len(expected.weights) :].any()
 
 
-class Images(IndexedInput):
-    """Rows without a length."""
-
-    def _num_rows(self) -> int:
-        return 10
-
-    def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        return NestedMap(image=rows[:, None, None] * np.ones((1, 3, 2)), label=rows)
-
-
-def test_rows_without_a_length_have_stages_of_batches():
-    stages = (StageRows(2, 2), StageRows(2, 3))
-    source = staged(Images.HParams.config(shuffle=False), stages=stages, row_length=1)
-    assert [source.get_next().label.tolist() for _ in range(4)] == [
-        [0, 1],
-        [2, 3],
-        [4, 5, 6],
-        [7, 8, 9],
-    ]
-
-
 class Changed(Tokens):
     """An input whose batches are no rows by number."""
 
@@ -240,6 +219,10 @@ class Changed(Tokens):
         ({"stages": (StageRows(1, 3, 4),), "hosts": 2}, "batch"),
         ({"stages": (StageRows(1, 4, 4, {"web": 1}),)}, "source"),
         ({"source": Changed.HParams.config()}, "source"),
+        (
+            {"source": mixture(), "stages": (StageRows(1, 4, 16, {"wep": 1.0}),)},
+            "weight at row 0",
+        ),
     ],
 )
 def test_stages_that_do_not_fit_raise(fields: dict, field: str):
@@ -251,9 +234,3 @@ def test_stages_that_do_not_fit_raise(fields: dict, field: str):
 def test_arrays_that_cannot_be_cut_raise():
     with pytest.raises(ConfigError, match=r"\[rows, 16, \.\.\.\]"):
         cut_rows(NestedMap(label=np.zeros(3)), parts=2, row_length=16)
-
-
-def test_unknown_components_of_a_stage_raise():
-    with pytest.raises(ConfigError) as error:
-        staged(mixture(), stages=(StageRows(1, 4, 16, {"wep": 1.0}),))
-    assert error.value.value == "wep" and isinstance(staged(), BaseInput)
