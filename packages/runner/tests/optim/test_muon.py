@@ -265,7 +265,10 @@ def test_report_lists_matrices_and_a_weight_that_is_none_is_an_error():
     boxes = boxes_of(model(repeated=True))
     learner = Learner.HParams.config(optimizer=Partial(muon), learning_rate=RATE).Instantiate()
     with declared(declarations_of(boxes)):
-        flat = flatten_dict(random_like(boxes, 0))
+        shapes = random_like(boxes, 0)
+        main, adamw = learner_of(Partial(muon)).decayed_weights(shapes, stacks=stacks_of(boxes))
+        assert all(map(is_matrix, main.spared)) and not any(map(is_matrix, adamw.spared))
+        flat = flatten_dict(shapes)
         rows = matrix_lines({path: leaf for path, leaf in flat.items() if is_matrix(path)})
         assert matrix_lines(flat) == matrix_lines({("undeclared",): jnp.ones((2, 2))}) == []
     assert set(rows) == {

@@ -153,7 +153,7 @@ def _split(x: Any, dims: MatrixDims) -> list[Any]:
         return [x]
     axis, sizes = dims.parts
     # The learner traces optimizers with weights of one entry, which only the first part has.
-    parts = jnp.split(x, np.cumsum(sizes[:-1]), axis)
+    parts = jnp.split(x, np.minimum(np.cumsum(sizes[:-1]), x.shape[axis]), axis)
     return [part for part in parts if part.shape[axis]]
 
 
