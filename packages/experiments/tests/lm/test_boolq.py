@@ -13,7 +13,7 @@ from layerkit.config import build
 from layerkit.config.nested_map import NestedMap
 from layerkit.models import TransformerLm
 from layerkit_experiments.lm.boolq import LLaMA7B
-from layerkit_experiments.recipes.boolq import ChoiceLanguageModel
+from layerkit_experiments.recipes.published_data.boolq import ChoiceLanguageModel
 from layerkit_runner.run.resolve import resolve
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit_experiments.recipes.last_words import last_word_rows, split_last_word
+from layerkit_experiments.recipes.published_data.last_words import last_word_rows, split_last_word
 
 PASSAGES = ["A cat sat\n on the  mat", "“Who?” he asked the ‘night’"]
 FIELDS: dict[str, Any] = {"vocab_path": "bytes", "seq_length": 32, "target_length": 8}

@@ -15,7 +15,7 @@ from layerkit_experiments.lm.c4 import C4Spmd1BAdam4Replicas
 from layerkit_experiments.lm.jaxformer import Jaxformer1B
 from layerkit_experiments.lm.lm_cloud import LmCloudSpmdTest
 from layerkit_experiments.lm.pile import Pile126M
-from layerkit_experiments.recipes.prompts import RowPrompts
+from layerkit_experiments.recipes.published_data.prompts import RowPrompts
 from layerkit_inputs import BaseInput
 from layerkit_inputs.testing.tfds_folders import write_tfds_folder
 from layerkit_runner.run.resolve import resolve

@@ -18,7 +18,7 @@ from layerkit_experiments.lm.c4 import (
     C4SpmdPipelineGpt3AdamMLPerfHPBS2k512Replicas,
 )
 from layerkit_experiments.lm.pile import Lambada126M, Pile126M
-from layerkit_experiments.recipes.last_words import last_word_rows, split_last_word
+from layerkit_experiments.recipes.published_data.last_words import last_word_rows, split_last_word
 from layerkit_inputs.testing.tfds_folders import write_tfds_folder
 from layerkit_runner.run.resolve import resolve
 

@@ -16,9 +16,9 @@ from layerkit.base.weights import WeightInit
 from layerkit.config import Config
 from layerkit.layers import Embedding, FullSoftmax
 from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
-from layerkit_experiments.recipes.boolq import boolq_readers, report_choice_accuracy
 from layerkit_experiments.recipes.language_model import REDUCED_TEXT, LmExperiment, decoder
 from layerkit_experiments.recipes.optimizers import adam_exponential
+from layerkit_experiments.recipes.published_data.boolq import boolq_readers, report_choice_accuracy
 from layerkit_runner.init_from.settings import weights_of
 from layerkit_runner.optim.schedules import linear_warmup_cosine_decay
 

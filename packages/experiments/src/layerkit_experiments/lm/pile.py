@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from layerkit.config import Config
-from layerkit_experiments.recipes.lambada import lambada, lambada_readers
 from layerkit_experiments.recipes.language_model import REDUCED_TEXT, LmExperiment
+from layerkit_experiments.recipes.published_data.lambada import lambada, lambada_readers
 from layerkit_runner.step.task_metrics import Mean
 
 

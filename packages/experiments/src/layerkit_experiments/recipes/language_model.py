@@ -381,9 +381,9 @@ class LmExperiment(TrainedExperiment, abstract=True):
         return [self.read(name="train", is_training=True), held_out]
 
     def readers(self) -> Mapping[str, Callable[..., Config]]:
-        """Return functions by DATA_FORMAT; see `recipes.corpora`."""
+        """Return functions by DATA_FORMAT; see `published_data.corpora`."""
         # Imported here, since other data need none of it.
-        from layerkit_experiments.recipes.corpora import TEXT_READERS
+        from layerkit_experiments.recipes.published_data.corpora import TEXT_READERS
 
         return TEXT_READERS
 
@@ -398,7 +398,7 @@ class LmExperiment(TrainedExperiment, abstract=True):
         if not self.PROMPTS_PER_DEVICE:
             return []
         # Imported here, since few runs decode.
-        from layerkit_experiments.recipes.prompts import row_prompts
+        from layerkit_experiments.recipes.published_data.prompts import row_prompts
 
         return [row_prompts(self, self.datasets()[-1])]
 

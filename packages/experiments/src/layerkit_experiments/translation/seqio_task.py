@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from layerkit_experiments.recipes.seqio_tasks import vocabulary
+from layerkit_experiments.recipes.published_data.seqio_tasks import vocabulary
 from layerkit_inputs.seqio.tasks import import_seqio, import_tensorflow
 from layerkit_inputs.text.text_pairs import PairMetric, text_metrics
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from layerkit.errors import ConfigError
-from layerkit_experiments.recipes.last_words import (
+from layerkit_experiments.recipes.published_data.last_words import (
     LAST_WORD,
     QUOTES,
     check_vocab_size,

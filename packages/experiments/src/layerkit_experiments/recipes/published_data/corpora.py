@@ -13,7 +13,7 @@ from typing import Any
 from layerkit.config import Config
 from layerkit.config.checks import require
 from layerkit.errors import ConfigError
-from layerkit_experiments.recipes import seqio_tasks
+from layerkit_experiments.recipes.published_data import seqio_tasks
 from layerkit_inputs import LocalText, SeqIOInput, SyntheticInput, TokenRecords, tokenizer_config
 
 Reader = Callable[..., Config]

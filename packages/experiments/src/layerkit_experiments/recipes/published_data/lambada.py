@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from layerkit.config import Config, Partial
-from layerkit_experiments.recipes import seqio_tasks
-from layerkit_experiments.recipes.corpora import (
+from layerkit_experiments.recipes.published_data import seqio_tasks
+from layerkit_experiments.recipes.published_data.corpora import (
     Reader,
     answer_lengths,
     grain_folder,
     text_task,
     vocab_path_of,
 )
-from layerkit_experiments.recipes.last_words import last_word_rows
+from layerkit_experiments.recipes.published_data.last_words import last_word_rows
 from layerkit_inputs import GrainMapInput, SeqIOInput
 
 

@@ -13,8 +13,13 @@ from layerkit.config import Config
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit.models import LanguageModel
-from layerkit_experiments.recipes import seqio_tasks
-from layerkit_experiments.recipes.corpora import TEXT_READERS, Reader, answer_lengths, text_task
+from layerkit_experiments.recipes.published_data import seqio_tasks
+from layerkit_experiments.recipes.published_data.corpora import (
+    TEXT_READERS,
+    Reader,
+    answer_lengths,
+    text_task,
+)
 from layerkit_inputs import SeqIOInput
 
 

@@ -1,0 +1,1 @@
+"""Published data sets: their texts, tasks and prompts."""
