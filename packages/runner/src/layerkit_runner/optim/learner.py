@@ -104,15 +104,7 @@ class AuxiliaryOptimizer(Configurable):
         if not callable(self.weights):
             check_regexes(owner, weights=self.weights)
             require(self.weights, owner, "weights", self.weights, "at least one pattern")
-        transformation = make_transformation(self.optimizer, self.learning_rate, owner=owner)
-        self.named = NamedOptimizer(
-            self.name,
-            owner,
-            transformation,
-            per_layer_of(self.optimizer),
-            self.learning_rate,
-            self.weights,
-        )
+        self.named = _named(self, self.name, owner, self.weights)
 
 
 class Learner(Configurable):
@@ -212,20 +204,10 @@ class Learner(Configurable):
         names = [auxiliary.name for auxiliary in self.auxiliary_optimizers]
         are_unique = len(set(names)) == len(names)
         require(are_unique, "Learner", "auxiliary_optimizers", names, "a different name for each")
-        self.transformation = make_transformation(
-            self.optimizer, self.learning_rate, owner="Learner"
-        )
         self.trained_weights = TrainedWeights(self.trainable, self.frozen)
-        self._optimizers = (
-            NamedOptimizer(
-                MAIN,
-                "Learner.optimizer",
-                self.transformation,
-                per_layer_of(self.optimizer),
-                self.learning_rate,
-            ),
-            *(auxiliary.named for auxiliary in self.auxiliary_optimizers),
-        )
+        main = _named(self, MAIN, "Learner.optimizer", None)
+        self.transformation = main.transformation
+        self._optimizers = (main, *(auxiliary.named for auxiliary in self.auxiliary_optimizers))
         self._groups = OptimizerGroups(self._optimizers, per_layer=self.per_layer)
 
     @property
@@ -508,20 +490,20 @@ class Learner(Configurable):
         return rates
 
 
-def make_transformation(
-    optimizer: Any, learning_rate: Any, *, owner: str
-) -> optax.GradientTransformation:
-    """Return the Optax transformation of an `optimizer` field and a `learning_rate`."""
+def _named(config: Any, name: str, owner: str, weights: Any) -> NamedOptimizer:
+    """Return the optimizer of the fields `optimizer` and `learning_rate` of a config."""
+    optimizer, rate, label = config.optimizer, config.learning_rate, owner.partition(".")[0]
     expected = "an Optax optimizer, such as Partial(optax.adamw)"
-    require(optimizer is not None, owner, "optimizer", optimizer, expected)
+    require(optimizer is not None, label, "optimizer", optimizer, expected)
     if isinstance(optimizer, optax.GradientTransformation):
         expected = "None with an optimizer that is not a Partial and has its own learning rate"
-        require(learning_rate is None, owner, "learning_rate", learning_rate, expected)
-        return optimizer
-    expected = "a number, or a schedule"
-    require(learning_rate is not None, owner, "learning_rate", learning_rate, expected)
-    check_non_negative(owner, **concrete_numbers(learning_rate=learning_rate))
-    return optimizer(learning_rate=learning_rate)
+        require(rate is None, label, "learning_rate", rate, expected)
+        transformation = optimizer
+    else:
+        require(rate is not None, label, "learning_rate", rate, "a number, or a schedule")
+        check_non_negative(label, **concrete_numbers(learning_rate=rate))
+        transformation = optimizer(learning_rate=rate)
+    return NamedOptimizer(name, owner, transformation, per_layer_of(optimizer), rate, weights)
 
 
 def cast_like(tree: Any, like: Any) -> Any:

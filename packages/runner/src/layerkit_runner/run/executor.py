@@ -165,6 +165,7 @@ class Executor:
             progress(f"asking {type(self).__name__}.is_over after step {step}")
             if not self.is_over(step):
                 break
+            self.train_programs.drain()  # It may ask for a rollback, after which more steps follow.
             if self.signals.finish():
                 return True
         if self.profiler is not None and self.profiler.starts_before(step + 1):

@@ -13,7 +13,6 @@ from collections.abc import Callable
 
 import jax
 
-from layerkit.config.checks import require
 from layerkit.errors import error_text
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_runner.checkpointing import CheckpointManager, RestoredCheckpoint, SaveTimeoutError
@@ -179,11 +178,9 @@ class TrainingRun:
         if self.signals.ends_process:
             enter(forced_exit_on(SaveTimeoutError, exit_code=StorageError.exit_code))
         reads_only = not job.options.enable_checkpoint_saving
-        expected = "True, because the learner rolls back to checkpoints (on_nonfinite, on_spike)"
-        is_allowed = not (reads_only and job.task.train.learner.rolls_back)
-        require(
-            is_allowed, None, "--enable_checkpoint_saving", not reads_only, expected, UsageError
-        )
+        if reads_only and job.task.train.learner.rolls_back:
+            expected = "True, because the learner rolls back (on_nonfinite, on_spike)"
+            raise UsageError(field="--enable_checkpoint_saving", value=False, expected=expected)
         self.checkpoints = enter(job.checkpoints(read_only=reads_only))
         self._plan = self._plan_if_new()
         self._read_first_batches()
