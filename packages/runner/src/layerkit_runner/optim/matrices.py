@@ -75,8 +75,12 @@ def require_matrices(params: Any, *, owner: str, split_heads: bool = False) -> A
       split_heads: See `matrix_dims`.
 
     Raises:
-      ConfigError: A weight is no matrix.
+      ConfigError: A weight is no matrix, or `Learner.per_layer` is True.
     """
+    num_axes = mask_of(params, lambda box: len(box.axes))
+    if any(x.ndim < num for x, num in zip(*map(jax.tree.leaves, (params, num_axes)), strict=True)):
+        expected = f"None or False, because {owner} takes the layers of a stack as a batch"
+        raise ConfigError(owner="Learner", field="per_layer", value=True, expected=expected)
     dims = matrix_dims(params, split_heads=split_heads)
     others = ["/".join(path) for path, leaf in flatten_dict(dims).items() if leaf is None]
     if others:

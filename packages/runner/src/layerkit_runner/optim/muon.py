@@ -9,7 +9,6 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 import optax
-from optax.contrib import scale_by_muon
 
 from layerkit.config.checks import (
     check_choice,
@@ -30,7 +29,7 @@ MuonVariant = Literal["muon", "normuon", "adamuon"]
 
 _RMS = 0.2
 _APPLIED_AFTER = 3  # Iterations on X·Xᵀ before they are applied to X.
-_A, _B, _C = 3.4445, -4.7750, 2.0315  # Coefficients of Jordan's iteration, as in optax.
+_A, _B, _C = 3.4445, -4.7750, 2.0315  # Coefficients of Jordan's iteration.
 _TINY = 1e-10
 
 
@@ -101,8 +100,7 @@ def muon(
     def directions(updates: Any, _: Any) -> Any:
         dtype = ns_dtype or (None if is_on_cpu() else jnp.bfloat16)
         cast = jax.tree.map(lambda x: x.astype(dtype or x.dtype), updates)
-        dims = jax.tree.map(_wide, updates, dims_of(updates))
-        ((made,), _) = map_matrices(orthogonalize, [cast], dims=dims)
+        ((made,), _) = map_matrices(orthogonalize, [cast], dims=dims_of(updates))
         return jax.tree.map(lambda x, like: x.astype(like.dtype), made, updates)
 
     def rescale(x: jax.Array, dims: MatrixDims) -> jax.Array:
@@ -147,16 +145,6 @@ def _divide_by_second_moment(
     return optax.GradientTransformation(init, update)
 
 
-def _wide(x: jax.Array, dims: MatrixDims) -> MatrixDims:
-    """Return the dimensions of a weight with in and out exchanged if in is larger.
-
-    The iterations of a transposed matrix give the transposed result, so matrices of both
-    orientations are taken together.
-    """
-    num_in, num_out = (math.prod(x.shape[dim] for dim in group) for group in (dims.ins, dims.outs))
-    return MatrixDims(dims.outs, dims.ins, dims.parts) if num_in > num_out else dims
-
-
 def _orthogonalize(matrix: jax.Array, *, ns_steps: int, eps: float) -> jax.Array:
     """Return the result of Newton-Schulz iterations on a matrix `[in, out]`.
 
@@ -166,22 +154,19 @@ def _orthogonalize(matrix: jax.Array, *, ns_steps: int, eps: float) -> jax.Array
     the precision of X·Xᵀ; narrow dtypes lose them earlier.
     """
     rows, columns = sorted(matrix.shape)
-    if columns < 2 * rows or matrix.dtype != jnp.float32:
-        # Without a momentum, this is only the Newton-Schulz iteration.
-        newton_schulz = scale_by_muon(ns_steps=ns_steps, beta=0.0, eps=eps, nesterov=False)
-        orthogonal: jax.Array = newton_schulz.update(matrix, newton_schulz.init(matrix))[0]
-        return orthogonal
+    is_wide = columns >= 2 * rows and matrix.dtype == jnp.float32
+    interval = _APPLIED_AFTER if is_wide else 1
     x = matrix if matrix.shape[0] == rows else matrix.T
-    for start in range(0, ns_steps, _APPLIED_AFTER):
+    for start in range(0, ns_steps, interval):
         gram = x @ x.T
-        norm = 1.0 if start else jnp.sqrt(jnp.trace(gram)) + eps
-        gram /= norm**2
-        product = identity = jnp.eye(rows)
-        for step in range(start, min(start + _APPLIED_AFTER, ns_steps)):
+        scale = 1.0 if start else 1 / (jnp.sqrt(jnp.trace(gram)) + eps)
+        gram *= scale**2
+        product = identity = jnp.eye(rows, dtype=matrix.dtype)
+        for step in range(start, min(start + interval, ns_steps)):
             factor = _A * identity + _B * gram + _C * (gram @ gram)
             product = factor @ product if step > start else factor
             gram = factor @ (factor @ gram)
-        x = (product / norm) @ x
+        x = (scale * product) @ x
     return x if matrix.shape[0] == rows else x.T
 
 

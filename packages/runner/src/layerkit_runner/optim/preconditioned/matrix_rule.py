@@ -42,6 +42,7 @@ class MatrixState(NamedTuple):
 
 def matrix_rule(
     owner: str,
+    learning_rate: optax.ScalarOrSchedule,
     update: Callable[..., Any],
     *,
     moments: int,
@@ -50,11 +51,14 @@ def matrix_rule(
     first: int = 0,
     rates: Mapping[str, float],
     positive: Mapping[str, Any],
+    weight_decay: float,
+    mask: Any,
 ) -> optax.GradientTransformation:
-    """Return a transformation of the gradients of matrices.
+    """Return an optimizer of matrices with decoupled weight decay.
 
     Args:
       owner: Name of the optimizer, for errors.
+      learning_rate: A number or schedule.
       update: Function `(gradients, state, is_due, run) -> (updates, moments, factors)`. `is_due`
         is a bool scalar, whether to compute the factors. `run` is `map_matrices`.
       moments: Number of trees of moments.
@@ -63,9 +67,12 @@ def matrix_rule(
       first: Step of the first computation.
       rates: Arguments that have to be in [0, 1).
       positive: Arguments that have to be above 0.
+      weight_decay: Decoupled weight decay, times the learning rate.
+      mask: Weights that decay, as in `optax.adamw`.
     """
     check_rates(owner, **concrete_numbers(**rates))
     check_positive(owner, **concrete_numbers(**positive))
+    check_non_negative(owner, **concrete_numbers(weight_decay=weight_decay))
 
     def init(params: Any) -> MatrixState:
         dims = require_matrices(params, owner=owner)
@@ -76,7 +83,7 @@ def matrix_rule(
 
         zeros = (jax.tree.map(lambda x: jnp.zeros(x.shape), params) for _ in range(moments))
         factors = (jax.tree.map(partial(make_all, make), params, dims) for make in makers)
-        last = jnp.asarray(first - interval(jnp.int32(first)), jnp.int32)
+        last = jnp.int32(first - jnp.ceil(interval(jnp.int32(first))))
         return MatrixState(jnp.int32(0), last, tuple(zeros), tuple(factors))
 
     def update_all(grads: Any, state: MatrixState, params: Any = None) -> tuple[Any, MatrixState]:
@@ -88,7 +95,11 @@ def matrix_rule(
             updates, *new = update(jax.tree.map(jnp.float32, grads), state, is_due, run)
         return updates, MatrixState(state.count + 1, last, *map(tuple, new))
 
-    return optax.GradientTransformation(init, update_all)
+    return optax.chain(
+        optax.GradientTransformation(init, update_all),
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(learning_rate),
+    )
 
 
 def compute_factors(
@@ -107,15 +118,6 @@ def compute_factors(
         *(partial(compute, function) for function in functions),
     ]
     return jax.lax.switch(branch, branches, tree, factors)
-
-
-def with_decay_and_rate(
-    rule: optax.GradientTransformation, learning_rate: Any, weight_decay: float, mask: Any
-) -> optax.GradientTransformation:
-    """Return a rule followed by decoupled weight decay and the learning rate."""
-    check_non_negative("Learner.optimizer", **concrete_numbers(weight_decay=weight_decay))
-    decay = optax.add_decayed_weights(weight_decay, mask)
-    return optax.chain(rule, decay, optax.scale_by_learning_rate(learning_rate))
 
 
 def mix(decay: float, old: Any, new: Any) -> Any:

@@ -80,16 +80,18 @@ def psgd(
         return run(direct, (unbiased,), factors)[0][0], (mu,), factors
 
     scalar = [lambda *_: jnp.zeros(())] * 2
-    rule = matrix_rule.matrix_rule(
+    return matrix_rule.matrix_rule(
         "psgd",
+        learning_rate,
         update,
         moments=1,
         makers=[lambda ins, _: make(ins), lambda _, outs: make(outs), *scalar],
         interval=interval,
         rates={"b1": b1},
         positive={"update_probability": update_probability, "precond_lr": precond_lr},
+        weight_decay=weight_decay,
+        mask=mask,
     )
-    return matrix_rule.with_decay_and_rate(rule, learning_rate, weight_decay, mask)
 
 
 def _whiten(x: jax.Array, in_root: jax.Array, out_root: jax.Array) -> jax.Array:

@@ -14,11 +14,8 @@ from layerkit_runner.optim.preconditioned import matrix_rule
 from layerkit_runner.optim.preconditioned.matrix_rule import Maker, MatrixState, mix
 
 Graft = Literal["adam", "rmsprop"]
-RootMethod = Literal["eigh", "newton"]
 
 _TINY = 1e-25
-# The old root is kept if Newton's iteration ends with a larger error, as in Praxis.
-_MAX_ERROR = 0.1
 
 
 @declare_per_layer(lambda **_: False)
@@ -31,7 +28,6 @@ def shampoo(
     graft: Graft = "adam",
     block_size: int = 1024,
     root_order: int = 4,
-    root_method: RootMethod = "eigh",
     matrix_epsilon: float = 1e-6,
     statistics_interval: int = 1,
     root_interval: int = 10,
@@ -55,7 +51,6 @@ def shampoo(
         averages the updates, as in Praxis with `moving_average_for_momentum`.
       block_size: Largest size of the blocks that a matrix is divided into.
       root_order: Order p of the roots.
-      root_method: "eigh", or "newton" for the coupled iteration, which consists of products.
       matrix_epsilon: Number added to L and R, times their largest eigenvalue.
       statistics_interval: Number of steps between updates of L and R.
       root_interval: Number of steps between computations of the roots, a multiple of it.
@@ -68,13 +63,11 @@ def shampoo(
     """
     owner = "shampoo"
     check_choice(owner, get_args(Graft), graft=graft)
-    check_choice(owner, get_args(RootMethod), root_method=root_method)
     check_sizes(owner, block_size=block_size, root_order=root_order, root_interval=root_interval)
     check_sizes(owner, statistics_interval=statistics_interval)
     interval = ("statistics_interval", statistics_interval)
     check_divisible(owner, by=interval, root_interval=root_interval)
     check_integers(owner, minimum=0, start_step=start_step)
-    find_root = _find_root if root_method == "eigh" else _iterate_root
 
     def maker(side: int, scale: float) -> Maker:
         def make(*shape: int) -> jax.Array:
@@ -89,11 +82,7 @@ def shampoo(
 
     def add_roots(x: jax.Array, *factors: jax.Array) -> Any:
         *averages, _, _ = add_statistics(x, *factors)
-        roots = []
-        for blocks, old in zip(averages, factors[2:], strict=True):
-            root, error = jax.vmap(lambda x: find_root(x, root_order, matrix_epsilon))(blocks)
-            roots.append(jnp.where((error <= _MAX_ERROR)[:, None, None], root, old))
-        return *averages, *roots
+        return *averages, *(_find_root(x, root_order, matrix_epsilon) for x in averages)
 
     def direct(matrices: Any, factors: Any) -> tuple[Any, Any]:
         x, grafted = matrices
@@ -117,16 +106,18 @@ def shampoo(
             mu = updates = mix(b1, mu, updates)
         return updates, (mu, nu), factors
 
-    rule = matrix_rule.matrix_rule(
+    return matrix_rule.matrix_rule(
         owner,
+        learning_rate,
         update,
         moments=2,
         makers=[maker(side, scale) for scale in (matrix_epsilon, 1.0) for side in (0, 1)],
         interval=lambda _: root_interval,
         rates={"b1": b1, "b2": b2},
         positive={"eps": eps, "matrix_epsilon": matrix_epsilon},
+        weight_decay=weight_decay,
+        mask=mask,
     )
-    return matrix_rule.with_decay_and_rate(rule, learning_rate, weight_decay, mask)
 
 
 def _split(x: jax.Array, size: int) -> jax.Array:
@@ -143,36 +134,9 @@ def _merge(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return x.reshape(x.shape[0] * ins, -1)[: shape[0], : shape[1]]
 
 
-def _find_root(x: jax.Array, order: int, epsilon: float) -> tuple[jax.Array, jax.Array]:
-    """Return ((x + ridge)^(-1/order), 0) of a positive matrix `[size, size]`."""
+def _find_root(x: jax.Array, order: int, epsilon: float) -> jax.Array:
+    """Return (x + ridge)^(-1/order) of positive matrices `[blocks, size, size]`."""
     values, vectors = jnp.linalg.eigh(x)
-    ridge = epsilon * jnp.maximum(values[-1], _TINY)
+    ridge = epsilon * jnp.maximum(values[:, -1:], _TINY)
     powers = (jnp.maximum(values, 0) + ridge) ** (-1 / order)
-    return vectors * powers @ vectors.T, jnp.zeros(())
-
-
-def _iterate_root(x: jax.Array, order: int, epsilon: float) -> tuple[jax.Array, jax.Array]:
-    """Return the same and its error, by the coupled iteration (Higham, 2008, equation 7.18)."""
-    identity = jnp.eye(len(x))
-
-    def multiply(_: Any, v: jax.Array) -> jax.Array:
-        return x @ v / (jnp.linalg.norm(x @ v) + _TINY)
-
-    v = jax.lax.fori_loop(0, 100, multiply, jnp.ones(len(x)))
-    damped = x + epsilon * jnp.maximum(v @ x @ v, _TINY) * identity
-    z = (1 + order) / (2 * jnp.linalg.norm(damped))
-
-    def is_converging(state: Any) -> jax.Array:
-        index, _, _, error, ratio = state
-        return (index < 100) & (error > 1e-6) & (ratio < 1.2)
-
-    def iterate(state: Any) -> Any:
-        index, m, root, error, _ = state
-        factor = identity + (identity - m) / order
-        m = jnp.linalg.matrix_power(factor, order) @ m
-        new = jnp.max(jnp.abs(m - identity))
-        return index + 1, m, root @ factor, new, new / error
-
-    start = (0, damped * z, identity * z ** (1 / order), jnp.float32(1e3), jnp.float32(1.0))
-    _, _, root, error, _ = jax.lax.while_loop(is_converging, iterate, start)
-    return root, error
+    return vectors * powers[:, None] @ vectors.mT

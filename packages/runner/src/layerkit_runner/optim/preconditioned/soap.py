@@ -77,8 +77,9 @@ def soap(
         scale = jnp.sqrt(1 - b2**steps) / (1 - b1**steps)
         return jax.tree.map(lambda x: scale * x, directions), (mu, nu), factors
 
-    rule = matrix_rule.matrix_rule(
+    return matrix_rule.matrix_rule(
         "soap",
+        learning_rate,
         update,
         moments=2,
         makers=[
@@ -90,8 +91,9 @@ def soap(
         first=1,
         rates={"b1": b1, "b2": b2, "shampoo_beta": beta},
         positive={"eps": eps},
+        weight_decay=weight_decay,
+        mask=mask,
     )
-    return matrix_rule.with_decay_and_rate(rule, learning_rate, weight_decay, mask)
 
 
 def _rotate(x: jax.Array, in_basis: jax.Array, out_basis: jax.Array) -> jax.Array:

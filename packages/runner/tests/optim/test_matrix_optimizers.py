@@ -1,10 +1,9 @@
-"""SOAP, Shampoo and PSGD equal their definitions in NumPy and the published programs."""
+"""Optimizers of matrices equal their definitions in NumPy and the published programs."""
 
 from __future__ import annotations
 
 import pathlib
 import re
-import runpy
 from typing import Any
 
 import jax
@@ -17,11 +16,13 @@ from flax.traverse_util import flatten_dict
 from layerkit.base.base_layer import PARAMS
 from layerkit.base.weights import WeightBox, unbox
 from layerkit.config import Partial
+from layerkit.errors import ConfigError
 from layerkit.layers import StackedTransformer, StackedTransformerRepeated
 from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.models import TransformerLm
 from layerkit_runner.optim.learner import AuxiliaryOptimizer, Learner
-from layerkit_runner.optim.matrices import all_but_matrices, as_matrices, matrix_dims
+from layerkit_runner.optim.matrices import all_but_matrices, matrix_lines
+from layerkit_runner.optim.muon import muon
 from layerkit_runner.optim.optimizer_groups import stacks_of
 from layerkit_runner.optim.optimizers import bfloat16_state, decays
 from layerkit_runner.optim.preconditioned.psgd import psgd
@@ -29,8 +30,39 @@ from layerkit_runner.optim.preconditioned.shampoo import shampoo
 from layerkit_runner.optim.preconditioned.soap import soap
 from layerkit_runner.optim.weight_selection import declarations_of, declared
 
-PUBLISHED = runpy.run_path(str(pathlib.Path(__file__).with_name("published_preconditioners.py")))
+# Inputs of 14 steps and the weights after each, by `soap.py` of github.com/nikhilvyas/SOAP
+# (a1e55353), `psgd.py` of github.com/lixilinx/psgd_torch (a8616f1d; without noise, called as by
+# kron_torch 0.3.3) and `precondition` of github.com/google-research/precondition (239a8cda).
+PUBLISHED = np.load(pathlib.Path(__file__).with_name("published_preconditioners.npz"))
 RATE, DECAY, STEPS = 0.02, 0.2, 12
+
+
+class Muon:
+    """Jordan's optimizer, Moonshot's scale and the variants' papers for a matrix `[in, out]`."""
+
+    def __init__(self, shape: Any, *, variant: str = "muon", scale: str = "rms") -> None:
+        self.m, self.v, self.variant = np.zeros(shape), 0.0, variant
+        ins, outs = shape
+        self.factor = {
+            "rms": 0.2 * np.sqrt(max(ins, outs)),
+            "shape": np.sqrt(max(1, outs / ins)),
+            "spectral": np.sqrt(outs / ins),
+        }[scale]
+
+    def step(self, g: np.ndarray) -> np.ndarray:
+        self.m = 0.95 * self.m + 0.05 * g
+        x = 0.05 * g + 0.95 * self.m
+        x = np.sign(x) if self.variant == "adamuon" else x
+        x /= np.linalg.norm(x) + 1e-7
+        for _ in range(5):
+            a = x @ x.T
+            x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+        if self.variant != "muon":
+            new = x**2 if self.variant == "adamuon" else (x**2).mean(axis=0, keepdims=True)
+            self.v = 0.95 * self.v + 0.05 * new
+            x = x / np.sqrt(self.v)
+            x *= np.sqrt(min(x.shape)) / np.linalg.norm(x)
+        return self.factor * x
 
 
 class Soap:
@@ -142,6 +174,26 @@ def norm_bound(x: np.ndarray) -> float:
     return float(np.linalg.norm(v @ x) / np.linalg.norm(v))
 
 
+MATRICES = ("query", "key", "value", "qkv", "output", "up", "gate", "down")
+
+
+def is_matrix(path: tuple[str, ...]) -> bool:
+    return path[-2] in MATRICES or path[-1] in MATRICES
+
+
+def matrices_of(path: tuple[str, ...], x: Any) -> list[np.ndarray]:
+    """Return the matrices `[in, out]` of a weight of the model below, by its name."""
+    x = np.asarray(x, np.float64)
+    if path[-1] in MATRICES:
+        return [*x.reshape(-1, *x.shape[-2:])]
+    if path[-2] == "qkv":
+        layers = x.reshape(-1, *x.shape[-4:])
+        parts = [(w[:, :, :-2], w[:, :, -2], w[:, :, -1]) for w in layers]
+        return [part.reshape(8, -1) for layer in parts for part in layer]
+    shape = (-1, 8) if path[-2] == "output" else (8, -1)
+    return [w.reshape(shape) for w in x.reshape(-1, *x.shape[-3:])]
+
+
 def boxes_of(template: Any) -> Any:
     return jax.eval_shape(template.Instantiate().init_boxed, jax.random.key(0))[PARAMS]
 
@@ -167,12 +219,16 @@ def model(*, repeated: bool, is_square: bool) -> Any:
     )
 
 
-def trained(optimizer: Any, boxes: Any, gradients: list[Any], params: Any, **fields: Any) -> Any:
+def learner_of(optimizer: Any, **fields: Any) -> Learner:
     adamw = AuxiliaryOptimizer.HParams.config(
         name="adamw", weights=all_but_matrices, optimizer=Partial(optax.adamw), learning_rate=0.01
     )
     config = Learner.HParams.config(optimizer=optimizer, learning_rate=RATE, **fields)
-    learner, stacks = config.set(auxiliary_optimizers=[adamw]).Instantiate(), stacks_of(boxes)
+    return config.set(auxiliary_optimizers=[adamw]).Instantiate()
+
+
+def trained(optimizer: Any, boxes: Any, gradients: list[Any], params: Any, **fields: Any) -> Any:
+    learner, stacks = learner_of(optimizer, **fields), stacks_of(boxes)
 
     @jax.jit
     def step(params: Any, state: Any, grads: Any, number: jax.Array) -> Any:
@@ -216,6 +272,17 @@ PSGD = Partial(
 @pytest.mark.parametrize(
     ("optimizer", "reference", "is_square"),
     [
+        (Partial(muon), Muon, False),
+        (
+            Partial(muon, variant="normuon", scale="shape"),
+            lambda shape: Muon(shape, variant="normuon", scale="shape"),
+            False,
+        ),
+        (
+            Partial(muon, variant="adamuon", scale="spectral"),
+            lambda shape: Muon(shape, variant="adamuon", scale="spectral"),
+            False,
+        ),
         (Partial(soap, **SOAP), lambda shape: Soap(shape, one_sided=False), True),
         (
             Partial(soap, **SOAP, one_sided=True),
@@ -224,13 +291,22 @@ PSGD = Partial(
         ),
         (Partial(shampoo, **SHAMPOO), lambda shape: Shampoo(shape, graft="adam"), False),
         (
-            Partial(shampoo, **SHAMPOO, graft="rmsprop", root_method="newton"),
+            Partial(shampoo, **SHAMPOO, graft="rmsprop"),
             lambda shape: Shampoo(shape, graft="rmsprop"),
             False,
         ),
         (PSGD, Psgd, False),
     ],
-    ids=["soap", "soap-one-sided", "shampoo", "shampoo-newton", "psgd"],
+    ids=[
+        "muon",
+        "normuon",
+        "adamuon",
+        "soap",
+        "soap-one-sided",
+        "shampoo",
+        "shampoo-rmsprop",
+        "psgd",
+    ],
 )
 def test_updates_equal_their_definitions(
     optimizer: Any, reference: Any, is_square: bool, repeated: bool
@@ -242,19 +318,20 @@ def test_updates_equal_their_definitions(
     fields = {"clip_per_tensor_norm": 1.0} if repeated else {}
     found = flatten_dict(trained(optimizer, boxes, gradients, params, **fields))
     num_matrices = 0
-    for path, dims in flatten_dict(matrix_dims(boxes)).items():
-        if dims is None:
-            continue
+    for path, weight in flatten_dict(params).items():
         grads = [flatten_dict(tree)[path] for tree in gradients]
         if repeated:
             grads = [clipped(path, grad, repeated=repeated) for grad in grads]
-
-        def matrices(x: Any, dims: Any = dims) -> list[np.ndarray]:
-            parts = [np.asarray(part, np.float64) for part in as_matrices(jnp.asarray(x), dims)]
-            return [matrix for part in parts for matrix in part.reshape(-1, *part.shape[-2:])]
-
-        columns = zip(*map(matrices, grads), strict=True)
-        first, last = matrices(flatten_dict(params)[path]), matrices(found[path])
+        if not is_matrix(path):
+            adamw, expected = optax.adamw(0.01), weight
+            state = adamw.init(weight)
+            for grad in grads:
+                updates, state = adamw.update(jnp.float32(grad), state, expected)
+                expected = optax.apply_updates(expected, updates)
+            np.testing.assert_allclose(found[path], expected, atol=1e-5, err_msg="/".join(path))
+            continue
+        columns = zip(*(matrices_of(path, grad) for grad in grads), strict=True)
+        first, last = matrices_of(path, weight), matrices_of(path, found[path])
         for w, ours, column in zip(first, last, columns, strict=True):
             rule = reference(w.shape)
             for grad in column:
@@ -265,49 +342,39 @@ def test_updates_equal_their_definitions(
     assert num_matrices == 2 * (4 + 3 * 3)
 
 
-OPTIMIZERS = {
-    "soap": soap(
-        PUBLISHED["RATE"],
-        b1=0.9,
-        b2=0.95,
-        shampoo_beta=0.8,
-        precondition_frequency=3,
-        max_dimension=6,
-    ),
-    "psgd": psgd(PUBLISHED["RATE"], max_dimension=6),
-    **{
-        root: shampoo(
-            PUBLISHED["RATE"],
-            b2=0.95,
-            graft="rmsprop",
-            block_size=4,
-            matrix_epsilon=1e-3,
-            statistics_interval=2,
-            root_interval=4,
-            start_step=0,
-            weight_decay=0.02,
-            root_method=root,
-        )
-        for root in ("eigh", "newton")
-    },
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("shape", PUBLISHED["SHAPES"])
-def test_weights_equal_those_of_published_programs(name: str, shape: tuple[int, int]):
-    box = WeightBox(None, ("embed", "mlp"), is_factor=True, fans=shape, fan_in_dims=(-2,))
-    weight, gradients = PUBLISHED["weights_and_gradients"](shape)
-    optimizer, params, weights = OPTIMIZERS[name], {"w": weight}, []
+@pytest.mark.parametrize("shape", ["6x6", "5x8"])
+@pytest.mark.parametrize(
+    ("name", "optimizer"),
+    [
+        ("soap", soap(0.05, b1=0.9, shampoo_beta=0.8, precondition_frequency=3, max_dimension=6)),
+        ("psgd", psgd(0.05, max_dimension=6)),
+        (
+            "shampoo",
+            shampoo(
+                0.05,
+                b2=0.95,
+                graft="rmsprop",
+                block_size=4,
+                matrix_epsilon=1e-3,
+                statistics_interval=2,
+                root_interval=4,
+                start_step=0,
+                weight_decay=0.02,
+            ),
+        ),
+    ],
+)
+def test_weights_equal_those_of_published_programs(name: str, optimizer: Any, shape: str):
+    weight, gradients = PUBLISHED[f"weight_{shape}"], PUBLISHED[f"gradients_{shape}"]
+    box = WeightBox(None, ("embed", "mlp"), is_factor=True, fans=weight.shape, fan_in_dims=(-2,))
+    params, weights = {"w": weight}, []
     with declared({("w",): box.replace(fan_out_dims=(-1,))}):
         state, update = optimizer.init(params), jax.jit(optimizer.update)
         for grad in gradients:
             updates, state = update({"w": grad}, state, params)
             params = optax.apply_updates(params, updates)
             weights.append(params["w"])
-    with np.load(PUBLISHED["RECORDED"]) as recorded:
-        expected = recorded[f"{name}_{'x'.join(map(str, shape))}"]
-    np.testing.assert_allclose(weights, expected, atol=1e-5)
+    np.testing.assert_allclose(weights, PUBLISHED[f"{name}_{shape}"], atol=1e-5)
 
 
 def unconditional_text(text: str) -> str:
@@ -353,3 +420,31 @@ def test_state_in_bfloat16_changes_weights_little(optimizer: Any):
     first, found, expected = (flatten_dict(tree)[path] for tree in (params, narrow, whole))
     change = float(np.linalg.norm(expected - first))
     assert float(np.linalg.norm(found - expected)) < 0.2 * change
+
+
+def test_report_lists_matrices_and_a_weight_that_is_none_is_an_error():
+    boxes = boxes_of(model(repeated=True, is_square=False))
+    learner = Learner.HParams.config(optimizer=Partial(muon), learning_rate=RATE).Instantiate()
+    with declared(declarations_of(boxes)):
+        shapes = random_like(boxes, 0)
+        main, adamw = learner_of(Partial(muon)).decayed_weights(shapes, stacks=stacks_of(boxes))
+        assert all(map(is_matrix, main.spared)) and not any(map(is_matrix, adamw.spared))
+        flat = flatten_dict(shapes)
+        rows = matrix_lines({path: leaf for path, leaf in flat.items() if is_matrix(path)})
+        assert matrix_lines(flat) == matrix_lines({("undeclared",): jnp.ones((2, 2))}) == []
+    assert set(rows) == {
+        "layers 2 × [embed 8 → kv_heads 2 · (2, 1, 1) · head_dim 3]: qkv/w",
+        "layers 2 × [heads 4 · head_dim 3 → embed 8]: output/w",
+        "layers 2 × expert 3 × [embed 8 → mlp 12]: feed_forward/gate, feed_forward/up",
+        "layers 2 × expert 3 × [mlp 12 → embed 8]: feed_forward/down",
+    }
+    with (
+        declared(declarations_of(boxes)),
+        pytest.raises(
+            ConfigError, match=r"none: final_norm/bias, .*auxiliary_optimizers.*all_but_matrices"
+        ),
+    ):
+        learner.init(random_like(boxes, 0), stacks=stacks_of(boxes))
+    layers = Partial(soap), boxes, [], random_like(boxes, 0)
+    with pytest.raises(ConfigError, match="per_layer=True.*soap takes the layers"):
+        trained(*layers, per_layer=True)
