@@ -11,7 +11,6 @@ import optax
 import pytest
 
 from layerkit.config import Partial
-from layerkit.errors import ConfigError
 from layerkit_runner.optim.learner import Learner
 
 PARAMS = {"w": jnp.ones(2)}
@@ -82,12 +81,3 @@ def test_spikes_equal_numpy(deviations: float):
 def test_constant_loss_and_falling_loss_have_no_spikes():
     for losses in (np.full(60, 0.1), np.where(np.arange(60) < 40, 2.0, 0.01)):
         assert all(run(learner(), losses, np.full(60, 0.3))[0])
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("on_spike", "ignore"), ("on_nonfinite", "apply"), ("spike_window", 3)],
-)
-def test_unknown_action_or_window_is_an_error(raises: Any, field: str, value: Any):
-    with raises(ConfigError, owner="Learner", field=field, value=value):
-        learner(**{field: value})

@@ -24,15 +24,9 @@ class Batches(Points):
     bad: Sequence[int] = ()
     scale: float | None = None
     left_out: Sequence[int] = (0, 0)
-    kills: bool = False
 
     def _num_rows(self) -> int:
         return 8000
-
-    def set_state(self, state: Any) -> None:
-        if self.kills and self._rows_done:
-            os.kill(os.getpid(), signal.SIGKILL)
-        super().set_state(state)
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
         size, (first, count) = self.global_batch_size, self.left_out
@@ -101,9 +95,8 @@ class Bad(Gated):
 
     def datasets(self) -> list[Config]:
         fields = {"bad": self.BAD, "scale": self.SCALE, "left_out": self.LEFT_OUT}
-        fields |= {"batch_size": self.BATCH_SIZE, "kills": self.KILLED_AT == "positions"}
-        config = Batches.HParams.config
-        return [config(name="train", is_training=True, shuffle=False, **fields)]
+        fields |= {"batch_size": self.BATCH_SIZE, "shuffle": False}
+        return [Batches.HParams.config(name="train", is_training=True, **fields)]
 
     def decode_datasets(self) -> list[Config]:
         return []
