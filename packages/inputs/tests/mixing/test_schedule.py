@@ -60,51 +60,48 @@ def test_counts_are_rounded_to_the_longest_period():
         assert abs(share - weights[name] / sum(weights.values())) < 1 / LONGEST_PERIOD
 
 
-piece_weights = st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 9), min_size=1)
-changing_weights = st.dictionaries(
-    st.sampled_from("abcdef"),
-    st.one_of(st.integers(1, 9), st.tuples(st.integers(0, 9), st.integers(1, 9))),
-    min_size=1,
-)
+def random_pieces(random):
+    """Return (weights, number of turns) of up to four pieces, whose weights may change."""
+    pieces = []
+    for size in random.integers(1, [300, 20, 3, 300])[: random.integers(1, 5)]:
+        pairs = {
+            name: random.integers(1, 10, 2).tolist() for name in random.permutation([*"abcdef"])
+        }
+        names = [*pairs][: random.integers(1, 7)]
+        linear = random.random(len(names)) < 0.5
+        pieces.append(
+            (
+                {n: pairs[n] if x else pairs[n][0] for n, x in zip(names, linear, strict=True)},
+                int(size),
+            )
+        )
+    return pieces
 
 
-def is_changing(weights):
-    return any(isinstance(weight, tuple) for weight in weights.values())
-
-
-def shares_at(weights, part):
-    """Return the shares of weights in the middle of a turn, a part of the piece."""
-    pairs = {n: w if isinstance(w, tuple) else (w, w) for n, w in weights.items()}
-    numbers = {n: first + (last - first) * part for n, (first, last) in pairs.items()}
-    return {name: number / sum(numbers.values()) for name, number in numbers.items()}
-
-
-@given(
-    pieces=st.lists(st.tuples(changing_weights, st.integers(1, 300)), min_size=1, max_size=4),
-    last=piece_weights,
-)
-def test_errors_stay_near_one_turn_across_changes(pieces, last):
-    starts = np.cumsum([0, *(length for _, length in pieces)]).tolist()
-    all_weights = [*(weights for weights, _ in pieces), last]
-    later = dict(zip(starts[1:], all_weights[1:], strict=True))
-    schedule = MixingSchedule(all_weights[0], later_weights=later)
-    end = starts[-1] + 100
-    exact, rounded = np.zeros((2, end, len(schedule.names)))
-    for position in range(end):
-        piece = int(np.searchsorted(starts, position, side="right")) - 1
-        size = pieces[piece][1] if piece < len(pieces) else 1
-        part = (position + 0.5 - starts[piece]) / size
-        now = shares_at(all_weights[piece], part)
-        exact[position] = [now.get(name, 0.0) for name in schedule.names]
-        rounded[position] = [*schedule.shares(position).values()]
-    component, number = schedule.turns(np.arange(end))
+@pytest.mark.parametrize("seed", range(30))
+def test_errors_stay_near_one_turn_across_changes(seed):
+    pieces = [*random_pieces(np.random.default_rng(seed)), ({"a": 1, "b": 2}, 100)]
+    starts = np.cumsum([0, *(size for _, size in pieces)]).tolist()
+    weights = [weights for weights, _ in pieces]
+    schedule = MixingSchedule(
+        weights[0], later_weights=dict(zip(starts[1:], weights[1:], strict=False))
+    )
+    exact = []
+    for now, size in pieces:
+        pairs = np.array([np.broadcast_to(now.get(name, 0), 2) for name in schedule.names])
+        part = (np.arange(size)[:, None] + 0.5) / size  # the middle of each turn
+        values = pairs[:, 0] * (1 - part) + pairs[:, 1] * part
+        exact.append(values / values.sum(axis=1, keepdims=True))
+    shares = np.concatenate(exact)
+    rounded = np.array([[*schedule.shares(n).values()] for n in range(len(shares))])
+    # The staircase and the rounding of a linear change.
+    assert np.abs(np.cumsum(shares - rounded, axis=0)).max() < 0.25
+    component, number = schedule.turns(np.arange(len(shares)))
     turns = np.cumsum(np.eye(len(schedule.names))[component], axis=0)
     errors = np.abs(turns - np.cumsum(rounded, axis=0)).max(axis=1)
     # Turns do not depend on later weights, so the error may pass one turn after a change.
-    assert errors[: pieces[0][1] if not is_changing(pieces[0][0]) else 1].max() < 1
-    assert errors.max() < 1.5
-    # The staircase and the rounding of a linear change.
-    assert np.abs(np.cumsum(exact - rounded, axis=0)).max() < 0.25
+    is_constant = not any(isinstance(weight, list) for weight in weights[0].values())
+    assert errors[: starts[1] if is_constant else 1].max() < 1 and errors.max() < 1.5
     for index in range(len(schedule.names)):
         of_component = number[component == index]
         assert of_component.tolist() == list(range(len(of_component)))

@@ -172,7 +172,9 @@ def _pieces(by_start: Mapping[int, Mapping[str, tuple[Fraction, Fraction]]]) -> 
             require(is_valid, None, label, values, "numbers from 0, not all 0")
             normalized = [weight / sum(weights) for weight in weights]
             longest = _CHANGE_PERIOD if changes else LONGEST_PERIOD
-            shares.append((start + size * step // num_steps, normalized, longest))
+            # Rounded to the nearest, since errors of rounding down would add up.
+            begin = start + (2 * size * step + num_steps) // (2 * num_steps)
+            shares.append((begin, normalized, longest))
     counts = [_turns_per_period(part, longest) for _, part, longest in shares]
     for (start, part, longest), count in zip(shares, counts, strict=True):
         are_kept = [bool(n) for n in count] == [share > 0 for share in part]
