@@ -154,6 +154,7 @@ def test_named_schedules_and_stages_have_the_rates_of_their_formulas(fields, rat
         ([{"until_step": 9}, {"until_step": 99, "rate": 0.1}], {"owner": "STAGES[0]"}),
         ([{"until_step": 9, "rate": {"too": 1.0}}], {"owner": "STAGES[0]", "field": "rate"}),
         ([{"until_step": 9, "rate": -1.0}], {"owner": "STAGES[0]", "field": "rate"}),
+        ([{"until_step": 9, "rate": {"to": "x"}}], {"owner": "STAGES[0]", "field": "rate"}),
     ],
 )
 def test_wrong_rates_of_stages_are_named(stages, error, raises):

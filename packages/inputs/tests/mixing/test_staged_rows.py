@@ -11,7 +11,7 @@ from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_inputs import LocalText, Mixture
 from layerkit_inputs.base.indexed_input import IndexedInput
-from layerkit_inputs.mixing.staged_rows import StagedRows, StageRows, cut_rows, stage_begins
+from layerkit_inputs.mixing.staged_rows import StagedRows, StageRows, cut_rows, token_ranges
 
 LENGTH = 16
 
@@ -63,9 +63,9 @@ def test_stages_read_the_tokens_of_the_source_once_and_in_order():
     batches = take([staged()], NUM_STEPS)
     sizes = [(stage.batch, stage.length) for stage in STAGES for _ in range(stage.num_steps)]
     assert [batch.shape for batch in batches] == sizes
-    begins = stage_begins(STAGES)
     # 3·4·4 + 2·8·4 = 112 tokens are whole rows of 8, and 112 + 2·6·8 = 208 whole rows of 16.
-    assert [begin.num_left_out for begin in begins] == [0, 0, 0, 0, 0]
+    begins = [tokens.start for tokens in token_ranges(STAGES)]
+    assert begins == [0, 48, 112, 208, 400]
     tokens = np.concatenate([batch.ravel() for batch in batches])
     np.testing.assert_array_equal(tokens, alone(Tokens.HParams.config(), 200)[: len(tokens)])
     assert len(tokens) > 2 * 40 * LENGTH  # more than two epochs
@@ -74,7 +74,7 @@ def test_stages_read_the_tokens_of_the_source_once_and_in_order():
 def test_a_longer_row_begins_whole_and_the_rest_before_it_is_counted():
     stages = (StageRows(3, 1, 4), StageRows(1, 2, 8), StageRows(2, 1, 16))
     # 12 tokens, 4 left out, 16 of [16, 32), then rows from 32 on.
-    assert [tuple(begin) for begin in stage_begins(stages)] == [(0, 0), (16, 4), (32, 0)]
+    assert token_ranges(stages) == [range(12), range(16, 32), range(32, 64)]
     tokens = np.concatenate([batch.ravel() for batch in take([staged(stages=stages)], 6)])
     whole = alone(Tokens.HParams.config(), 4)
     np.testing.assert_array_equal(tokens, np.delete(whole, range(12, 16)))

@@ -155,15 +155,16 @@ def width_fields(fields: Any, size: int) -> dict[str, Any]:
 
     A decoder of a size has so many heads of DIMS_PER_HEAD, or without that field NUM_HEADS heads of
     2·size. The hidden layer grows in proportion. The rate is LEARNING_RATE·√(MODEL_DIMS/width), as
-    in nanochat, and the warmup keeps its fraction of MAX_STEPS.
+    in nanochat, unless WIDTH_TRANSFER is set. The warmup keeps its fraction of MAX_STEPS.
     """
     head = fields.DIMS_PER_HEAD
     dims = 2 * size * fields.NUM_HEADS if head is None else size * head
     growth = dims / fields.MODEL_DIMS
+    rate_growth = growth if getattr(fields, "WIDTH_TRANSFER", None) is None else 1.0
     values = {
         "MODEL_DIMS": dims,
         "HIDDEN_DIMS": fields.HIDDEN_DIMS and round(fields.HIDDEN_DIMS * growth),
-        "LEARNING_RATE": float(f"{fields.LEARNING_RATE / math.sqrt(growth):.4g}"),
+        "LEARNING_RATE": float(f"{fields.LEARNING_RATE / math.sqrt(rate_growth):.4g}"),
         "WARMUP_STEPS": min(number_of_steps(fields, "WARMUP_STEPS") / fields.MAX_STEPS, 1.0),
     }
     if head is not None:

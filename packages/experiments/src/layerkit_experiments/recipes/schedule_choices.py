@@ -85,6 +85,11 @@ class ScheduleChoice(NamedTuple):
         stages = stages_of(experiment)
         if not any("rate" in one.stage for one in stages):
             return None
+        name = getattr(experiment, "LEARNING_RATE_SCHEDULE", None)
+        expected = "None, since STAGES have rates"
+        require(
+            name is None, type(experiment).__qualname__, "LEARNING_RATE_SCHEDULE", name, expected
+        )
         rates: list[dict[str, Any]] = []
         for index, one in enumerate(stages):
             path, rate = f"STAGES[{index}]", one.stage.get("rate")
@@ -93,6 +98,7 @@ class ScheduleChoice(NamedTuple):
                 rate = rates[-1]["to"]
             values = dict(rate) if isinstance(rate, Mapping) else {"to": rate}
             are_known = "to" in values and values.keys() <= {"to", "by"}
+            are_known = are_known and isinstance(values["to"], int | float)
             require(are_known, path, "rate", rate, "a number, or {'to': number, 'by': shape}")
             check_non_negative(path, rate=values["to"])
             rates.append({"by": "linear", **values})

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 
 from layerkit.config import Config, sub_config_field
-from layerkit.config.checks import check_sizes, require
+from layerkit.config.checks import check_divisible, check_sizes, require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.indexed_input import IndexedInput
@@ -40,25 +40,18 @@ class StageRows(NamedTuple):
     None: those at the end of the stage before."""
 
 
-class StageBegin(NamedTuple):
-    """The first token of a stage, and the tokens before it that no stage reads."""
+def token_ranges(stages: Sequence[StageRows]) -> list[range]:
+    """Return the tokens of the source that each stage reads; it leaves out those between two.
 
-    token: int
-    num_left_out: int
-
-
-def stage_begins(stages: Sequence[StageRows]) -> list[StageBegin]:
-    """Return where stages begin in the tokens of the source.
-
-    >>> stage_begins([StageRows(3, 1, 64), StageRows(1, 1, 256)])
-    [StageBegin(token=0, num_left_out=0), StageBegin(token=256, num_left_out=64)]
+    >>> token_ranges([StageRows(3, 1, 64), StageRows(1, 1, 256)])
+    [range(0, 192), range(256, 512)]
     """
-    begins, end = [], 0
+    ranges, end = [], 0
     for stage in stages:
-        num_left_out = -end % stage.length
-        begins.append(StageBegin(end + num_left_out, num_left_out))
-        end = begins[-1].token + stage.num_steps * stage.batch * stage.length
-    return begins
+        begin = end + -end % stage.length
+        end = begin + stage.num_steps * stage.batch * stage.length
+        ranges.append(range(begin, end))
+    return ranges
 
 
 class StagedRows(CompositeInput):
@@ -80,11 +73,10 @@ class StagedRows(CompositeInput):
         require(self.is_training, self._label, "is_training", self.is_training, "True")
         require(self.stages, self._label, "stages", self.stages, "at least one stage")
         for stage in self.stages:
-            check_sizes(self._label, num_steps=stage.num_steps, length=stage.length)
-            hosts = self.num_infeed_hosts
-            is_shared = stage.batch > 0 and stage.batch % hosts == 0
-            require(is_shared, self._label, "batch", stage.batch, f"a multiple of {hosts} hosts")
-            expected = f"a divisor of row_length={self.row_length}"
+            sizes = {"num_steps": stage.num_steps, "batch": stage.batch, "length": stage.length}
+            check_sizes(self._label, **sizes)
+            hosts, expected = self.num_infeed_hosts, f"a divisor of row_length={self.row_length}"
+            check_divisible(self._label, by=("num_infeed_hosts", hosts), batch=stage.batch)
             is_part = self.row_length % stage.length == 0
             require(is_part, self._label, "length", stage.length, expected)
         self._last_steps = [*itertools.accumulate(stage.num_steps for stage in self.stages)]
@@ -103,7 +95,7 @@ class StagedRows(CompositeInput):
     def _source_config(self) -> Config[BaseInput]:
         """Return the config of the source, with the weights of the stages if there are any."""
         source = cast("Config[BaseInput]", self.source)
-        if not any(stage.weights for stage in self.stages):
+        if all(stage.weights is None for stage in self.stages):
             return source
         expected = "a config of a Mixture, since stages have weights"
         require(hasattr(source, "weights_from"), self._label, "source", source, expected)
@@ -111,15 +103,13 @@ class StagedRows(CompositeInput):
         from_rows: dict[int, Mapping[str, Weight]] = {
             0: source.weights or dict.fromkeys(names, 1.0)
         }
-        for begin, stage in zip(stage_begins(self.stages), self.stages, strict=True):
-            weights = {name: weight for name, weight in (stage.weights or {}).items() if weight}
-            if weights:
-                end = begin.token + stage.num_steps * stage.batch * stage.length
+        for tokens, stage in zip(token_ranges(self.stages), self.stages, strict=True):
+            if (weights := stage.weights) is not None:
                 last = {n: w[-1] if isinstance(w, Sequence) else w for n, w in weights.items()}
                 # A row has one component, so a row that has begun is read to its end.
-                from_rows[-(-begin.token // self.row_length)] = weights
+                from_rows[-(-tokens.start // self.row_length)] = weights
                 if last != weights:
-                    from_rows[-(-end // self.row_length)] = last
+                    from_rows[-(-tokens.stop // self.row_length)] = last
         return source.clone(weights=None, weights_from=from_rows)
 
     @property

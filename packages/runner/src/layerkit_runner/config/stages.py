@@ -1,15 +1,14 @@
 """Stages of a training run: its batch size, length of rows, mixture and learning rate by step.
 
-A stage states what changes. What it leaves out stays as in the stage before it, and in the first
-stage as the experiment sets it. Steps follow from tokens here, once, so that schedules, data and
-reports agree.
+What a stage leaves out stays as in the stage before it, and in the first stage as the experiment
+sets it. Steps follow from tokens here, once, so that schedules, data and reports agree.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 from layerkit.config import field_types
 from layerkit.config.checks import check_sizes, require
@@ -33,8 +32,9 @@ class Stage(TypedDict, total=False):
     """Rows of a batch over all hosts."""
     length: int
     """Positions of a row, a divisor of those of a row of the data."""
-    mixture: Mapping[str, Any]
-    """Weight of each component of a `Mixture` by name; those that it leaves out have none."""
+    mixture: Mapping[str, float | Sequence[float]]
+    """Weight of each component of a `Mixture` by name, or `[first, last]` to change it linearly;
+    those that it leaves out have none."""
     rate: float | Mapping[str, Any]
     """Learning rate at the end of the stage, to which it goes by a line from that of the stage
     before, or from 0; or `{"to": rate, "by": shape}`, see `optim.schedules.staged`."""
@@ -76,11 +76,30 @@ def stages_of(experiment: Any) -> list[StageSteps]:
       UsageError: A stage has unknown fields or no end, ends before it begins, or has a length that
         does not divide that of the data.
     """
-    names = experiment.stage_fields
-    if not (stages := getattr(experiment, names.get("stages", ""), None)):
-        return []
-    with as_usage_error():
-        return _stage_steps(names, stages, getattr(experiment, names["row_length"], None))
+    names, known = experiment.stage_fields, list[StageSteps]()
+    row_length = getattr(experiment, names.get("row_length", ""), None)
+    batch: int | None = None
+    length, last_step, tokens = row_length, 0, 0
+    for index, stage in enumerate(getattr(experiment, names.get("stages", ""), None) or ()):
+        path = f"{names['stages']}[{index}]"
+        with as_usage_error():
+            end = _check_fields(path, stage)
+            batch, length = stage.get("batch", batch), stage.get("length", length)
+            expected = f"a divisor of {names['row_length']}={row_length}"
+            is_divisor = length is None or (row_length is not None and row_length % length == 0)
+            require(is_divisor, path, "length", length, expected)
+            is_counted = end == "until_step" or (batch and all(one.batch for one in known))
+            expected = "the rows of a batch from the first stage on, to count until_tokens"
+            require(is_counted, path, "batch", batch, expected)
+            until, done = stage[end], last_step if end == "until_step" else tokens
+            expected = f"more than {done}, those before this stage"
+            require(until > done, path, end, until, expected)
+        per_step = (batch or 0) * (length or 1)
+        num_steps = until - done if end == "until_step" else -((done - until) // per_step)
+        tokens += num_steps * per_step
+        first_step, last_step = last_step + 1, last_step + num_steps
+        known.append(StageSteps(first_step, last_step, batch, length, row_length, stage))
+    return known
 
 
 def set_last_step(experiment: Any) -> None:
@@ -97,52 +116,25 @@ def set_last_step(experiment: Any) -> None:
         setattr(experiment, name, last)
 
 
-def _stage_steps(
-    names: Mapping[str, str], stages: Sequence[Stage], row_length: int | None
-) -> list[StageSteps]:
-    known: list[StageSteps] = []
-    last_step, tokens = 0, 0
-    batch: int | None = None
-    length = row_length
-    for index, stage in enumerate(stages):
-        path = f"{names['stages']}[{index}]"
-        _check_fields(path, stage)
-        batch, length = stage.get("batch", batch), stage.get("length", length)
-        expected = f"a divisor of {names['row_length']}={row_length}"
-        is_divisor = length is None or (row_length is not None and row_length % length == 0)
-        require(is_divisor, path, "length", length, expected)
-        per_step = None if batch is None else batch * (length or 1)
-        first_step, last_step = last_step + 1, _last_step(stage, path, last_step, tokens, per_step)
-        if per_step is not None:
-            tokens += per_step * (last_step - first_step + 1)
-        known.append(StageSteps(first_step, last_step, batch, length, row_length, stage))
-    return known
-
-
-def _check_fields(path: str, stage: Stage) -> None:
+def _check_fields(path: str, stage: Any) -> Literal["until_step", "until_tokens"]:
+    """Check the fields of a stage one by one, and return the one that ends it."""
+    kinds = Stage.__annotations__
+    require(isinstance(stage, Mapping), path, "stage", stage, f"a dict of {', '.join(kinds)}")
     for name, value in stage.items():
-        if (kind := Stage.__annotations__.get(name)) is None:
-            fields = tuple(Stage.__annotations__)
-            raise ConfigError("unknown field", owner=path, value=name, choices=fields)
+        if (kind := kinds.get(name)) is None:
+            raise ConfigError("unknown field", owner=path, value=name, choices=kinds)
         is_kind = field_types.fit(value, kind, (__name__,)) is not field_types.MISMATCH
-        require(is_kind, path, name, value, getattr(kind, "__forward_arg__", str(kind)))
+        require(is_kind, path, name, value, kind.__forward_arg__)
         if kind.__forward_arg__ == "int":
-            check_sizes(path, **{name: value})  # type: ignore[arg-type]
-    ends = [name for name in ("until_step", "until_tokens") if name in stage]
-    expected = "one of until_step and until_tokens"
-    require(len(ends) == 1, path, "end", ends, expected)
-
-
-def _last_step(stage: Stage, path: str, before: int, tokens: int, per_step: int | None) -> int:
-    """Return the last step of a stage that follows `before` steps and `tokens` tokens."""
-    if (until_step := stage.get("until_step")) is not None:
-        expected = f"more than {before}, the steps before this stage"
-        require(until_step > before, path, "until_step", until_step, expected)
-        return until_step
-    if per_step is None:
-        expected = "the rows of a batch, here or in an earlier stage, to count until_tokens"
-        raise ConfigError(owner=path, field="batch", value=None, expected=expected)
-    expected = f"more than {tokens}, the tokens before this stage"
-    until_tokens = stage["until_tokens"]
-    require(until_tokens > tokens, path, "until_tokens", until_tokens, expected)
-    return before + -(-(until_tokens - tokens) // per_step)
+            check_sizes(path, **{name: value})
+    ends = stage.keys() & {"until_step", "until_tokens"}
+    require(len(ends) == 1, path, "end", [*ends], "one of until_step and until_tokens")
+    if (mixture := stage.get("mixture")) is not None:
+        ranges = [
+            weight if isinstance(weight, Sequence) else [weight] for weight in mixture.values()
+        ]
+        are_weights = any(map(any, ranges)) and all(
+            min(weights, default=-1) >= 0 for weights in ranges
+        )
+        require(are_weights, path, "mixture", mixture, "weights from 0 by name, not all 0")
+    return ends.pop()

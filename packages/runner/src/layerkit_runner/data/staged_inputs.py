@@ -12,9 +12,9 @@ from typing import Any
 import jax
 
 from layerkit.config import Config, assigned_fields, copy_config, walk_configs
-from layerkit.config.checks import require
+from layerkit.config.checks import check_choice, require
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.mixing.staged_rows import StagedRows, StageRows, stage_begins
+from layerkit_inputs.mixing.staged_rows import StagedRows, StageRows, token_ranges
 from layerkit_runner.config.stages import StageSteps
 from layerkit_runner.data.host_inputs import (
     HostTopology,
@@ -25,6 +25,7 @@ from layerkit_runner.data.host_inputs import (
     prefetched,
 )
 from layerkit_runner.data.train_inputs import TrainInput
+from layerkit_runner.errors import as_usage_error
 from layerkit_runner.partitioning import Partitioner
 
 
@@ -37,69 +38,65 @@ def stage_rows(
     """Return the batches of stages of a data set; a stage without rows has those of `config`.
 
     Raises:
-      UsageError: A batch cannot be split evenly over the devices.
+      UsageError: A batch cannot be split evenly over the devices, or a mixture names a component
+        that the data set lacks.
     """
-    plan = plan_input(config, partitioner, host or local_topology())
-    rows = [stage.batch or plan.batch_size * plan.num_infeed_hosts for stage in stages]
-    for index, batch in enumerate(rows):
-        partitioner.check_batch_size(batch, owner=f"STAGES[{index}]", field="batch", value=batch)
-    return [
-        StageRows(stage.num_steps, batch, stage.length or 1, stage.stage.get("mixture"))
-        for stage, batch in zip(stages, rows, strict=True)
-    ]
+    plan, rows = plan_input(config, partitioner, host or local_topology()), []
+    components = getattr(config, "components", None) or ()
+    for index, stage in enumerate(stages):
+        owner, mixture = f"STAGES[{index}]", stage.stage.get("mixture")
+        batch = stage.batch or plan.batch_size * plan.num_infeed_hosts
+        partitioner.check_batch_size(batch, owner=owner, field="batch", value=batch)
+        expected = "none, since the training data are no Mixture; see CORPORA"
+        with as_usage_error():
+            require(components or not mixture, owner, "mixture", mixture, expected)
+            for name in mixture or ():
+                check_choice(owner, components, mixture=name)
+        rows.append(StageRows(stage.num_steps, batch, stage.length or 1, mixture))
+    return rows
 
 
-def stage_batch(batch: NestedMap, *, first: StageRows, stage: StageRows) -> NestedMap:
-    """Return the shapes of a stage's global batches from those of the first stage's.
+def stage_batch(batch: NestedMap, rows: StageRows, *, length: int) -> NestedMap:
+    """Return the shapes of a stage's global batches from those of batches of another length.
 
     Raises:
       ConfigError: The length differs, and an array has no axis of positions.
     """
 
     def resize(leaf: Any) -> jax.ShapeDtypeStruct:
-        shape, length = leaf.shape[1:], (first.length,)
-        if stage.length != first.length:
-            expected = f"[rows, {first.length}, ...], for rows of another length"
-            require(shape[:1] == length, None, "shape", list(leaf.shape), expected)
-            shape = (stage.length, *shape[1:])
-        return jax.ShapeDtypeStruct((stage.batch, *shape), leaf.dtype, sharding=leaf.sharding)
+        shape = leaf.shape[1:]
+        if rows.length != length:
+            expected = f"[rows, {length}, ...], for rows of another length"
+            require(shape[:1] == (length,), None, "shape", list(leaf.shape), expected)
+            shape = (rows.length, *shape[1:])
+        return jax.ShapeDtypeStruct((rows.batch, *shape), leaf.dtype, sharding=leaf.sharding)
 
     return jax.tree.map(resize, batch)
 
 
 class StageInput(TrainInput):
-    """A stage of a data set.
+    """A stage of a data set, whose feed all stages share.
 
     Attributes:
-      last_step: Last step of the stage.
-      steps: Number of its steps.
-      stage: The stage.
+      stage: Steps of the stage.
       rows: Batches of the stage.
       num_left_out: Number of tokens before the stage that no stage reads.
     """
 
-    last_step: int
-
     def __init__(
         self, shared: TrainInput, stage: StageSteps, rows: Sequence[StageRows], index: int
     ):
-        """Share the feed of a data set.
-
-        Args:
-          shared: The data set.
-          stage: Steps of the stage.
-          rows: Batches of all stages.
-          index: Index of the stage.
-        """
+        """Share a data set; `rows` are the batches of all stages, and `index` that of the stage."""
         vars(self).update(vars(shared))
         self.steps, self.last_step, self.stage = stage.num_steps, stage.last_step, stage
-        self.rows, self.num_left_out = rows[index], stage_begins(rows)[index].num_left_out
-        self._shared, self._first = shared, rows[0]
+        before, tokens = [range(0), *token_ranges(rows)][index : index + 2]
+        self.rows, self.num_left_out = rows[index], tokens.start - before.stop
+        self._shared, self._first_length = shared, rows[0].length
 
     @property
     def abstract_batch(self) -> NestedMap:
         """Shapes, dtypes and shardings of a global batch, from those of the first stage."""
-        return stage_batch(self._shared.abstract_batch, first=self._first, stage=self.rows)
+        return stage_batch(self._shared.abstract_batch, self.rows, length=self._first_length)
 
     def __str__(self) -> str:
         """Return steps, shape, tokens and mixture of the stage."""
@@ -125,7 +122,7 @@ class StageInput(TrainInput):
 
 def staged_inputs(
     config: Config, stages: Sequence[StageSteps], partitioner: Partitioner
-) -> list[TrainInput]:
+) -> list[StageInput]:
     """Open a training data set and return its stages."""
     rows = stage_rows(config, stages, partitioner)
     source = copy_config(config)

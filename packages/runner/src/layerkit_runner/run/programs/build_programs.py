@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from layerkit.config import Config, assigned_fields, target_of
-from layerkit.config.checks import check_sizes
+from layerkit.config.checks import check_divisible, check_sizes
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_runner.config.config_tree import check_class, check_required_fields
 from layerkit_runner.config.requests import ResolvedExperiment
@@ -23,7 +23,7 @@ from layerkit_runner.data.train_inputs import (
     run_stages,
     training_configs,
 )
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.optim.early_stopping import MetricRule, program_of
 from layerkit_runner.run.job import Job
 from layerkit_runner.run.programs.decode_program import DecodeProgram
@@ -49,7 +49,15 @@ def train_inputs(job: Job) -> TrainInputs:
         from layerkit_runner.data.staged_inputs import staged_inputs  # late, for a fast start
 
         (dataset,) = by_name.values()
-        return TrainInputs(staged_inputs(dataset, stages, job.partitioner))
+        staged = staged_inputs(dataset, stages, job.partitioner)
+        parts = (
+            "task.train.gradient_accumulation_steps",
+            job.task.train.gradient_accumulation_steps,
+        )
+        with as_usage_error():
+            for index, stage in enumerate(staged):
+                check_divisible(f"STAGES[{index}]", by=parts, batch=stage.rows.batch)
+        return TrainInputs(staged)
     inputs = []
     configs = job.resolved.train_programs or [Config(TrainProgram)]
     for (name, dataset), config in zip(by_name.items(), configs, strict=True):

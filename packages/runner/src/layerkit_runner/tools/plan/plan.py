@@ -6,6 +6,7 @@ The step is the one that training runs, lowered from shapes. No weight is made a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +15,6 @@ import jax
 from jax.sharding import Mesh
 
 from layerkit.config import Config
-from layerkit_inputs.mixing.staged_rows import StageRows
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.config.stages import StageSteps
 from layerkit_runner.data.host_inputs import HostTopology, example_batch, plan_input
@@ -166,6 +166,7 @@ def make_plan(
     partitioner, task = build_parts(resolved) if parts is None else parts
     target = Target(None) if target is None else target
     device = described_kind(target, devices)
+    plan_step = functools.partial(_plan_step, resolved, devices, partitioner, task, target)
     with as_usage_error(ValueError):
         partitioner.start(devices)
         partitioner.bind(task)
@@ -178,22 +179,15 @@ def make_plan(
             if sum(tensor.bytes_per_device for tensor in held) > device.usable_bytes:
                 raise StateTooLargeError("weights and optimizer state alone exceed the memory")
         if stages := run_stages(resolved):
+            length = stages[0].row_length or 1
             rows = stage_rows(configs[largest], stages, partitioner, _place(partitioner))
-            whole = StageRows(1, rows[0].batch, stages[0].row_length or 1)
             # Stages of one shape have one program.
-            plans = {
-                row[1:3]: _plan_step(
-                    resolved,
-                    devices,
-                    partitioner,
-                    task,
-                    stage_batch(batches[largest], first=whole, stage=row),
-                    target,
-                )
-                for row in rows
+            shapes = {
+                (r.batch, r.length): stage_batch(batches[largest], r, length=length) for r in rows
             }
-            return _join_stages(stages, [plans[row[1:3]] for row in rows])
-        plan = _plan_step(resolved, devices, partitioner, task, batches[largest], target)
+            plans = {shape: plan_step(batch) for shape, batch in shapes.items()}
+            return _join_stages(stages, [plans[r.batch, r.length] for r in rows])
+        plan = plan_step(batches[largest])
     if len(batches) == 1:
         return plan
     others = ", ".join(name for name in batches if name != largest)
@@ -206,8 +200,8 @@ def _plan_step(
     devices: Sequence[jax.Device],
     partitioner: Partitioner,
     task: SingleTask,
-    batch: Any,
     target: Target,
+    batch: Any,
 ) -> Plan:
     device = described_kind(target, devices)
     begun = time.perf_counter()
@@ -279,22 +273,21 @@ def _plan_step(
 
 def _join_stages(stages: Sequence[StageSteps], plans: Sequence[Plan]) -> Plan:
     """Return the plan of the stage with the largest memory, with all stages."""
-    joined = []
-    for stage, plan in zip(stages, plans, strict=True):
-        step_seconds = None if plan.bounds is None else plan.bounds.step_seconds
-        batch = plan.batch
-        joined.append(
-            StagePlan(
-                steps=stage.num_steps,
-                last_step=stage.last_step,
-                batch=batch.rows,
-                length=batch.length,
-                tokens=None if batch.tokens is None else batch.tokens * stage.num_steps,
-                seconds=None if step_seconds is None else step_seconds * stage.num_steps,
-                peak=plan.memory.peak,
-                fits=plan.fits,
-            )
+    joined = [
+        StagePlan(
+            steps=stage.num_steps,
+            last_step=stage.last_step,
+            batch=plan.batch.rows,
+            length=plan.batch.length,
+            tokens=plan.batch.tokens and plan.batch.tokens * stage.num_steps,
+            seconds=None
+            if plan.bounds is None or plan.bounds.step_seconds is None
+            else plan.bounds.step_seconds * stage.num_steps,
+            peak=plan.memory.peak,
+            fits=plan.fits,
         )
+        for stage, plan in zip(stages, plans, strict=True)
+    ]
     largest = max(plans, key=lambda plan: (plan.fits is False, plan.memory.peak))
     return dataclasses.replace(largest, stages=joined)
 

@@ -88,6 +88,8 @@ def _plan(values: Mapping[str, Any], words: Sequence[str]) -> None:
     is_whole = flags.values.keys() == {"exp", "job_log_dir"} and values["flops"] is not None
     expected = "--flops, --exp and --job_log_dir; others are --predict, --tokens_per_weight, --fdl"
     require(is_whole, owner, "flags", [*flags.values], expected, UsageError)
+    predicted = values["predict"] or ()
+    require(len(predicted) <= 1, owner, "--predict", predicted, "one number", UsageError)
     folder = Path(flags.options.job_log_dir or "").expanduser().absolute()
     path, entry = folder / "ladder.toml", find_experiment(flags.exp or "")
     require(not path.exists(), owner, "--job_log_dir", str(folder), "no ladder.toml", UsageError)
@@ -98,7 +100,7 @@ def _plan(values: Mapping[str, Any], words: Sequence[str]) -> None:
     larger: list[Rung] = []
     with job_errors("plan", base):
         for ratio in values["tokens_per_weight"]:
-            budgets = [*values["flops"], *(values["predict"] or ())[:1]]
+            budgets = [*values["flops"], *predicted]
             planned = plan_rungs(
                 budgets, flags.overrides, lambda o: resolve_entry(entry, o), ratio=ratio
             )
