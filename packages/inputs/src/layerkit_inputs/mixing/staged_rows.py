@@ -81,7 +81,6 @@ class StagedRows(CompositeInput):
             require(is_part, self._label, "length", stage.length, expected)
         self._last_steps = [*itertools.accumulate(stage.num_steps for stage in self.stages)]
         self._step, self._token = 0, 0
-        self._num_rows = self.stages[0].batch // self.num_infeed_hosts
         self._components = build_components(
             self,
             {"source": self._source_config()},
@@ -115,7 +114,7 @@ class StagedRows(CompositeInput):
     @property
     def local_batch_size(self) -> int:
         """Number of rows on this host of the batch that was made last, or else of the first."""
-        return self._num_rows
+        return self._stage_of(max(self._step - 1, 0)).batch // self.num_infeed_hosts
 
     def _stage_of(self, step: int) -> StageRows:
         """Return the stage of a step, counted from 0."""
@@ -125,10 +124,10 @@ class StagedRows(CompositeInput):
     def _next(self) -> NestedMap:
         stage = self._stage_of(self._step)
         begin = self._token + -self._token % stage.length
-        self._num_rows = stage.batch // self.num_infeed_hosts
+        num_rows = stage.batch // self.num_infeed_hosts
         parts = self.row_length // stage.length
-        first = begin // stage.length + self.infeed_host_index * self._num_rows
-        stop = first + self._num_rows
+        first = begin // stage.length + self.infeed_host_index * num_rows
+        stop = first + num_rows
         rows = np.arange(first // parts, -(-stop // parts), dtype=np.int64)
         batch, _ = self._source._read_at(rows, self._source._num_rows())
         self._token, self._step = begin + stage.batch * stage.length, self._step + 1
@@ -136,11 +135,10 @@ class StagedRows(CompositeInput):
             return batch
         skipped = first - first // parts * parts
         cut = cut_rows(batch, parts=parts, row_length=self.row_length)
-        return cut.transform(lambda array: array[skipped : skipped + self._num_rows])
+        return cut.transform(lambda array: array[skipped : skipped + num_rows])
 
     def _reset(self) -> None:
         self._step, self._token = 0, 0
-        self._num_rows = self.stages[0].batch // self.num_infeed_hosts
 
     def _reader_state(self) -> dict[str, Any]:
         rows = self._token // self.row_length
@@ -152,7 +150,6 @@ class StagedRows(CompositeInput):
         self._source.set_state(position["source"])
         self._token = self._source._rows_done * self.row_length + position["tokens_of_row"]
         self._step = position["step"]
-        self._num_rows = self._stage_of(max(self._step - 1, 0)).batch // self.num_infeed_hosts
 
     def state_at(self, step: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state with which a step comes next, at the position of a state in the data.

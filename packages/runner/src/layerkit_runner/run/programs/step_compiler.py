@@ -60,8 +60,7 @@ class StepCompiler:
         left, and all of it with steps from the compilation cache, by `trace_rest`.
         """
         later = range(self._needed[-1] + 1, len(self._inputs.inputs))
-        stages = [functools.partial(self._trace, index, is_later=True) for index in later]
-        self._untraced = [*stages, *traces]
+        self._untraced = [*(functools.partial(self._trace, index) for index in later), *traces]
         first = [self._compiling[index] for index in self._needed]
         while self._untraced and not all(
             step.done() and step.result().is_from_cache for step in first
@@ -80,7 +79,7 @@ class StepCompiler:
         """Cancel what the compiler has not begun, and wait for it."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _trace(self, index: int, *, is_later: bool = False) -> None:
+    def _trace(self, index: int) -> None:
         if index in self._compiling:
             return
         job, data = self._job, self._inputs.inputs[index]
@@ -88,7 +87,7 @@ class StepCompiler:
         with as_usage_error(ValueError, owner=name):
             compile_step = trace_step(job.task, job.partitioner, self._state, data.abstract_batch)
         self._compiling[index] = future = self._pool.submit(compile_step)
-        if is_later:
+        if index not in self._needed:
             future.add_done_callback(lambda _: self.news.append(lambda: self._tell(index)))
 
     def _deferred(self, index: int) -> CompiledStep:
