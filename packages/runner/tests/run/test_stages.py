@@ -106,6 +106,7 @@ def test_a_batch_ramp_is_reported(
 ):
     folder = train(experiment, tmp_path / "job", STAGES=RAMP)
     output = "".join(capfd.readouterr())
+    assert "StagedRows, 1 host of 8 rows each" in output
     assert "stage 2      steps 3 → 4: 16 rows of 1 tokens, 32 tokens" in output
     assert "stage 2 begins: steps 3 → 4" in output and "stage 3 is compiled" in output
     # Besides the intervals of three steps, the first and the last step of a stage.

@@ -203,13 +203,15 @@ def input_lines(train_input: BaseInput, *, decoder_ids: Sequence[int] = ()) -> I
     """
     inner = train_input.source if isinstance(train_input, Prefetch) else train_input
     hosts = "1 host" if inner.num_infeed_hosts == 1 else f"{inner.num_infeed_hosts} hosts"
+    with as_usage_error():
+        batch = train_input.peek()
+    # A prefetched source may have read into a stage of other batches.
+    rows = len(jax.tree.leaves(batch)[0])
     yield (
-        f"input        {type(inner).__qualname__}, {hosts} of {inner.local_batch_size} rows each;"
+        f"input        {type(inner).__qualname__}, {hosts} of {rows} rows each;"
         f" its position takes {len(json.dumps(train_input.get_state())):,} bytes"
     )
-    with as_usage_error():
-        casts = cast_text(train_input.peek())
-    if casts:
+    if casts := cast_text(batch):
         yield f"cast         {casts}"
     tokenizer = train_input.text_tokenizer()
     if note := getattr(inner, "note", getattr(tokenizer, "note", None)):
