@@ -36,7 +36,6 @@ from layerkit_experiments.recipes.training import (
 )
 from layerkit_experiments.recipes.width_transfer import WidthTransfer
 from layerkit_runner.config.experiment import experiment_fields
-from layerkit_runner.optim.schedules import number_of_steps
 from layerkit_runner.step.task import SingleTask
 
 DataFormat = Literal["seqio", "grain", "local_text", "synthetic"]
@@ -157,7 +156,8 @@ def width_fields(fields: Any, size: int) -> dict[str, Any]:
     2·size. The hidden layer grows in proportion. The rate is LEARNING_RATE·√(MODEL_DIMS/width), as
     in nanochat, unless WIDTH_TRANSFER is set. The warmup keeps its fraction of MAX_STEPS.
     """
-    head = fields.DIMS_PER_HEAD
+    head, warmup = fields.DIMS_PER_HEAD, fields.WARMUP_STEPS
+    is_steps = isinstance(warmup, int)
     dims = 2 * size * fields.NUM_HEADS if head is None else size * head
     growth = dims / fields.MODEL_DIMS
     rate_growth = growth if getattr(fields, "WIDTH_TRANSFER", None) is None else 1.0
@@ -165,7 +165,7 @@ def width_fields(fields: Any, size: int) -> dict[str, Any]:
         "MODEL_DIMS": dims,
         "HIDDEN_DIMS": fields.HIDDEN_DIMS and round(fields.HIDDEN_DIMS * growth),
         "LEARNING_RATE": float(f"{fields.LEARNING_RATE / math.sqrt(rate_growth):.4g}"),
-        "WARMUP_STEPS": min(number_of_steps(fields, "WARMUP_STEPS") / fields.MAX_STEPS, 1.0),
+        "WARMUP_STEPS": min(warmup / fields.MAX_STEPS, 1.0) if is_steps else warmup,
     }
     if head is not None:
         most = max(1.0, (fields.NUM_KV_HEADS or fields.NUM_HEADS) * size / fields.NUM_HEADS)

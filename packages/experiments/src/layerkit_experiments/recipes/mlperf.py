@@ -14,9 +14,10 @@ from layerkit.config import Config
 from layerkit.config.checks import require
 from layerkit_experiments.recipes.published_data import seqio_tasks
 from layerkit_experiments.recipes.published_data.corpora import TEXT_READERS, Reader, text_task
+from layerkit_experiments.recipes.schedule_choices import number_of_steps
 from layerkit_experiments.recipes.training import adamw
 from layerkit_inputs import SeqIOInput
-from layerkit_runner.optim.schedules import linear_warmup_cosine_decay, number_of_steps
+from layerkit_runner.optim.schedules import linear_warmup_cosine_decay
 
 
 def mlperf_adamw(fields: Any) -> Config:

@@ -8,6 +8,7 @@ import optax
 
 from layerkit.config import Config, Partial
 from layerkit.interop.praxis import axis_order
+from layerkit_experiments.recipes.schedule_choices import number_of_steps
 from layerkit_experiments.recipes.training import (
     adamw,
     checked_learner,
@@ -15,7 +16,6 @@ from layerkit_experiments.recipes.training import (
 )
 from layerkit_runner.optim import schedules
 from layerkit_runner.optim.optimizers import adam_with_update_cap
-from layerkit_runner.optim.schedules import number_of_steps
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 
 

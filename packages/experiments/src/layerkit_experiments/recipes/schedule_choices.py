@@ -17,7 +17,6 @@ from layerkit.config import Config, assigned_fields, is_config
 from layerkit.config.checks import check_choice, check_non_negative, check_sizes, require
 from layerkit_runner.config.stages import stages_of
 from layerkit_runner.optim import schedules
-from layerkit_runner.optim.schedules import number_of_steps
 
 _RATIO = MappingProxyType({"min_ratio": "MIN_LEARNING_RATE_RATIO"})
 _STEPS = ("warmup_steps", "decay_start", "decay_end")
@@ -154,3 +153,21 @@ SCHEDULES: Mapping[str, ScheduleChoice] = MappingProxyType(
         ),
     }
 )
+
+
+def number_of_steps(fields: Any, name: str) -> int:
+    """Return the number of steps of a field that holds steps or a fraction of the run.
+
+    Args:
+      fields: Object with the field and MAX_STEPS, such as an experiment.
+      name: Name of the field. An integer is a number of steps, a float a part of MAX_STEPS.
+
+    Raises:
+      ConfigError: A float is not in [0, 1].
+    """
+    value = getattr(fields, name)
+    if isinstance(value, int):
+        return value
+    expected = "an integer, or a fraction of MAX_STEPS between 0 and 1"
+    require(0.0 <= value <= 1.0, None, name, value, expected)
+    return round(value * fields.MAX_STEPS)

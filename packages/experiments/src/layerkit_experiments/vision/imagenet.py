@@ -18,7 +18,7 @@ from layerkit.config import Config, Partial
 from layerkit.config.checks import require
 from layerkit.layers import FlaxModule
 from layerkit.models import ClassificationModel
-from layerkit_experiments.recipes.schedule_choices import ScheduleChoice
+from layerkit_experiments.recipes.schedule_choices import ScheduleChoice, number_of_steps
 from layerkit_experiments.recipes.training import (
     TrainedExperiment,
     train_config,
@@ -28,7 +28,6 @@ from layerkit_experiments.vision.resnet import ResNet
 from layerkit_runner.optim import schedules
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.optimizers import lp_regularized
-from layerkit_runner.optim.schedules import number_of_steps
 from layerkit_runner.step.task import SingleTask
 
 # Whole batches of 512 images of ImageNet's 1,281,167.

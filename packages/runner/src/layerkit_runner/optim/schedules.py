@@ -279,24 +279,6 @@ def longest_warmup(num_steps: int) -> int:
     return min(max(1, num_steps // 10), num_steps - 1)
 
 
-def number_of_steps(fields: Any, name: str) -> int:
-    """Return the number of steps of a field that holds steps or a fraction of the run.
-
-    Args:
-      fields: Object with the field and MAX_STEPS, such as an experiment.
-      name: Name of the field. An integer is a number of steps, a float a part of MAX_STEPS.
-
-    Raises:
-      ConfigError: A float is not in [0, 1].
-    """
-    value = getattr(fields, name)
-    if isinstance(value, int):
-        return value
-    expected = "an integer, or a fraction of MAX_STEPS between 0 and 1"
-    require(0.0 <= value <= 1.0, None, name, value, expected)
-    return round(value * fields.MAX_STEPS)
-
-
 def concrete_numbers(**fields: Any) -> dict[str, float | None]:
     """Return the values of numbers and of arrays with one, to be checked; None for others."""
     numbers: dict[str, float | None] = dict.fromkeys(fields)
