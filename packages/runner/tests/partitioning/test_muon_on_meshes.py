@@ -17,12 +17,12 @@ from layerkit.errors import ConfigError
 from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
 from layerkit_runner.optim.learner import AuxiliaryOptimizer
-from layerkit_runner.optim.matrices import all_but_matrices
-from layerkit_runner.optim.muon import muon
+from layerkit_runner.optim.matrix.matrices import all_but_matrices
+from layerkit_runner.optim.matrix.muon import muon
+from layerkit_runner.optim.matrix.psgd import psgd
+from layerkit_runner.optim.matrix.shampoo import shampoo
+from layerkit_runner.optim.matrix.soap import soap
 from layerkit_runner.optim.optimizers import decays
-from layerkit_runner.optim.preconditioned.psgd import psgd
-from layerkit_runner.optim.preconditioned.shampoo import shampoo
-from layerkit_runner.optim.preconditioned.soap import soap
 
 NORMUON = Partial(muon, variant="normuon")
 # Without epsilons, rounding errors of small numbers would grow. Sides of SOAP have a full rank.

@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding
 from layerkit.base.sharding import DEFAULT_RULES as RULES
 from layerkit.base.sharding import BoundSharding
 from layerkit.base.weights import WeightBox
-from layerkit_runner.optim.matrices import MatrixDims
-from layerkit_runner.optim.spread_matrices import map_matrices, spread_by
+from layerkit_runner.optim.matrix.matrices import MatrixDims
+from layerkit_runner.optim.matrix.spread_matrices import map_matrices, spread_by
 from layerkit_runner.optim.weight_selection import declared
 from layerkit_runner.partitioning.mesh import make_mesh
 from layerkit_runner.tools.plan.collectives import type_bytes

@@ -20,11 +20,11 @@ from layerkit.errors import ConfigError
 from layerkit_experiments.recipes.schedule_choices import ScheduleChoice
 from layerkit_runner.optim import adamw_variants
 from layerkit_runner.optim.learner import AuxiliaryOptimizer
-from layerkit_runner.optim.matrices import all_but_matrices
-from layerkit_runner.optim.muon import muon
-from layerkit_runner.optim.preconditioned.psgd import psgd
-from layerkit_runner.optim.preconditioned.shampoo import shampoo
-from layerkit_runner.optim.preconditioned.soap import soap
+from layerkit_runner.optim.matrix.matrices import all_but_matrices
+from layerkit_runner.optim.matrix.muon import muon
+from layerkit_runner.optim.matrix.psgd import psgd
+from layerkit_runner.optim.matrix.shampoo import shampoo
+from layerkit_runner.optim.matrix.soap import soap
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 
 _ADAFACTOR = {"decay_method": "pow", "quantized_dtype": "float32"}

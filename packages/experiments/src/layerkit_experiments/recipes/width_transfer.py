@@ -30,8 +30,8 @@ from layerkit.config.checks import check_sizes, require
 from layerkit.layers.attention.base_attention import BaseAttention
 from layerkit_runner.optim import adamw_variants
 from layerkit_runner.optim.learner import AuxiliaryOptimizer
-from layerkit_runner.optim.matrices import all_but_matrices
-from layerkit_runner.optim.muon import muon
+from layerkit_runner.optim.matrix.matrices import all_but_matrices
+from layerkit_runner.optim.matrix.muon import muon
 from layerkit_runner.optim.optimizers import adam_with_update_cap
 from layerkit_runner.optim.weight_selection import mask_of
 

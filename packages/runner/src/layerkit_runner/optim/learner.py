@@ -22,7 +22,6 @@ from layerkit.config import Conditions, Configurable, instance_field
 from layerkit.config.checks import (
     check_choice,
     check_integers,
-    check_non_negative,
     check_positive,
     check_rates,
     check_regexes,
@@ -36,13 +35,11 @@ from layerkit_runner.optim.optimizer_groups import (
     Stacks,
     map_tensors,
 )
-from layerkit_runner.optim.optimizer_updates import add_update, is_schedule_free, per_layer_of
-from layerkit_runner.optim.schedules import concrete_numbers
+from layerkit_runner.optim.optimizer_updates import add_update, choose, is_schedule_free
 from layerkit_runner.optim.spikes import SpikeWindow
 from layerkit_runner.optim.weight_selection import DecayedWeights, TrainedWeights
 
-# Seed of stochastic rounding, whose random numbers differ from those of a training step.
-_ROUNDING_STREAM = 0x7372
+_ROUNDING_STREAM = 0x7372  # differs from the seeds of the random numbers of a training step
 
 IS_VALID = "learning/is_valid_step"
 """Scalar of a step that is 0 if its loss or gradient is not finite, too large, or a spike."""
@@ -104,7 +101,7 @@ class AuxiliaryOptimizer(Configurable):
         if not callable(self.weights):
             check_regexes(owner, weights=self.weights)
             require(self.weights, owner, "weights", self.weights, "at least one pattern")
-        self.named = _named(self, self.name, owner, self.weights)
+        self.named = NamedOptimizer.from_config(self, self.name, owner, self.weights)
 
 
 class Learner(Configurable):
@@ -202,10 +199,10 @@ class Learner(Configurable):
         expected = f"None, because clip_global_norm={self.clip_global_norm} is set"
         require(is_one_clip, "Learner", "clip_per_tensor_norm", self.clip_per_tensor_norm, expected)
         names = [auxiliary.name for auxiliary in self.auxiliary_optimizers]
-        are_unique = len(set(names)) == len(names)
-        require(are_unique, "Learner", "auxiliary_optimizers", names, "a different name for each")
+        expected = "a different name for each"
+        require(len({*names}) == len(names), "Learner", "auxiliary_optimizers", names, expected)
         self.trained_weights = TrainedWeights(self.trainable, self.frozen)
-        main = _named(self, MAIN, "Learner.optimizer", None)
+        main = NamedOptimizer.from_config(self, MAIN, "Learner.optimizer", None)
         self.transformation = main.transformation
         self._optimizers = (main, *(auxiliary.named for auxiliary in self.auxiliary_optimizers))
         self._groups = OptimizerGroups(self._optimizers, per_layer=self.per_layer)
@@ -448,10 +445,8 @@ class Learner(Configurable):
         if self.clip_global_norm is not None:
             scale = _scale_to(self.clip_global_norm, norm)
             clipped = jax.tree.map(lambda g: g * scale.astype(g.dtype), grads)
-            return clipped, {
-                "learning/grad_scale": scale,
-                "learning/clipped_grad_norm": norm * scale,
-            }
+            norms = {"learning/grad_scale": scale, "learning/clipped_grad_norm": norm * scale}
+            return clipped, norms
         if self.clip_per_tensor_norm is not None:
             limit = self.clip_per_tensor_norm
 
@@ -490,22 +485,6 @@ class Learner(Configurable):
         return rates
 
 
-def _named(config: Any, name: str, owner: str, weights: Any) -> NamedOptimizer:
-    """Return the optimizer of the fields `optimizer` and `learning_rate` of a config."""
-    optimizer, rate, label = config.optimizer, config.learning_rate, owner.partition(".")[0]
-    expected = "an Optax optimizer, such as Partial(optax.adamw)"
-    require(optimizer is not None, label, "optimizer", optimizer, expected)
-    if isinstance(optimizer, optax.GradientTransformation):
-        expected = "None with an optimizer that is not a Partial and has its own learning rate"
-        require(rate is None, label, "learning_rate", rate, expected)
-        transformation = optimizer
-    else:
-        require(rate is not None, label, "learning_rate", rate, "a number, or a schedule")
-        check_non_negative(label, **concrete_numbers(learning_rate=rate))
-        transformation = optimizer(learning_rate=rate)
-    return NamedOptimizer(name, owner, transformation, per_layer_of(optimizer), rate, weights)
-
-
 def cast_like(tree: Any, like: Any) -> Any:
     """Return a tree of arrays in the dtypes of another."""
     return jax.tree.map(lambda leaf, other: leaf.astype(other.dtype), tree, like)
@@ -519,8 +498,3 @@ def global_norm(tree: Any) -> jax.Array:
 
 def _scale_to(limit: float, norm: jax.Array) -> jax.Array:
     return jnp.minimum(1.0, limit / jnp.maximum(norm, 1e-30))
-
-
-def choose(is_valid: jax.Array, new: Any, old: Any) -> Any:
-    """Return `new` where the step is valid and `old` where it is not; both are trees of arrays."""
-    return jax.tree.map(lambda a, b: jnp.where(is_valid, a, b), new, old)

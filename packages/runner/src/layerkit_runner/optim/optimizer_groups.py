@@ -17,9 +17,10 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.base.weights import is_box
-from layerkit.config.checks import require
+from layerkit.config.checks import check_non_negative, require
 from layerkit.errors import ConfigError
 from layerkit_runner.optim import optimizer_updates
+from layerkit_runner.optim.schedules import concrete_numbers
 from layerkit_runner.optim.weight_selection import matching_paths
 
 Path = tuple[str, ...]
@@ -73,6 +74,23 @@ class NamedOptimizer:
     per_layer: bool | None
     learning_rate: Any = None
     weights: Sequence[str] | Callable[[Any], Any] | None = None
+
+    @classmethod
+    def from_config(cls, config: Any, name: str, owner: str, weights: Any) -> NamedOptimizer:
+        """Return the optimizer of the fields `optimizer` and `learning_rate` of a config."""
+        optimizer, rate, label = config.optimizer, config.learning_rate, owner.partition(".")[0]
+        expected = "an Optax optimizer, such as Partial(optax.adamw)"
+        require(optimizer is not None, label, "optimizer", optimizer, expected)
+        if isinstance(optimizer, optax.GradientTransformation):
+            expected = "None with an optimizer that is not a Partial and has its own learning rate"
+            require(rate is None, label, "learning_rate", rate, expected)
+            transformation = optimizer
+        else:
+            require(rate is not None, label, "learning_rate", rate, "a number, or a schedule")
+            check_non_negative(label, **concrete_numbers(learning_rate=rate))
+            transformation = optimizer(learning_rate=rate)
+        per_layer = optimizer_updates.per_layer_of(optimizer)
+        return cls(name, owner, transformation, per_layer, rate, weights)
 
     def rate(self, step: jax.Array) -> jax.Array | None:
         """Return the float32 learning rate at `step`; None if it is unknown."""

@@ -64,7 +64,7 @@ def find_problem(transformation: optax.GradientTransformation, params: Any) -> s
         return f"the optimizer fails with (gradients, state, weights, value=loss): {line}"
     averages = [average.z for average in _instances(state, ScheduleFreeState)]
     if _instances(state, MuonState):
-        name = "layerkit_runner.optim.muon.muon"
+        name = "layerkit_runner.optim.matrix.muon.muon"
         return f"optax.contrib.muon trains weights of three dimensions by Adam; use {name}"
     # The dtypes of updates may differ, because Optax converts sums to the dtypes of the weights.
     if _structure(updates, with_dtypes=False) != _structure(shapes, with_dtypes=False):
@@ -202,3 +202,8 @@ def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + noise
     rounded = jax.lax.bitcast_convert_type(bits & ~jnp.uint32(dropped_bits), jnp.float32)
     return jnp.where(jnp.isfinite(x), rounded, x).astype(jnp.bfloat16)
+
+
+def choose(is_valid: jax.Array, new: Any, old: Any) -> Any:
+    """Return `new` where the step is valid and `old` where it is not; both are trees of arrays."""
+    return jax.tree.map(lambda a, b: jnp.where(is_valid, a, b), new, old)

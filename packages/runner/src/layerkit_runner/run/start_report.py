@@ -29,7 +29,7 @@ from layerkit_runner.errors import as_usage_error
 from layerkit_runner.files.text import size_text
 from layerkit_runner.observers import RunInfo, StepWork, peak_flops
 from layerkit_runner.optim.learner import Learner
-from layerkit_runner.optim.matrices import matrix_lines
+from layerkit_runner.optim.matrix.matrices import matrix_lines
 from layerkit_runner.optim.weight_selection import integer_paths, weight_decay_of
 from layerkit_runner.partitioning import PmapPartitioner
 from layerkit_runner.run.job import Job, environment, versions

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import optax
 
 from layerkit.config.checks import check_non_negative, check_positive, check_rates
-from layerkit_runner.optim.matrices import as_matrices, require_matrices
+from layerkit_runner.optim.matrix.matrices import as_matrices, require_matrices
+from layerkit_runner.optim.matrix.spread_matrices import map_matrices
 from layerkit_runner.optim.schedules import concrete_numbers
-from layerkit_runner.optim.spread_matrices import map_matrices
 
 Maker = Callable[[int, int], jax.Array]
 """Function of the sizes (in, out) of a matrix that returns the first value of a factor."""

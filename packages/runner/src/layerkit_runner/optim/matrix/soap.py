@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 
 from layerkit.config.checks import check_sizes
+from layerkit_runner.optim.matrix import matrix_rule
+from layerkit_runner.optim.matrix.matrix_rule import MatrixState, mix
 from layerkit_runner.optim.optimizer_updates import declare_per_layer
-from layerkit_runner.optim.preconditioned import matrix_rule
-from layerkit_runner.optim.preconditioned.matrix_rule import MatrixState, mix
 
 
 @declare_per_layer(lambda **_: False)

@@ -21,13 +21,13 @@ from layerkit.layers import StackedTransformer, StackedTransformerRepeated
 from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.models import TransformerLm
 from layerkit_runner.optim.learner import AuxiliaryOptimizer, Learner
-from layerkit_runner.optim.matrices import all_but_matrices, matrix_lines
-from layerkit_runner.optim.muon import muon
+from layerkit_runner.optim.matrix.matrices import all_but_matrices, matrix_lines
+from layerkit_runner.optim.matrix.muon import muon
+from layerkit_runner.optim.matrix.psgd import psgd
+from layerkit_runner.optim.matrix.shampoo import shampoo
+from layerkit_runner.optim.matrix.soap import soap
 from layerkit_runner.optim.optimizer_groups import stacks_of
 from layerkit_runner.optim.optimizers import bfloat16_state, decays
-from layerkit_runner.optim.preconditioned.psgd import psgd
-from layerkit_runner.optim.preconditioned.shampoo import shampoo
-from layerkit_runner.optim.preconditioned.soap import soap
 from layerkit_runner.optim.weight_selection import declarations_of, declared
 
 # Inputs of 14 steps and the weights after each, by `soap.py` of github.com/nikhilvyas/SOAP

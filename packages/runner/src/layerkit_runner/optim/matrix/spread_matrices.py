@@ -26,7 +26,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from layerkit.base.sharding import model_device
-from layerkit_runner.optim.matrices import MatrixDims, as_matrices, from_matrices
+from layerkit_runner.optim.matrix.matrices import MatrixDims, as_matrices, from_matrices
 from layerkit_runner.optim.weight_selection import mask_of
 
 Layout = Callable[[Any, tuple[int, ...], Any], NamedSharding]

@@ -13,7 +13,7 @@ import pytest
 from layerkit.base.base_layer import PARAMS
 from layerkit.base.weights import WeightBox, unbox
 from layerkit.layers import MultiHeadAttention
-from layerkit_runner.optim.muon import muon
+from layerkit_runner.optim.matrix.muon import muon
 from layerkit_runner.optim.optimizer_updates import find_problem
 from layerkit_runner.optim.optimizers import bfloat16_state
 from layerkit_runner.optim.weight_selection import declarations_of, declared

@@ -17,10 +17,15 @@ from layerkit.config.checks import (
     check_positive,
     check_rates,
 )
-from layerkit_runner.optim.matrices import MatrixDims, as_matrices, from_matrices, require_matrices
+from layerkit_runner.optim.matrix.matrices import (
+    MatrixDims,
+    as_matrices,
+    from_matrices,
+    require_matrices,
+)
+from layerkit_runner.optim.matrix.spread_matrices import is_on_cpu, map_matrices
 from layerkit_runner.optim.optimizer_updates import declare_per_layer
 from layerkit_runner.optim.schedules import concrete_numbers
-from layerkit_runner.optim.spread_matrices import is_on_cpu, map_matrices
 
 MuonScale = Literal["rms", "shape", "spectral"]
 """Factor of the update of a matrix `[in, out]`; see `muon`."""
@@ -50,7 +55,7 @@ def muon(
     ns_dtype: Any = None,
     mu_dtype: Any = None,
 ) -> optax.GradientTransformation:
-    """Return Muon for the matrices of a model; see `layerkit_runner.optim.matrices`.
+    """Return Muon for the matrices of a model; see `layerkit_runner.optim.matrix.matrices`.
 
     An update is the momentum with all singular values near 1, times the factor of `scale`. Other
     weights need an `AuxiliaryOptimizer` with `weights=all_but_matrices`.

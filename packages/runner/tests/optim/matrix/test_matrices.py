@@ -16,7 +16,7 @@ from layerkit.layers.attention.base_attention import HeadProjection, OutputProje
 from layerkit.layers.attention.multi_head import CombinedProjection
 from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.quantization.lora import add_lora
-from layerkit_runner.optim.matrices import (
+from layerkit_runner.optim.matrix.matrices import (
     all_but_matrices,
     as_matrices,
     matrix_dims,

@@ -1,0 +1,1 @@
+"""Optimizers of the matrices of weights: Muon, SOAP, Shampoo and PSGD."""

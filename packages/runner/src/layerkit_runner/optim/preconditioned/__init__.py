@@ -1,1 +1,0 @@
-"""Optimizers that precondition the matrices of a model: SOAP, Shampoo and PSGD."""
