@@ -66,6 +66,8 @@ def reads_a_memory(layer):
 EVERYWHERE = {
     "logit_scale": 0.7,
     "logit_cap": 3.0,
+    # It scales weights after a training step that collects `step_maxima`.
+    "qk_clip": Change(100.0, refusal="no weight would be scaled"),
     "dropout_rate": 0.5,
     "backend": Change("cudnn", refusal="cudnn"),
     "context_parallel": "ring",

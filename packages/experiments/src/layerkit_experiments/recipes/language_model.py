@@ -70,6 +70,7 @@ _PATHS = {
     "ATTENTION_BACKEND": "stack_tpl.layer_tpl.attention_tpl.backend",
     "ATTENTION_BIAS": "stack_tpl.layer_tpl.attention_tpl.use_bias",
     "ATTENTION_LOGIT_CAP": "stack_tpl.layer_tpl.attention_tpl.logit_cap",
+    "QK_CLIP": "stack_tpl.layer_tpl.attention_tpl.qk_clip",
     "WINDOW": "stack_tpl.layer_tpl.attention_tpl.window",
     "PER_DIM_SCALE": "stack_tpl.layer_tpl.attention_tpl.per_dim_scale",
     "COMBINE_QKV": "stack_tpl.layer_tpl.attention_tpl.combined_qkv",
@@ -309,6 +310,8 @@ class LmExperiment(TrainedExperiment, abstract=True):
     """Number of trainable positions; None for MAX_SEQ_LEN."""
     ATTENTION_LOGIT_CAP: float | None = None
     """Bound of the logits of attention; None for no bound."""
+    QK_CLIP: float | None = None
+    """Logit of attention beyond which query and key weights are scaled (100 in Kimi K2)."""
     SOFTMAX_LOGIT_CAP: float | None = None
     """Bound of the logits of tokens; None for no bound."""
     SOFTMAX_CHUNK_SIZE: int | None = None

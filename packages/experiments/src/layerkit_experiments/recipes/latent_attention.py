@@ -45,6 +45,7 @@ def use_latent_attention(fields: Any, model: Config) -> Config:
         value_dim_per_head=fields.PLAIN_DIMS_PER_HEAD,
         use_bias=plain.use_bias,
         logit_cap=plain.logit_cap,
+        qk_clip=plain.qk_clip,
         backend=plain.backend,
         output_tpl=plain.output_tpl.clone(),
     )

@@ -3,7 +3,7 @@
 A layer reports auxiliary losses, totals, and summaries: scalars, histograms and images. The parts
 are microbatches, replicas and the microbatches of a pipeline. An auxiliary loss is a mean, or a
 product of means, and each mean has the weight of its part, such as its number of tokens. A total is
-added up over the parts, and then moves a variable once.
+added up over the parts, and then moves a variable once. A maximum over the parts scales weights.
 
 Histograms and images cost more than a scalar. A layer computes them only if the collection
 `summary_arrays` is mutable, as at the few steps that are summarized. At other steps it reports a
@@ -34,7 +34,8 @@ SUMMARY_ARRAYS = "summary_arrays"
 AUX_LOSS = "aux_loss"
 AUX_MEANS = "aux_loss_means"
 STEP_TOTALS = "step_totals"
-REPORTS = (AUX_LOSS, AUX_MEANS, STEP_TOTALS, SUMMARIES, SUMMARY_ARRAYS)
+STEP_MAXIMA = "step_maxima"
+REPORTS = (AUX_LOSS, AUX_MEANS, STEP_TOTALS, STEP_MAXIMA, SUMMARIES, SUMMARY_ARRAYS)
 
 Kind = Literal["scalar", "histogram", "image"]
 KINDS: tuple[Kind, ...] = ("scalar", "histogram", "image")
@@ -220,9 +221,26 @@ class StepTotal(struct.PyTreeNode):
         return self.replace(total=jnp.sum(self.total, axis))
 
 
+class StepMaximum(struct.PyTreeNode):
+    """A maximum over the tokens of a part of a batch, which scales weights after the update.
+
+    Attributes:
+      value: Array `[...]`.
+      rule: Hashable function from `value` to the factors of the layer's weights by path, which
+        broadcast to them; all may have leading axes of layers.
+    """
+
+    value: jax.Array
+    rule: Callable[[jax.Array], Mapping[Any, jax.Array]] = struct.field(pytree_node=False)
+
+    def merged(self, axis: int) -> StepMaximum:
+        """Return the maximum of several parts, which are stacked on `axis`."""
+        return self.replace(value=jnp.max(self.value, axis))
+
+
 def is_report(leaf: Any) -> bool:
-    """Return whether a leaf of a collection is an `AuxLoss`, a `StepTotal` or a `Summary`."""
-    return isinstance(leaf, AuxLoss | StepTotal | Summary)
+    """Return whether a leaf of a collection is a report of a class of this module."""
+    return isinstance(leaf, AuxLoss | StepTotal | StepMaximum | Summary)
 
 
 def sow_aux_loss(layer: Any, name: str, factors: Sequence[Any], *, weight: Any) -> None:
@@ -263,6 +281,19 @@ def apply_totals(variables: Any, totals: Any) -> Any:
         total = functools.reduce(operator.add, [report.total for report in reports])
         moved[path] = reports[0].rule(moved[path], total).astype(moved[path].dtype)
     return unflatten_dict(moved)
+
+
+def apply_maxima(weights: Any, maxima: Any) -> Any:
+    """Return nested trained weights `[...]`, scaled by nested maxima; raise if one is frozen."""
+    scaled = flatten_dict(weights)
+    for (*layer, name), reports in flatten_dict(maxima).items():
+        maximum = functools.reduce(jnp.maximum, [report.value for report in reports])
+        for relative, factor in reports[0].rule(maximum).items():
+            path = (*layer, *relative)
+            expected = f"a trained weight, for {name}"
+            require(path in scaled, "Learner", "/".join(path), "frozen", expected)
+            scaled[path] = (scaled[path] * factor).astype(scaled[path].dtype)
+    return unflatten_dict(scaled)
 
 
 def combine_reports(

@@ -346,6 +346,7 @@ class Learner(Configurable):
         stacks: Stacks | None = None,
         hvp: Callable[[Any], Any] | None = None,
         spikes: Any = None,
+        rescale: Callable[[Any], Any] | None = None,
     ) -> Update:
         """Compute one update.
 
@@ -361,6 +362,7 @@ class Learner(Configurable):
           hvp: Function that multiplies a tree of some of the trained weights by their part of the
             Hessian of the loss, for optimizers such as `sophia`; None if it is unknown.
           spikes: Statistics of applied steps; None or `{}` if `on_spike` is None.
+          rescale: Function of the updated weights before they are averaged; None for none.
         """
         stacks = stacks or {}
         norm = global_norm(grads)
@@ -397,6 +399,10 @@ class Learner(Configurable):
             hvp=hvp,
         )
         new_trained, change = self._add_updates(trained, updates, step)
+        if rescale is not None:
+            expected = "no schedule-free one, whose copies of the weights qk_clip does not scale"
+            require(not is_schedule_free(opt_state), "Learner", "optimizer", expected, expected)
+            new_trained = rescale(new_trained)
         new_ema, new_count = {}, {}
         if self.ema_decay is not None:
             ema_count = step if ema_count is None else ema_count

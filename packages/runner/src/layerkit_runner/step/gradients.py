@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.base.base_layer import NON_TRAINABLE, SUMMARIES
-from layerkit.base.step_reports import STEP_TOTALS, AuxLoss, aux_losses
+from layerkit.base.step_reports import STEP_MAXIMA, STEP_TOTALS, AuxLoss, aux_losses
 from layerkit.config import Configurable
 from layerkit.errors import first_names
 from layerkit_runner.errors import UsageError
@@ -103,6 +103,7 @@ class GradientResult(NamedTuple):
       overwriting: Gradient with respect to `Variables.overwritten`.
       aux: This shard's share of the sum of auxiliary losses; None if the model has none.
       step_totals: This shard's totals that move variables; see `layerkit.base.step_reports`.
+      step_maxima: This shard's maxima that scale weights.
       summaries: Summaries of the layers, with a leading axis `microbatches` if there are several.
     """
 
@@ -111,6 +112,7 @@ class GradientResult(NamedTuple):
     metrics: Mapping[str, Reported]
     aux: jax.Array | None
     step_totals: Any
+    step_maxima: Any
     non_trainable: Any
     summaries: Any
 
@@ -250,7 +252,8 @@ def _accumulate(
             overwriting=jax.tree.map(jnp.maximum, carry.overwriting, result.overwriting),
             non_trainable=result.non_trainable,
         )
-        return carry, (result.metrics, result.aux, result.summaries, result.step_totals)
+        reports = result.step_totals, result.step_maxima
+        return carry, (result.metrics, result.aux, result.summaries, reports)
 
     start = GradientResult(
         gradients=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), variables.trained),
@@ -258,17 +261,19 @@ def _accumulate(
         metrics={},
         aux=None,
         step_totals={},
+        step_maxima={},
         non_trainable=variables.non_trainable,
         summaries={},
     )
-    total, (metrics, aux, summaries, step_totals) = jax.lax.scan(add, start, (parts, keys))
+    total, (metrics, aux, summaries, reports) = jax.lax.scan(add, start, (parts, keys))
     return total._replace(
         gradients=jax.tree.map(
             lambda gradient, leaf: gradient.astype(leaf.dtype), total.gradients, variables.trained
         ),
         metrics={name: reduce_microbatches(metric) for name, metric in metrics.items()},
         aux=None if aux is None else jnp.sum(aux),
-        step_totals=jax.tree.map(lambda total: jnp.sum(total, 0), step_totals),
+        step_totals=jax.tree.map(lambda total: jnp.sum(total, 0), reports[0]),
+        step_maxima=jax.tree.map(lambda maximum: jnp.max(maximum, 0), reports[1]),
         summaries=summaries,
     )
 
@@ -323,6 +328,7 @@ def _compute_batch_gradients(
         metrics=metrics,
         aux=aux,
         step_totals=updates.get(STEP_TOTALS, {}),
+        step_maxima=updates.get(STEP_MAXIMA, {}),
         non_trainable=updates.get(NON_TRAINABLE, variables.non_trainable),
         summaries=updates.get(SUMMARIES, {}),
     )

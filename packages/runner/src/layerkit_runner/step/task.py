@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import jax
@@ -28,8 +29,10 @@ from layerkit.base.sharding import BoundSharding
 from layerkit.base.step_reports import (
     AUX_MEANS,
     DEFAULT_VERBOSITY,
+    STEP_MAXIMA,
     STEP_TOTALS,
     AuxLoss,
+    apply_maxima,
     apply_totals,
     aux_losses,
 )
@@ -188,7 +191,7 @@ class SingleTask(Configurable):
                 },
                 rows,
                 rngs={RANDOM: key},
-                mutable=[AUX_LOSS, AUX_MEANS, STEP_TOTALS, SUMMARIES, NON_TRAINABLE],
+                mutable=[AUX_LOSS, AUX_MEANS, STEP_TOTALS, STEP_MAXIMA, SUMMARIES, NON_TRAINABLE],
             )
             return self._add_task_metrics(metrics, outputs, rows), updates
 
@@ -213,6 +216,7 @@ class SingleTask(Configurable):
         if aux is not None:
             loss = WeightedScalar(loss.value + aux, loss.weight)
         metrics[self.loss_name] = WeightedScalar.of(loss.value, loss.weight)
+        maxima = context.batch_max(result.step_maxima) if result.step_maxima else None
         with self.declared_weights() as stacks, spread_by(context.optimizer_layout):
             update = learner.update(
                 context.batch_sum(result.gradients),
@@ -227,8 +231,11 @@ class SingleTask(Configurable):
                     multiply_by_hessian(lambda x: gradients_at(x).gradients, trained, tangents)
                 ),
                 spikes=state.spikes,
+                rescale=None if maxima is None else partial(apply_maxima, maxima=maxima),
             )
         scalars = update.scalars | ({} if aux is None else {"aux_loss": aux})
+        if maxima is not None:
+            scalars["max_logit"] = jax.tree.reduce(jnp.maximum, jax.tree.map(jnp.max, maxima))
         if self.train.variable_norm_summary:
             scalars["learning/var_norm"] = global_norm(trained)
         scalars |= scalars_and_marks(result.summaries, context, verbosity=self.summary_verbosity)
@@ -278,7 +285,7 @@ class SingleTask(Configurable):
                 {**_variables(state), PARAMS: params},
                 rows,
                 rngs={RANDOM: key},
-                mutable=[AUX_LOSS, NON_TRAINABLE, SUMMARY_ARRAYS],
+                mutable=[AUX_LOSS, NON_TRAINABLE, STEP_MAXIMA, SUMMARY_ARRAYS],
             )
             return updates.get(SUMMARY_ARRAYS, {})
 

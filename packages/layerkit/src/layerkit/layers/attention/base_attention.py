@@ -9,6 +9,7 @@ a logical axis, and the fans of the initializer are those of all heads together.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.sharding import is_single_cpu
+from layerkit.base.step_reports import STEP_MAXIMA, StepMaximum, immutable_error
 from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import Config, field_names, sub_config_field
 from layerkit.config.checks import check_last_axis, check_positive, check_sizes, require
@@ -26,6 +28,7 @@ from layerkit.layers.basic.dots import Dot, add_bias, create_dot, matmul
 from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.basic.normalizations import BaseNormalization
 from layerkit.ops.attention.backends import BackendName
+from layerkit.ops.attention.blockwise import BlockwiseAttention
 from layerkit.ops.attention.distance_bias import LogitBias
 from layerkit.ops.attention.dot_product import (
     AttentionOptions,
@@ -145,11 +148,49 @@ class OutputProjection(BaseLayer):
         return self.constrain(outputs, *self.activation_axes)
 
 
+@dataclasses.dataclass(frozen=True)
+class QkClip:
+    """The rule of QK-clip, which scales the logits of a head by c = min(1, threshold / largest).
+
+    Kimi K2 (2025, arXiv:2507.20534): queries and keys by √c, but queries by c if other heads read
+    the key too. The paper has such keys in the rotated coordinates of latent attention only; here
+    they are also those of grouped queries. So each head has its own c and changes no other. Logits
+    are those of a step's pairs that may attend, without padding, before bias and cap.
+
+    Attributes:
+      threshold: Largest logit that scales nothing.
+      owns_keys: True if a key head has no reader but the query head of its number.
+      has_bias: True if the projections have biases.
+      combined_heads: Number of key heads of a projection `qkv`; None with separate projections.
+      is_shared: Whether all heads share the key of each coordinate, or of all coordinates.
+    """
+
+    threshold: float
+    owns_keys: bool
+    has_bias: bool
+    combined_heads: int | None = None
+    is_shared: tuple[bool, ...] = (False,)
+
+    def __call__(self, largest: jax.Array) -> dict[tuple[str, str], jax.Array]:
+        """Return the factors of the weights by path; `largest` logits are `[..., heads]`."""
+        gamma = (self.threshold / jnp.maximum(largest, self.threshold))[..., None]
+        key = jnp.sqrt(gamma) if self.owns_keys else jnp.ones_like(gamma)
+        query, inputs = jnp.where(jnp.array(self.is_shared), gamma, gamma / key), -3
+        factors = {"query": query, "key": key} if self.owns_keys else {"query": query}
+        if self.combined_heads is not None:
+            shape, inputs = (*largest.shape[:-1], self.combined_heads, -1, 1), -4
+            query, key = query.reshape(shape), key.reshape(shape)[..., :1, :]
+            factors = {"qkv": jnp.concatenate([query, key, jnp.ones_like(key)], axis=-2)}
+        weights = {(child, "w"): jnp.expand_dims(x, inputs) for child, x in factors.items()}
+        return weights | {(child, "b"): x for child, x in factors.items() if self.has_bias}
+
+
 class AttentionLayer(BaseLayer):
     """The base class of layers that attend. Override `attend` for another function of the logits.
 
-    A subclass has the fields `logit_scale`, `logit_cap`, `dropout_rate`, `zero_fully_masked_rows`,
-    `backend`, `context_parallel` and `kernel_blocks`, and a child `dropout`.
+    A subclass has the fields `logit_scale`, `logit_cap`, `qk_clip`, `dropout_rate`,
+    `zero_fully_masked_rows`, `backend`, `context_parallel` and `kernel_blocks`, and a child
+    `dropout`.
     """
 
     def attend(
@@ -199,8 +240,25 @@ class AttentionLayer(BaseLayer):
             kernel_blocks=self.kernel_blocks,
         )
 
+    def _clip_logits(
+        self: Any, query: jax.Array, key: jax.Array, options: AttentionOptions, **rule: Any
+    ) -> None:
+        """Report the largest logits of whole rows; `rule` has fields of a `QkClip`."""
+        if not self.is_mutable_collection(STEP_MAXIMA):
+            if self.qk_clip is not None and self.is_training:
+                raise immutable_error(self, "no weight would be scaled", "qk_clip", STEP_MAXIMA)
+        elif self.qk_clip is not None:
+            is_whole, expected = options.num_length_shards == 1, "None if devices split rows"
+            require(is_whole, self, "qk_clip", self.qk_clip, expected)
+            assert options.mask is not None
+            query, key = jax.lax.stop_gradient((query, key))
+            logits = BlockwiseAttention(options.scale).largest_logits(query, key, options.mask)
+            maximum = StepMaximum(logits, QkClip(self.qk_clip, **rule))
+            self.sow(STEP_MAXIMA, "logits_of_qk_clip", maximum)
+
     def _check_options(self: Any) -> None:
         check_positive(self, logit_cap=self.logit_cap, logit_scale=self.logit_scale)
+        check_positive(self, qk_clip=self.qk_clip)
         blocks = self.kernel_blocks
         is_valid = blocks is None or all(size >= 16 and size & (size - 1) == 0 for size in blocks)
         expected = "two powers of two of at least 16, of queries and of keys"
@@ -231,6 +289,8 @@ class BaseAttention(AttentionLayer):
         1.0.
       logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap (Gemma 2); None for no
         bound.
+      qk_clip: Threshold of `QkClip`, which scales weights after a training step (100 in Kimi K2);
+        None for no scaling. It computes the logits once more, in blocks, on every backend.
       use_sinks: Learns a logit per head that takes probability and adds no value (gpt-oss), so
         that a head may attend to nothing. It starts at 0.
       sink_logit: Fixed logit of such a sink, the same in all heads, instead of a learned one (GLaM:
@@ -254,7 +314,10 @@ class BaseAttention(AttentionLayer):
       ConfigError: A size is not divisible, a number is out of range, or a name is unknown.
     """
 
-    used_only_if: ClassVar[Conditions] = {"qk_norm_over": "qk_norm_tpl"}
+    used_only_if: ClassVar[Conditions] = {
+        "qk_norm_over": "qk_norm_tpl",
+        "qk_clip": "not qk_norm_tpl",
+    }
 
     input_dims: int = 0
     num_heads: int = 0
@@ -267,6 +330,7 @@ class BaseAttention(AttentionLayer):
     per_dim_scale: bool = False
     logit_scale: float | None = None
     logit_cap: float | None = None
+    qk_clip: float | None = None
     use_sinks: bool = False
     sink_logit: float | None = None
     dropout_rate: float = 0.0
@@ -358,11 +422,16 @@ class BaseAttention(AttentionLayer):
             query = self.cast(query * (_INVERSE_SOFTPLUS_OF_0 * scale))
         head_dim = query.shape[-1]
         options = self._options(mask, bias, head_dim=head_dim, cached=cached, sinks=self._sinks())
+        if not cached:
+            self._clip_logits(query, key, options, has_bias=self.use_bias, **self._clip_rule())
         read = self.attend(query, key, value, options)
         out: jax.Array = self.output(
             self.constrain(read, "batch", "length", "act_heads", "head_dim")
         )
         return out
+
+    def _clip_rule(self) -> dict[str, Any]:
+        return {"owns_keys": self._head_sizes()[0] == self.num_heads}
 
     def _sinks(self) -> jax.Array | None:
         """Return the logit of the sink of each head, `[heads]`; None without sinks."""

@@ -93,6 +93,7 @@ class MultiHeadLatentAttention(AttentionLayer):
     norm_tpl: Config[BaseNormalization] = sub_config_field(RmsNorm.HParams)
     logit_scale: float | None = None
     logit_cap: float | None = None
+    qk_clip: float | None = None
     window: int | None = None
     dropout_rate: float = 0.0
     zero_fully_masked_rows: bool = False
@@ -149,6 +150,9 @@ class MultiHeadLatentAttention(AttentionLayer):
             for heads, name in ((query, "query"), (key, "key"), (value, "value"))
         )
         options = self._options_of_heads(mask, bias, cached=False)
+        is_shared = (False,) * self.plain_dim_per_head + (True,) * self.rotary_dim_per_head
+        rule = {"owns_keys": True, "has_bias": self.query.use_bias, "is_shared": is_shared}
+        self._clip_logits(query, key, options, **rule)
         return self._project_out(self.attend(query, key, value, options))
 
     def init_cache(self, batch_size: int, max_length: int) -> None:

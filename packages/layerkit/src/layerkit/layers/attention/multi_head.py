@@ -12,7 +12,7 @@ and mask.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -387,6 +387,13 @@ class MultiHeadAttention(BaseAttention):
     def _normalize_all(self, heads: list[jax.Array]) -> list[jax.Array]:
         norms = (getattr(self, name) for name in ("query_norm", "key_norm")[: len(heads)])
         return [self._normalize(norm, one) for norm, one in zip(norms, heads, strict=True)]
+
+    def _clip_rule(self) -> dict[str, Any]:
+        kv_heads, has_readers = self._head_sizes()[0], self.values_are_keys or self.kv_layer
+        return {
+            "owns_keys": kv_heads == self.num_heads and not has_readers,
+            "combined_heads": kv_heads if self.combined_qkv else None,
+        }
 
     def _cache_axes(self) -> dict[str, tuple[str | None, ...]]:
         """Return the logical axes of each cached array, whose heads come before the slots."""

@@ -105,6 +105,27 @@ class BlockwiseAttention:
         key_gradient, value_gradient = map(_rows_of_blocks, totals)
         return _joined(query_gradient, query.shape[2]), key_gradient, value_gradient
 
+    def largest_logits(self, query: jax.Array, key: jax.Array, mask: AttentionMask) -> jax.Array:
+        """Return each head's largest logit of the pairs that may attend, without padding.
+
+        Arguments are those of `forward`. The result is float32 `[heads]`.
+        """
+        if mask.query_segments is not None:
+            segments = jnp.where(mask.query_segments == 0, -1, mask.query_segments)
+            mask = dataclasses.replace(mask, query_segments=segments)
+        queries, keys = _query_blocks(mask, _grouped(query, key)), _key_blocks(mask, key)
+
+        def of_queries(queries: Any) -> jax.Array:
+            def of_keys(keys: Any) -> jax.Array:
+                (query_mask, (q,)), (key_mask, (k,)) = queries, keys
+                logits, _ = self._logits(q, k, {**query_mask, **key_mask}, mask)
+                return jnp.max(logits, axis=(3, 4))
+
+            return jnp.max(jax.lax.map(of_keys, keys), axis=0)
+
+        # Rows are reduced last, so that devices exchange numbers once.
+        return jnp.max(jax.lax.map(of_queries, queries), axis=(0, 1)).reshape(-1)
+
     def _logits(
         self, q: jax.Array, k: jax.Array, arrays: dict[str, Any], mask: AttentionMask
     ) -> tuple[jax.Array, jax.Array]:
