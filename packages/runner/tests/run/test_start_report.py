@@ -43,6 +43,9 @@ def test_temporary_memory_of_the_largest_step_is_reported():
     assert [*compiled_lines([small, large])] == [line] != [*compiled_lines([small])]
     assert line.endswith("of temporaries per device")
     assert not [*compiled_lines([])]
+    assert [*compiled_lines([small, large], limit=100_000_000)] == [line]
+    _, warning = compiled_lines([small, large], limit=16_000_000)
+    assert "above the 16 MB of a device" in warning
 
 
 @pytest.mark.parametrize("weight_format", ["int8", "int4", "nf4:2"])

@@ -36,17 +36,10 @@ from layerkit_runner.optim.optimizer_groups import (
     map_tensors,
 )
 from layerkit_runner.optim.optimizer_updates import add_update, choose, is_schedule_free
-from layerkit_runner.optim.spikes import SpikeWindow
+from layerkit_runner.optim.spikes import IS_SPIKE, IS_VALID, SpikeWindow
 from layerkit_runner.optim.weight_selection import DecayedWeights, TrainedWeights
 
 _ROUNDING_STREAM = 0x7372  # differs from the seeds of the random numbers of a training step
-
-IS_VALID = "learning/is_valid_step"
-"""Scalar of a step that is 0 if its loss or gradient is not finite, too large, or a spike."""
-
-IS_SPIKE = "learning/is_spike"
-"""Scalar of a step that is 1 if it is finite and a spike; only with `Learner.on_spike`."""
-
 _ACTIONS = (None, "skip", "stop", "rollback")
 
 
@@ -400,8 +393,9 @@ class Learner(Configurable):
         )
         new_trained, change = self._add_updates(trained, updates, step)
         if rescale is not None:
-            expected = "no schedule-free one, whose copies of the weights qk_clip does not scale"
-            require(not is_schedule_free(opt_state), "Learner", "optimizer", expected, expected)
+            expected = "one without copies of the weights, which qk_clip does not scale"
+            is_free = is_schedule_free(opt_state)
+            require(not is_free, "Learner", "optimizer", "schedule-free", expected)
             new_trained = rescale(new_trained)
         new_ema, new_count = {}, {}
         if self.ema_decay is not None:

@@ -13,6 +13,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+IS_VALID = "learning/is_valid_step"
+"""Scalar of a step that is 0 if its loss or gradient is not finite, too large, or a spike."""
+
+IS_SPIKE = "learning/is_spike"
+"""Scalar of a step that is 1 if it is finite and a spike; only with `Learner.on_spike`."""
+
 _MIN_DEVIATION = 1e-3
 
 

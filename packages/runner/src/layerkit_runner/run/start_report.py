@@ -223,17 +223,28 @@ def input_lines(train_input: BaseInput, *, decoder_ids: Sequence[int] = ()) -> I
             yield f"end tokens   {line}"
 
 
-def compiled_lines(compiled: Sequence[Any]) -> Iterator[str]:
-    """Yield a line about the temporary memory of the largest step, if the compiler reports it."""
-    platform = jax.devices()[0].platform
+def compiled_lines(compiled: Sequence[Any], *, limit: int | None = None) -> Iterator[str]:
+    """Yield lines about the memory of the largest step, if the compiler reports it.
+
+    Args:
+      compiled: Compiled steps.
+      limit: Bytes of a device for programs; None for what the devices here report.
+    """
+    device = jax.local_devices()[0]
+    if limit is None and device.platform != "cpu":
+        limit = (device.memory_stats() or {}).get("bytes_limit")
     analyses = [memory for step in compiled if (memory := step.memory_analysis()) is not None]
-    temporaries = [
-        temporary_bytes(memory, platform=platform)
-        for memory in analyses
-        if hasattr(memory, "temp_size_in_bytes")
-    ]
+    temporaries, totals = [], []
+    for memory in analyses:
+        if hasattr(memory, "temp_size_in_bytes"):
+            temporaries.append(temporary_bytes(memory, platform=device.platform))
+            others = memory.argument_size_in_bytes + memory.output_size_in_bytes
+            totals.append(temporaries[-1] + others - memory.alias_size_in_bytes)
     if temporaries:
         yield f"step memory  {size_text(max(temporaries))} of temporaries per device"
+    if limit is not None and max(totals, default=0) > limit:
+        total, usable = size_text(max(totals)), size_text(limit)
+        yield f"             WARNING: {total} with state and batch, above the {usable} of a device"
 
 
 def run_info(job: Job, *, start_step: int) -> RunInfo:

@@ -24,7 +24,7 @@ from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.data.train_inputs import TrainInput, TrainInputs
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import Goodput, Throughput
-from layerkit_runner.optim.learner import IS_VALID
+from layerkit_runner.optim.spikes import IS_VALID
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.run.programs.train_program import (
     StepReports,

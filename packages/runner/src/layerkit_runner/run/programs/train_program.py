@@ -28,7 +28,7 @@ from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import Histogram, Observer, StepWork, Throughput, memory_scalars
 from layerkit_runner.observers.step_profiler import STEP_EVENT
-from layerkit_runner.optim.learner import IS_SPIKE, IS_VALID
+from layerkit_runner.optim.spikes import IS_SPIKE, IS_VALID
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.run.programs.skipped_steps import SkippedSteps
 from layerkit_runner.step.layer_summaries import has_arrays, split_layers, weight_histograms_fn
