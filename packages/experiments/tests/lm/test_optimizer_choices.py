@@ -174,6 +174,7 @@ def test_updates_equal_numpy(boxes: Any, name: str, limit: float | None):
                 np.testing.assert_allclose(found, reference, rtol=0, atol=1e-5 * RATE)
 
 
+@pytest.mark.slow
 def test_sophia_estimates_the_hessian_of_the_task_in_microbatches():
     fields = {"OPTIMIZER": "sophia", "GRADIENT_ACCUMULATION_STEPS": 2}
     task = resolve(Dense(**fields)).task.Instantiate()

@@ -51,6 +51,7 @@ def words_of(fields: dict[str, Any], folder: Path) -> list[str]:
     return [EXP, f"--job_log_dir={folder}", *(f"--fdl.{n}={v}" for n, v in fields.items())]
 
 
+@pytest.mark.slow
 def test_ladder_is_planned_run_fitted_predicted_and_graded(tmp_path, capsys, raises):
     random = np.random.default_rng(0)
     corpus = tmp_path / "words.txt"

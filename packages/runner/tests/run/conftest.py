@@ -17,6 +17,8 @@ import pytest
 
 from layerkit_runner.observers import Observer, read_metrics
 
+collect_ignore = ["rollback_experiment.py"]
+
 TIMEOUT = 240.0
 
 

@@ -120,7 +120,9 @@ def test_a_later_stage_that_cannot_be_compiled_ends_the_run_at_once(
     stages = [{"until_step": 3000, "batch": 8}, {"until_step": 3001, "batch": 16}]
     with pytest.raises(UsageError, match=problem):
         train(experiment, tmp_path, STAGES=stages, MAX_ROWS=8, IS_TRACED=is_traced)
-    assert read_metrics(tmp_path).train[-1]["step"] < 3000
+    # The compiler may be done before the first step, which writes the file.
+    trained = read_metrics(tmp_path).train if (tmp_path / "metrics.jsonl").exists() else []
+    assert all(record["step"] < 3000 for record in trained)
 
 
 def test_another_last_step_of_the_task_raises(experiment: type[BaseExperiment], tmp_path: Path):
