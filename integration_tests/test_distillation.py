@@ -83,6 +83,7 @@ def weights_of(jobs: Any, job: Path, step: int) -> dict[str, np.ndarray]:
     return jobs.read_checkpoint(SimpleNamespace(checkpoints=job / "checkpoints"), step).leaves
 
 
+@pytest.mark.slow
 def test_student_approaches_its_teacher_and_is_exported_alone(
     folder: Path, train: Train, teacher: Path, jobs: Any
 ):

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from layerkit_runner.tools.report.command import run_status
 from layerkit_runner.tools.report.record import read_jobs
 
@@ -27,6 +29,7 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 def test_report_of_a_run_that_was_killed_and_resumed(jobs: Any, tmp_path: Path, running: list):
     fields = {"TEXT_FILES": f"['{jobs.text_files}']", **SIZES}
     job = jobs.make("reported_run.Reported", tmp_path / "job", **fields)

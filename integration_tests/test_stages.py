@@ -71,7 +71,7 @@ def kill_at(job: Any, step: int, running: list) -> None:
 @pytest.mark.parametrize(
     "steps",
     [
-        pytest.param([15], id="at a border"),
+        pytest.param([15], id="at a border", marks=pytest.mark.slow),
         pytest.param(sorted(random.Random(0).sample(range(2, STEPS), 20)), marks=pytest.mark.slow),
     ],
 )

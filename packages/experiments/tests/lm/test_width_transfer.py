@@ -147,7 +147,7 @@ def label_logits(made: Any) -> tuple[jax.Array, jax.Array]:
 @pytest.mark.parametrize(
     ("optimizer", "widths"),
     [
-        ("adamw", (64, 256)),
+        pytest.param("adamw", (64, 256), marks=pytest.mark.slow),
         pytest.param("adamw", (64, 128, 256, 512), marks=pytest.mark.slow),
         pytest.param("muon", (64, 256), marks=pytest.mark.slow),
     ],

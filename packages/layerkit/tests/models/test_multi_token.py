@@ -89,8 +89,10 @@ def test_losses_are_those_of_tokens_further_ahead():
 
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"feed_forward_tpl": Config(MoeFeedForward, num_experts=3)}],
-    ids=["dense", "experts"],
+    [
+        pytest.param({}, id="dense", marks=pytest.mark.slow),
+        pytest.param({"feed_forward_tpl": Config(MoeFeedForward, num_experts=3)}, id="experts"),
+    ],
 )
 def test_packed_rows_have_the_losses_of_separate_rows(fields):
     model, variables = make(**fields)

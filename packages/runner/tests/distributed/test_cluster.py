@@ -251,7 +251,8 @@ def test_failed_process_ends_the_others_with_logs_in_a_local_folder(tmp_path: Pa
     assert "runner: the data are gone" in (local / "process_0001.log").read_text()
 
 
-@pytest.mark.parametrize("kind", ["error", pytest.param("timeout", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["error", "timeout"])
 def test_failed_save_is_blamed_on_the_process_that_was_lost_in_it(waiting, tmp_path, kind: str):
     processes = waiting(kind)
     processes[1].kill()

@@ -98,7 +98,8 @@ def test_process_ends_while_its_standard_error_blocks():
     assert process.stdout.startswith(HUNG)
 
 
-@pytest.mark.parametrize("what", [pytest.param("busy", marks=pytest.mark.slow), "start"])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["busy", "start"])
 def test_watchdog_does_not_end_a_process_with_progress(what: str):
     done = run(2.0, what)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

@@ -72,6 +72,7 @@ def test_output_and_gradients_equal_numpy(tokens, dims, out_dims):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max())
 
 
+@pytest.mark.slow
 def test_group_of_weights_equals_its_members():
     x, w, g = draw(0, 3, 8, 64), draw(1, 3, 64, 32), draw(2, 3, 8, 32)
     x *= np.array([1, 100, 1e-3], np.float32)[:, None, None]  # a scale for each member

@@ -57,7 +57,13 @@ def run_steps(model: Any, steps: list[int]) -> jax.Array:
     return jnp.concatenate(parts, axis=1)
 
 
-@pytest.mark.parametrize("num_layers", [4, 7], ids=["whole periods", "with a remainder"])
+@pytest.mark.parametrize(
+    "num_layers",
+    [
+        pytest.param(4, id="whole periods", marks=pytest.mark.slow),
+        pytest.param(7, id="with a remainder"),
+    ],
+)
 def test_cached_steps_equal_whole_rows(num_layers):
     model = build(network(num_layers))
     variables = model.init(jax.random.key(0))
