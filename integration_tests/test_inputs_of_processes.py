@@ -53,6 +53,7 @@ def test_losses_of_processes_equal_those_of_one(jobs: Any, tmp_path: Path, alone
             assert evaluated[name] == pytest.approx(expected[name], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_every_example_counts_once_and_all_processes_end(jobs: Any, tmp_path: Path):
     check_every_example_counts_once(jobs, tmp_path, 2)
 

@@ -87,6 +87,7 @@ def test_a_run_in_stages_that_was_killed_equals_an_uninterrupted_one(
     jobs.assert_same_bits(jobs.read_checkpoint(job, STEPS), whole)
 
 
+@pytest.mark.slow
 def test_steps_and_tokens_of_stages_are_reported(never_stopped: Any):
     records = {record["step"]: record for record in read_metrics(never_stopped.folder).train}
     tokens = [records[step]["tokens"] for step in (1, 15, 16, 30, 45, STEPS)]

@@ -191,6 +191,7 @@ def test_log_has_all_output_and_the_terminal_that_of_process_0_and_errors(tmp_pa
             assert text in done[index].stderr
 
 
+@pytest.mark.slow
 def test_processes_that_complete_at_different_times_are_not_lost(tmp_path: Path):
     done = run(3, tmp_path, "uneven")
     assert [process.returncode for process in done] == [0, 0, 0], done
@@ -220,7 +221,10 @@ def test_killed_or_suspended_process_is_named_by_all_others(waiting, victim: int
 @pytest.mark.parametrize(
     ("what", "victim", "code", "text"),
     [
-        ("raises", 1, 1, "failed: ZeroDivisionError: a mistake. Every step"),
+        pytest.param(
+            *("raises", 1, 1, "failed: ZeroDivisionError: a mistake. Every step"),
+            marks=pytest.mark.slow,
+        ),
         # Process 0 has JAX's coordinator, without which JAX aborts the others.
         ("forced", 0, 70, "failed: it hung. Every step"),
         pytest.param(

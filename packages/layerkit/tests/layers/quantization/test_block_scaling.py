@@ -103,6 +103,7 @@ def test_mesh_that_splits_features_or_positions_raises(raises, dot, axis):
         jax.eval_shape(layer.apply, variables, jnp.ones((4, 8, 64)))
 
 
+@pytest.mark.slow
 @both
 def test_experts_evaluate_as_they_train(dot):
     layer, variables, x = make_experts(dot, capacity_factor=2.0)

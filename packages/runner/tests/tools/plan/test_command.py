@@ -13,6 +13,7 @@ def test_plan_for_sixteen_simulated_devices(plan_json, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_page_of_a_plan_is_written_beside_its_json(runner, tmp_path):
     page, other = tmp_path / "plan.html", tmp_path / "other.json"
     result = runner("--json", f"--html={page}")
