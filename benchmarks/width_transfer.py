@@ -75,8 +75,8 @@ def main() -> None:
         print(f"WIDTH_TRANSFER={base}: loss of the last {flags.steps // 5} steps at each rate")
         print("| width |" + "".join(f" 2^{math.log2(rate):g} |" for rate in rates) + " best |")
         for width in flags.widths:
-            found = losses(fields_of(width, base, flags.steps, flags.optimizer), rates, batches)
-            ends = np.nan_to_num(found[:, -(flags.steps // 5) :].mean(1), nan=99.0)
+            curves = losses(fields_of(width, base, flags.steps, flags.optimizer), rates, batches)
+            ends = np.nan_to_num(curves[:, -(flags.steps // 5) :].mean(1), nan=99.0)
             cells = "".join(f" {value:.3f} |" for value in ends)
             print(f"| {width} |{cells} {best_rate(rates, ends):.4f} |", flush=True)
 

@@ -140,7 +140,7 @@ def test_bad_step_is_skipped_or_ends_the_run(train: Any, tmp_path: Path, kind: s
 
 
 def test_rollback_beyond_the_limit_ends_the_run(train: Any, tmp_path: Path):
-    """Of the attempts from step 0, step 6, then step 7 and then step 2 have a bad batch."""
+    """Check bad batches in step 6, then 7 and then 2 of the attempts from step 0."""
     fields = {**NAN, "BAD": (6, 13, 15), "MAX_ROLLBACKS": 2}
     with pytest.raises(NonFiniteError, match="after step 2.*max_rollbacks=2") as caught:
         train("job", **fields)

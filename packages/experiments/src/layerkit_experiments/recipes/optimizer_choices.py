@@ -95,7 +95,7 @@ class OptimizerChoice(NamedTuple):
             learner.learning_rate = copy.copy(rate)
             learner.learning_rate.peak *= self.rate
         if self.keeps_rate and not (
-            experiment.LEARNING_RATE_SCHEDULE or ScheduleChoice.of_stages(experiment)
+            experiment.LEARNING_RATE_SCHEDULE or ScheduleChoice.join_stages(experiment)
         ):
             learner.learning_rate.min_ratio = 1.0
         return learner.set(optimizer=self.config(experiment, mask))

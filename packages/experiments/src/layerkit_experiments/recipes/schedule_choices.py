@@ -73,7 +73,7 @@ class ScheduleChoice(NamedTuple):
         return [fitted] if changes else []
 
     @classmethod
-    def of_stages(cls, experiment: Any) -> Config | None:
+    def join_stages(cls, experiment: Any) -> Config | None:
         """Return the config of the schedule of STAGES that have rates, or None if none has.
 
         A stage without a rate keeps that of the stage before.

@@ -77,7 +77,7 @@ def checked_learner(fields: Any, optimizer: Partial, learning_rate: Config) -> C
             check(type(fields).__qualname__, **{name: getattr(fields, name)})
     return Learner.HParams.config(
         optimizer=optimizer,
-        learning_rate=ScheduleChoice.of_stages(fields) or learning_rate,
+        learning_rate=ScheduleChoice.join_stages(fields) or learning_rate,
         clip_global_norm=fields.CLIP_GRADIENT_NORM,
     )
 

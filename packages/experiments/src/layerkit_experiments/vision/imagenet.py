@@ -129,7 +129,7 @@ class ResNet50Pjit(TrainedExperiment):
                 l2_regularizer_weight=self.L2_WEIGHT,
                 mask=is_no_vector,
             ),
-            learning_rate=ScheduleChoice.of_stages(self)
+            learning_rate=ScheduleChoice.join_stages(self)
             or Config(
                 warmup_then_tenths,
                 self.LEARNING_RATE,
