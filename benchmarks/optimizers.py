@@ -114,11 +114,16 @@ class Comparison(argparse.Namespace):
         steps = {n: np.array([steps_to(one, target) for one in c]) for n, c in curves.items()}
         for name, counts in steps.items():
             at_end = "*" * (rates[name] in (self.rates[0], self.rates[-1]))
-            spread = f"{min(counts):.0f} to {max(counts):.0f}"
-            rows.append([name, f"{rates[name]:g}{at_end}", f"{np.median(counts):.0f}", spread])
+            shown = [
+                f"{count:.0f}" if np.isfinite(count) else f"> {self.steps}"
+                for count in (np.median(counts), min(counts), max(counts))
+            ]
+            spread = " to ".join(dict.fromkeys(shown[1:]))
+            rows.append([name, f"{rates[name]:g}{at_end}", shown[0], spread])
             ratios = np.log(counts / steps[base])
-            if name == base or len(ratios) == 1:
-                rows[-1] += [f"{np.exp(ratios.mean()):.3f}", "", ""]
+            if name == base or len(ratios) == 1 or not np.isfinite(ratios).all():
+                ratio = np.exp(ratios.mean())
+                rows[-1] += [f"{ratio:.3f}" if np.isfinite(ratio) else "", "", ""]
                 continue
             test = stats.ttest_1samp(ratios, 0.0)
             low, high = np.exp(test.confidence_interval(0.95))
@@ -143,10 +148,10 @@ class Comparison(argparse.Namespace):
 
 
 def steps_to(losses: np.ndarray, target: float) -> float:
-    """Return the step at which a loss is reached, on a line between evaluations; NaN if never."""
+    """Return the step at which a loss is reached, on a line between evaluations, or infinity."""
     (reached,) = np.nonzero(losses[:, 1] <= target)
     if not len(reached):
-        return np.nan
+        return np.inf
     before = losses[max(reached[0] - 1, 0) : reached[0] + 1]
     return float(np.interp(-target, -before[:, 1], before[:, 0]))
 
@@ -156,7 +161,7 @@ if __name__ == "__main__":
     parser.add_argument("folder", type=Path)
     names = ["adamw", "lion", "soap", "shampoo", "muon", "normuon"]
     parser.add_argument("--optimizers", nargs="+", default=names)
-    parser.add_argument("--rates", nargs="+", type=float, default=[1e-3, 2e-3, 4e-3, 8e-3])
+    parser.add_argument("--rates", nargs="+", type=float, default=[1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--svg", type=Path)
