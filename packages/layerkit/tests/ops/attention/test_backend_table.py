@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from layerkit.base.sharding import BoundSharding
-from layerkit.ops.attention.backends import UnsupportedBackendError, select_backend
+from layerkit.ops.attention.backends import unmet_requirements
 from layerkit.ops.attention.distance_bias import DistanceBias
 from layerkit.ops.attention.dot_product import (
     AttentionOptions,
@@ -216,10 +216,9 @@ def verdict(cell_name, column_name):
     call = describe_call(
         *inputs, AttentionOptions(**learned, **options, platform=column.platform, **ring)
     )
-    try:
-        select_backend(column.backend, dataclasses.replace(call, has_cudnn=True))
-    except UnsupportedBackendError as error:
-        return f"requires {error.expected}"
+    names = ["xla", column.backend] if column.ring else [column.backend]
+    if unmet := next(filter(None, (unmet_requirements(name, call) for name in names)), None):
+        return f"requires {'; '.join(unmet)}"
     return {"xla": "yes", "cudnn": "lowered"}.get(
         "ring" if column.ring else column.backend, "equals xla"
     )

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 
 from layerkit.errors import ConfigError
+from layerkit.ops.attention import cudnn
 from layerkit.ops.attention.backends import (
     BACKEND_NAMES,
     AttentionCall,
-    Backend,
     UnsupportedBackendError,
     select_backend,
 )
@@ -32,7 +32,6 @@ RING_ON_TPU = {**ON_TPU, "num_queries": 512, "num_keys": 512, **RING}
 CUDNN_UNSUPPORTED = [
     {"platform": "cpu"},
     {"platform": "tpu"},
-    {"has_cudnn": False},
     {"dtype": "float32"},
     {"head_dim": 60, "value_dim": 60},
     {"head_dim": 256, "value_dim": 256},
@@ -83,6 +82,13 @@ RING_UNSUPPORTED = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    """Let the libraries of kernels be installed; return a function that removes cuDNN."""
+    monkeypatch.setattr(cudnn, "has_cudnn", lambda: True)
+    return lambda: monkeypatch.setattr(cudnn, "has_cudnn", lambda: False)
+
+
 def name_change(change):
     return ",".join(f"{name}={value}" for name, value in change.items()) or "none"
 
@@ -99,7 +105,6 @@ def name_change(change):
         {"num_queries": 16, "is_in_row_order": False, "is_causal": False},
         {"num_length_shards": 8},
         {"num_length_shards": 4, "uses_ring": True},
-        {"has_cudnn": False},
         {**ON_TPU},
         {**RING_ON_TPU, "has_segments": True},
         {**ON_TPU, "dtype": "float32", "head_dim": 576, "value_dim": 512},
@@ -109,7 +114,9 @@ def name_change(change):
 )
 def test_pallas_runs_supported_calls_if_selected_by_name(change):
     call = dataclasses.replace(FUSABLE, **change)
-    assert select_backend("pallas", call) == Backend("pallas", "as requested")
+    assert (
+        select_backend("pallas", call).describe("attention") == "attention: pallas (as requested)"
+    )
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
@@ -143,6 +150,15 @@ def test_auto_selects_pallas_for_training_that_cudnn_does_not_support(platform, 
 def test_kernel_raises_for_an_unsupported_call(raises, name, change):
     with raises(UnsupportedBackendError, field="backend", value=name):
         select_backend(name, dataclasses.replace(FUSABLE, **change))
+
+
+def test_auto_reports_a_missing_library_only_where_it_decides(raises, installed):
+    installed()
+    assert select_backend("auto", FUSABLE).reason == "auto: cuDNN is not installed"
+    packed = dataclasses.replace(FUSABLE, has_segments=True)
+    assert select_backend("auto", packed).reason == "auto: cudnn requires no segments or padding"
+    with raises(UnsupportedBackendError, field="backend", value="cudnn"):
+        select_backend("cudnn", FUSABLE)
 
 
 @pytest.mark.parametrize("change", RING_UNSUPPORTED, ids=name_change)

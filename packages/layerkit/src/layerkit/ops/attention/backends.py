@@ -3,29 +3,32 @@
 `xla` is array code that supports every call on every platform and holds the logits `[batch, heads,
 queries, keys]` in memory. The fused kernels never hold them (Dao et al., 2022, arXiv:2205.14135)
 and support some calls only: `cudnn` is NVIDIA's kernel; `pallas` is one kernel for GPUs and one for
-TPUs. The dicts below list the requirements of each. A backend that is selected by name raises if
-one is not met; `auto` selects the first kernel of the platform whose requirements are all met, and
-`xla` if there is none. docs/attention_backends.md shows the table that the tests prove.
+TPUs. `BACKENDS` is their table; see `layerkit.ops.implementations`. docs/attention_backends.md
+shows what the tests prove of each row.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 
+from layerkit.base.sharding import model_device
 from layerkit.config.checks import check_choice
 from layerkit.errors import ConfigError
+from layerkit.ops import implementations
+from layerkit.ops.implementations import (
+    GPU_PLATFORMS,
+    Choice,
+    Implementation,
+    find_row,
+    select_auto,
+)
 
 BackendName = Literal["auto", "xla", "cudnn", "pallas"]
 BACKEND_NAMES = get_args(BackendName)
-
-# JAX's names of the platforms of live and of planned devices with NVIDIA's kernels.
-GPU_PLATFORMS = ("gpu", "cuda")
-
-# Kernels that `auto` tries, the fastest first.
-_KERNELS_OF_PLATFORM = {"tpu": ("pallas",), **dict.fromkeys(GPU_PLATFORMS, ("cudnn", "pallas"))}
 
 
 class UnsupportedBackendError(ConfigError):
@@ -62,7 +65,6 @@ class AttentionCall:
       num_length_shards: Number of devices over which the length of a row is split.
       uses_ring: True if keys and values of split rows are passed around a ring of devices.
       split_problem: Reason why rows and heads cannot be split over the devices; "" if they can.
-      has_cudnn: True if JAX finds cuDNN.
     """
 
     platform: str
@@ -85,7 +87,6 @@ class AttentionCall:
     num_length_shards: int = 1
     uses_ring: bool = False
     split_problem: str = ""
-    has_cudnn: bool = True
 
     @property
     def queries_per_part(self) -> int:
@@ -116,63 +117,40 @@ class AttentionCall:
         return has_mask and not self.is_self_attention
 
 
-@dataclasses.dataclass(frozen=True)
-class Backend:
-    """A selected backend.
-
-    Attributes:
-      name: `xla`, `cudnn` or `pallas`.
-      reason: Reason of the selection.
-    """
-
-    name: str
-    reason: str
-
-    def describe(self) -> str:
-        """Return one log line: `attention backend: xla (auto: cpu has no fused kernel)`."""
-        return f"attention backend: {self.name} ({self.reason})"
-
-
-def select_backend(name: str, call: AttentionCall) -> Backend:
-    """Return the backend that runs a call.
-
-    `auto` selects cuDNN or else Pallas on GPUs, and Pallas on TPUs, if they support the call, and
-    `xla` otherwise.
+def select_backend(name: str, call: AttentionCall) -> Choice:
+    """Return the backend that runs a call: the named one, or for `auto` the first of `BACKENDS`.
 
     Args:
       name: One of `BACKEND_NAMES`.
       call: The attention.
 
     Raises:
-      UnsupportedBackendError: The named backend does not support the call.
+      UnsupportedBackendError: The named backend does not support the call, or is not installed.
       ConfigError: The name is unknown.
     """
     check_choice(None, BACKEND_NAMES, backend=name)
     if call.uses_ring:
         option = {"context_parallel": "ring"}
-        _check_supported("xla", call, option, "context_parallel='all_gather' or 'ulysses'")
+        _check(
+            unmet_requirements("xla", call), option, "context_parallel='all_gather' or 'ulysses'"
+        )
     if name == "auto":
-        return _select_for_platform(call)
-    _check_supported(name, call, {"backend": name}, "backend='xla' or 'auto'")
-    return Backend(name, "as requested")
+        return select_auto(BACKENDS, call, platform=call.platform)
+    row = find_row(BACKENDS, name, platform=call.platform)
+    unmet = unmet_requirements(name, call) or [text for text in [row.find_missing()] if text]
+    _check(unmet, {"backend": name}, "backend='xla' or 'auto'")
+    return Choice(name, "as requested", row.load)
 
 
 def unmet_requirements(name: str, call: AttentionCall) -> list[str]:
-    """Return what a backend, `xla`, `cudnn` or `pallas`, requires of a call that does not have it.
+    """Return what a backend, such as `cudnn`, requires of a call that does not have it.
 
     Each entry is a noun phrase. The list is empty if the backend supports the call.
     """
-    return _unmet(_requirements(name, call))
+    return implementations.unmet_requirements(BACKENDS, name, call, platform=call.platform)
 
 
-def _unmet(requirements: dict[str, bool]) -> list[str]:
-    return [requirement for requirement, is_unmet in requirements.items() if is_unmet]
-
-
-def _check_supported(
-    name: str, call: AttentionCall, option: dict[str, str], alternative: str
-) -> None:
-    unmet = unmet_requirements(name, call)
+def _check(unmet: list[str], option: dict[str, str], alternative: str) -> None:
     if unmet:
         ((field, value),) = option.items()
         raise UnsupportedBackendError(
@@ -182,42 +160,6 @@ def _check_supported(
             expected="; ".join(unmet),
             hint=f"Use {alternative}.",
         )
-
-
-def _select_for_platform(call: AttentionCall) -> Backend:
-    kernels = _KERNELS_OF_PLATFORM.get(call.platform)
-    if kernels is None:
-        return Backend("xla", f"auto: {call.platform} has no fused kernel")
-    reasons: list[str] = []
-    for name in kernels:
-        unmet = unmet_requirements(name, call)
-        if name == "pallas" and _is_gpu(call):
-            # It computes products of float32 without tensor cores, and takes minutes to compile.
-            unmet += _unmet(_half_precision(call))
-        if not unmet:
-            reason = "; ".join(reasons) or f"{name} supports this call on {call.platform}"
-            return Backend(name, f"auto: {reason}")
-        reasons.append(f"{name} requires {'; '.join(unmet)}")
-    return Backend("xla", f"auto: {'; '.join(reasons)}")
-
-
-def _requirements(name: str, call: AttentionCall) -> dict[str, bool]:
-    """Return the requirements of a backend, noun phrases, and whether a call fails each."""
-    if name == "cudnn":
-        return _cudnn_requirements(call) | _fused_requirements(call)
-    if name == "xla":
-        return _ring_requirements(call) if call.uses_ring else {}
-    is_tpu = call.platform == "tpu"
-    platform_requirements = _pallas_tpu_requirements if is_tpu else _pallas_gpu_requirements
-    return {
-        f"a GPU or a TPU instead of {call.platform}": not is_tpu and not _is_gpu(call),
-        **platform_requirements(call),
-        **_fused_requirements(call),
-    }
-
-
-def _is_gpu(call: AttentionCall) -> bool:
-    return call.platform in GPU_PLATFORMS
 
 
 def _half_precision(call: AttentionCall) -> dict[str, bool]:
@@ -254,6 +196,15 @@ def _fused_requirements(call: AttentionCall) -> dict[str, bool]:
     }
 
 
+def _whole_rows(call: AttentionCall) -> dict[str, bool]:
+    requirement = "rows that are not split over devices, or context_parallel='ulysses'"
+    return {requirement: call.num_length_shards > 1}
+
+
+def _xla_requirements(call: AttentionCall) -> dict[str, bool]:
+    return _ring_requirements(call) if call.uses_ring else {}
+
+
 def _ring_requirements(call: AttentionCall) -> dict[str, bool]:
     queries, keys = call.num_queries, call.num_keys
     return {
@@ -271,8 +222,6 @@ def _cudnn_requirements(call: AttentionCall) -> dict[str, bool]:
     has_bias = bias_dtype is not None
     queries, keys, head_dim = call.num_queries, call.num_keys, call.head_dim
     return {
-        f"a GPU instead of {call.platform}": not _is_gpu(call),
-        "an installed cuDNN": _is_gpu(call) and not call.has_cudnn,
         **_half_precision(call),
         # Hopper supports 256, but a plan for other machines does not name the chip.
         f"heads of a multiple of 8 and at most 128 instead of {head_dim}": (
@@ -297,9 +246,8 @@ def _cudnn_requirements(call: AttentionCall) -> dict[str, bool]:
         "no sinks": call.has_sinks,
         "no segments or padding": call.has_segments,
         "no logit cap": call.has_logit_cap,
-        "rows that are not split over devices, or context_parallel='ulysses'": (
-            call.num_length_shards > 1
-        ),
+        **_whole_rows(call),
+        **_fused_requirements(call),
     }
 
 
@@ -316,6 +264,7 @@ def _pallas_gpu_requirements(call: AttentionCall) -> dict[str, bool]:
         ),
         **_bias_by_distance(call),
         **_zeroed_empty_rows(call),
+        **_fused_requirements(call),
     }
 
 
@@ -336,4 +285,68 @@ def _pallas_tpu_requirements(call: AttentionCall) -> dict[str, bool]:
             call.may_have_empty_rows
         ),
         **_bias_by_distance(call),
+        **_fused_requirements(call),
     }
+
+
+def _load_xla(options: Any) -> Any:
+    from layerkit.ops.attention.blockwise import BlockwiseAttention
+
+    return BlockwiseAttention(options.scale, options.logit_cap)
+
+
+def _load_cudnn(options: Any) -> Any:
+    from layerkit.ops.attention.cudnn import cudnn_attention
+
+    return functools.partial(cudnn_attention, scale=options.scale)
+
+
+def _load_triton(options: Any) -> Any:
+    from layerkit.ops.attention.pallas.flash_gpu import FlashAttention
+
+    return FlashAttention(*_kernel_fields(options))
+
+
+def _load_splash(options: Any) -> Any:
+    from layerkit.ops.attention.pallas.flash_tpu import SplashAttention
+
+    return SplashAttention(*_kernel_fields(options))
+
+
+def _kernel_fields(options: Any) -> tuple[Any, ...]:
+    kind = model_device(options.sharding).device_kind
+    return options.scale, options.logit_cap, options.kernel_blocks, kind, options.interpret
+
+
+def _find_missing_cudnn() -> str:
+    from layerkit.ops.attention import cudnn
+
+    return "" if cudnn.has_cudnn() else "cuDNN is not installed"
+
+
+# `load` takes `layerkit.ops.attention.dot_product.AttentionOptions`. All but cuDNN's return a
+# `layerkit.ops.attention.ring.PartAttention`; that of `xla` is used in rings alone.
+BACKENDS: tuple[Implementation[AttentionCall], ...] = (
+    Implementation(
+        name="cudnn",
+        load=_load_cudnn,
+        requires=_cudnn_requirements,
+        platforms=GPU_PLATFORMS,
+        find_missing=_find_missing_cudnn,
+    ),
+    Implementation(
+        name="pallas",
+        load=_load_triton,
+        requires=_pallas_gpu_requirements,
+        # It computes products of float32 without tensor cores, and takes minutes to compile.
+        requires_of_auto=_half_precision,
+        platforms=GPU_PLATFORMS,
+    ),
+    Implementation(
+        name="pallas",
+        load=_load_splash,
+        requires=_pallas_tpu_requirements,
+        platforms=("tpu",),
+    ),
+    Implementation(name="xla", load=_load_xla, requires=_xla_requirements),
+)

@@ -30,14 +30,10 @@ import jax.numpy as jnp
 from layerkit.base.sharding import BoundSharding, is_single_cpu, model_device
 from layerkit.config.checks import require
 from layerkit.errors import ConfigError
-from layerkit.ops.attention.backends import (
-    GPU_PLATFORMS,
-    AttentionCall,
-    BackendName,
-    select_backend,
-)
+from layerkit.ops.attention.backends import AttentionCall, BackendName, select_backend
 from layerkit.ops.attention.distance_bias import DistanceBias, LogitBias
 from layerkit.ops.attention.masks import MASKED_LOGIT, AttentionMask
+from layerkit.ops.implementations import Choice
 from layerkit.ops.losses import soft_cap
 
 ContextParallel = Literal["all_gather", "ring", "ulysses"]
@@ -142,7 +138,7 @@ def dot_product_attention(
         return ulysses_attention(attend, query, key, value, sharding)
     call = describe_call(query, key, value, options)
     chosen = select_backend(options.backend, call)
-    _LOG.info(chosen.describe())
+    _LOG.info(chosen.describe("attention backend"))
     if sharding is not None and call.uses_ring:
         from layerkit.ops.attention.ring import ring_attention
 
@@ -151,7 +147,7 @@ def dot_product_attention(
             key,
             value,
             mask=options.mask,
-            attention=_kernel(chosen.name, options),
+            attention=chosen.load(options),
             sharding=sharding,
             sinks=options.sinks,
         )
@@ -166,7 +162,7 @@ def dot_product_attention(
             return attend_by_causal_blocks(query, key, value, options)
         if chosen.name == "xla":
             return xla_attention(query, key, value, options)
-        return _run_kernel(chosen.name, query, key, value, options)
+        return _run_kernel(chosen, query, key, value, options)
 
 
 def describe_call(
@@ -203,7 +199,6 @@ def describe_call(
         num_length_shards=num_shards,
         uses_ring=num_shards > 1 and options.context_parallel == "ring",
         split_problem=_find_split_problem(query, key, sharding),
-        has_cudnn=options.platform in GPU_PLATFORMS and _has_cudnn(),
     )
 
 
@@ -215,19 +210,13 @@ def _find_split_problem(query: Any, key: Any, sharding: BoundSharding | None) ->
     return find_split_problem(query, key, sharding)
 
 
-def _has_cudnn() -> bool:
-    from layerkit.ops.attention.cudnn import has_cudnn
-
-    return has_cudnn()
-
-
 def _run_kernel(
-    name: str, query: jax.Array, key: jax.Array, value: jax.Array, options: AttentionOptions
+    chosen: Choice, query: jax.Array, key: jax.Array, value: jax.Array, options: AttentionOptions
 ) -> jax.Array:
     """Run the fused kernel of a backend on the shard of each device."""
     from layerkit.ops.attention.sharded_kernel import run_kernel_on_mesh
 
-    kernel, prepare, num_shards = _kernel(name, options), None, options.num_length_shards
+    kernel, prepare, num_shards = chosen.load(options), None, options.num_length_shards
     if options.platform == "tpu" and num_shards > 1:
         prepare = functools.partial(kernel.kernel, query, key, options.mask, num_shards=num_shards)
     return run_kernel_on_mesh(
@@ -238,33 +227,9 @@ def _run_kernel(
         sharding=options.sharding,
         mask=options.mask,
         sinks=options.sinks,
-        bias=options.dense_bias if name == "cudnn" else options.bias,
+        bias=options.dense_bias if chosen.name == "cudnn" else options.bias,
         prepare=prepare,
     )
-
-
-def _kernel(name: str, options: AttentionOptions) -> Any:
-    """Return the attention of a backend, which is imported only if it is used.
-
-    All but cuDNN's are a `layerkit.ops.attention.ring.PartAttention`; `xla` is one alone.
-    """
-    if name == "cudnn":
-        from layerkit.ops.attention.cudnn import cudnn_attention
-
-        return functools.partial(cudnn_attention, scale=options.scale)
-    if name == "xla":
-        from layerkit.ops.attention.blockwise import BlockwiseAttention
-
-        return BlockwiseAttention(options.scale, options.logit_cap)
-    kind = model_device(options.sharding).device_kind
-    fields = options.scale, options.logit_cap, options.kernel_blocks, kind, options.interpret
-    if options.platform == "tpu":
-        from layerkit.ops.attention.pallas.flash_tpu import SplashAttention
-
-        return SplashAttention(*fields)
-    from layerkit.ops.attention.pallas.flash_gpu import FlashAttention
-
-    return FlashAttention(*fields)
 
 
 def _check_shapes(

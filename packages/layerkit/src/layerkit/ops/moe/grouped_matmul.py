@@ -7,14 +7,14 @@
 - `blocks` aligns groups to multiples of a block and multiplies block after block in a loop, so that
   work grows with the number of rows only. It runs everywhere; each block is a separate step.
 
-`auto` selects `pallas` if the platform has a kernel that supports the product, and otherwise
-`blocks`. A kernel that is selected by name raises if it does not support the product.
+`GROUPED_MATMULS` is their table; see `layerkit.ops.implementations`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,8 +23,14 @@ import numpy as np
 from flax import struct
 
 from layerkit.config.checks import require
+from layerkit.ops.implementations import (
+    GPU_PLATFORMS,
+    Implementation,
+    find_row,
+    select_auto,
+    unmet_requirements,
+)
 
-_GPU_PLATFORMS = ("gpu", "cuda")
 # Largest tiles of (rows, contracted dimension, outputs) of megablox, in bfloat16; those of
 # MaxText. They fill most of the vector memory that XLA gives a kernel.
 _TPU_TILES = (512, 1024, 1024)
@@ -47,7 +53,7 @@ class GroupedMatmul:
     interpret: bool = False
 
     def describe(self) -> str:
-        """Return one log line: `grouped matmul: blocks (auto: cpu has no kernel)`."""
+        """Return one log line: `grouped matmul: blocks (auto: cpu has no fused kernel)`."""
         return f"grouped matmul: {self.name} ({self.reason})"
 
     def block_size(self, num_rows: int, num_groups: int) -> int:
@@ -77,50 +83,32 @@ class GroupedMatmul:
         # Programs show the rows of the whole buffer, or of one round of the loop. The count of
         # FLOPs reads from this name how many rows are in use.
         shown = groups.block if self.name == "blocks" else rows.shape[0]
+        multiply = find_row(GROUPED_MATMULS, self.name, platform=self.platform).load()
         with jax.named_scope(f"rows_{groups.num_balanced}_of_{shown}"):
-            if self.name == "ragged_dot":
-                return jax.lax.ragged_dot(rows, w, groups.sizes)
-            if self.name == "blocks":
-                return _blocked_matmul(rows, w, groups.sizes, groups.block)
-            if self.platform == "tpu":
-                return _megablox(rows, w, groups.sizes, interpret=self.interpret)
-            return _triton(rows, w, groups, interpret=self.interpret)
+            product: jax.Array = multiply(rows, w, groups, interpret=self.interpret)
+        return product
 
 
 def select_grouped_matmul(name: str, *, platform: str, dtype: Any, owner: str) -> GroupedMatmul:
-    """Return the implementation of the products of experts.
+    """Return the named implementation of the products of experts, or that of `auto`.
 
     Args:
-      name: `auto`, `pallas`, `ragged_dot` or `blocks`.
+      name: `auto` or the name of a row of `GROUPED_MATMULS`.
       platform: JAX's name of the platform that runs it: `cpu`, `gpu`, `cuda` or `tpu`.
       dtype: Dtype of rows and weights.
       owner: Name of the layer for error messages.
 
     Raises:
-      ConfigError: `pallas` by name, where no kernel supports the product.
+      ConfigError: The named implementation does not support the product.
     """
-    if name in ("ragged_dot", "blocks"):
-        return GroupedMatmul(name, platform, "as requested")
-    unmet = _unmet_by_kernel(platform, jnp.dtype(dtype))
-    if name == "pallas":
-        require(unmet is None, owner, "grouped_matmul", name, f"'auto', since it needs {unmet}")
-        return GroupedMatmul(name, platform, "as requested")
-    if unmet is None:
-        return GroupedMatmul("pallas", platform, f"auto: {platform} has a kernel")
-    return GroupedMatmul("blocks", platform, f"auto: pallas requires {unmet}")
-
-
-def _unmet_by_kernel(platform: str, dtype: Any) -> str | None:
-    """Return what the platform's kernel requires of a product that does not have it, or None."""
-    if platform == "tpu":
-        supported: tuple[Any, ...] = (jnp.bfloat16, jnp.float32)
-    elif platform in _GPU_PLATFORMS:
-        supported = (jnp.bfloat16, jnp.float16)
-    else:
-        return f"a GPU or a TPU instead of {platform}"
-    if dtype in supported:
-        return None
-    return f"{' or '.join(jnp.dtype(other).name for other in supported)} instead of {dtype.name}"
+    dtype = jnp.dtype(dtype)
+    if name == "auto":
+        choice = select_auto(GROUPED_MATMULS, dtype, platform=platform)
+        return GroupedMatmul(choice.name, platform, choice.reason)
+    unmet = unmet_requirements(GROUPED_MATMULS, name, dtype, platform=platform)
+    expected = f"'auto', since it needs {'; '.join(unmet)}"
+    require(not unmet, owner, "grouped_matmul", name, expected)
+    return GroupedMatmul(name, platform, "as requested")
 
 
 def block_size(num_rows: int, num_groups: int) -> int:
@@ -184,6 +172,18 @@ class RowsProduct:
         return self.matmul(rows, w, self.groups)
 
 
+def _multiply_blocks(
+    rows: jax.Array, w: jax.Array, groups: RowGroups, *, interpret: bool
+) -> jax.Array:
+    del interpret
+    return _blocked_matmul(rows, w, groups.sizes, groups.block)
+
+
+def _ragged_dot(rows: jax.Array, w: jax.Array, groups: RowGroups, *, interpret: bool) -> jax.Array:
+    del interpret
+    return jax.lax.ragged_dot(rows, w, groups.sizes)
+
+
 def _triton(rows: jax.Array, w: jax.Array, groups: RowGroups, *, interpret: bool) -> jax.Array:
     """Multiply rows by the kernel for GPUs, with dimensions padded to multiples of its tiles."""
     # Pallas takes long to import.
@@ -200,7 +200,7 @@ def _triton(rows: jax.Array, w: jax.Array, groups: RowGroups, *, interpret: bool
     return out[:, :out_dims]
 
 
-def _megablox(rows: jax.Array, w: jax.Array, sizes: jax.Array, *, interpret: bool) -> jax.Array:
+def _megablox(rows: jax.Array, w: jax.Array, groups: RowGroups, *, interpret: bool) -> jax.Array:
     """Multiply rows by JAX's kernel for TPUs, which requires whole tiles of rows."""
     from jax.experimental.pallas.ops.tpu import megablox  # Pallas takes long to import.
 
@@ -211,7 +211,7 @@ def _megablox(rows: jax.Array, w: jax.Array, sizes: jax.Array, *, interpret: boo
     most = [size // scale for size in _TPU_TILES[1:]]
     tiles = (tile, *(min(m, -(-d // 128) * 128) for m, d in zip(most, w.shape[1:], strict=True)))
     padded = jnp.pad(rows, ((0, -num_rows % tile), (0, 0)))
-    out: jax.Array = megablox.gmm(padded, w, sizes, rows.dtype, tiles, interpret=interpret)
+    out: jax.Array = megablox.gmm(padded, w, groups.sizes, rows.dtype, tiles, interpret=interpret)
     return out[:num_rows]
 
 
@@ -284,3 +284,27 @@ def _batch_maximum_vmap(
 
 def _slice_block(rows: jax.Array, i: jax.Array, block: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(rows, i * block, block, axis=0)
+
+
+def _dtype_in(*supported: Any) -> Callable[[Any], dict[str, bool]]:
+    names = " or ".join(jnp.dtype(dtype).name for dtype in supported)
+    return lambda dtype: {f"{names} instead of {dtype.name}": dtype not in supported}
+
+
+# The call is the dtype of rows and weights.
+GROUPED_MATMULS: tuple[Implementation[Any], ...] = (
+    Implementation(
+        name="pallas",
+        load=lambda: _megablox,
+        requires=_dtype_in(jnp.bfloat16, jnp.float32),
+        platforms=("tpu",),
+    ),
+    Implementation(
+        name="pallas",
+        load=lambda: _triton,
+        requires=_dtype_in(jnp.bfloat16, jnp.float16),
+        platforms=GPU_PLATFORMS,
+    ),
+    Implementation(name="blocks", load=lambda: _multiply_blocks),
+    Implementation(name="ragged_dot", load=lambda: _ragged_dot),
+)
