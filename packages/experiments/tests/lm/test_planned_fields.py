@@ -187,3 +187,31 @@ def test_sequence_parallelism_scatters_the_sums_of_products(target):
     assert sent[1]["all-reduce"] < 0.05 * sent[0]["all-reduce"]
     if target == "h100x4":  # a TPU pads 64 features to 128
         assert split["memory"]["temporaries"] < 0.8 * whole["memory"]["temporaries"]
+
+
+@pytest.mark.experiments
+def test_muon_exchanges_no_more_at_a_time_than_the_gather_of_a_layer():
+    dims, layers = 128, 16
+    fields = {
+        "USE_REPEATED_LAYER": True,
+        "NUM_LAYERS": layers,
+        "MODEL_DIMS": dims,
+        "HIDDEN_DIMS": dims,
+        "NUM_HEADS": 4,
+        "DIMS_PER_HEAD": 32,
+        "ICI_MESH_SHAPE": [1, 8, 1],
+    }
+    adamw, muon = (
+        planned_for_gpus("h100x8", **fields, OPTIMIZER=name) for name in ("adamw", "muon")
+    )
+    exchanges = [one for one in muon["collectives"] if one["kind"] == "all-to-all"]
+    assert [one for one in muon["collectives"] if one not in exchanges] == adamw["collectives"]
+    gather = dims * dims * 2 * 7 / 8  # of one matrix, in bfloat16
+    assert (
+        0
+        < sum(one["bytes_sent"] for one in exchanges)
+        <= gather * sum(one["executions"] for one in exchanges)
+    )
+    # A device holds whole matrices of one exchange, not of the stack.
+    growth = muon["memory"]["temporaries"] - adamw["memory"]["temporaries"]
+    assert growth < layers * dims * dims * 4
