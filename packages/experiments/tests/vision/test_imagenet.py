@@ -38,9 +38,8 @@ SMALL: dict[str, Any] = {
     "ICI_MESH_SHAPE": None,
 }
 NAMES = {
-    "conv/kernel": "w",
-    "norm/scale": "bn/gamma",
-    "norm/bias": "bn/beta",
+    "bn/scale": "bn/gamma",
+    "bn/bias": "bn/beta",
     "softmax/w": "softmax/logits_ffn/linear/w",
     "softmax/b": "softmax/logits_ffn/bias/b",
 }
@@ -60,13 +59,8 @@ def settings() -> dict[str, Any]:
 
 def praxis_name(name: str) -> str:
     """The name of Praxis for the name of a weight."""
-    end = next(end for end in NAMES if name.endswith(end))
-    return name.removesuffix(end).replace("network/module/", "network/") + NAMES[end]
-
-
-def read(name: str, theirs: np.ndarray) -> np.ndarray:
-    """The weight of the value of Praxis, which stores scales without the 1."""
-    return theirs + 1 if name.endswith("norm/scale") else theirs
+    end = next((end for end in NAMES if name.endswith(end)), "")
+    return name.removesuffix(end) + NAMES.get(end, "")
 
 
 def test_weights_and_their_draws_are_those_of_pax():
@@ -79,8 +73,7 @@ def test_weights_and_their_draws_are_those_of_pax():
         shape, deviation = theirs[praxis_name(name)]
         assert list(value.shape) == shape
         if deviation == 0:
-            is_zero = name.endswith(("body_2/norm/scale", "/bias", "softmax/b"))
-            np.testing.assert_array_equal(value, 0.0 if is_zero else 1.0)
+            np.testing.assert_array_equal(value, -1.0 if name.endswith("body_2/bn/scale") else 0.0)
         else:
             # Four standard errors of a deviation that is measured on n values.
             rel = 4 / math.sqrt(2 * value.size)
@@ -104,8 +97,7 @@ def test_twenty_steps_equal_those_of_paxml():
     partitioner.bind(task)
     state = jax.jit(functools.partial(task.init_state, task.first_key()))()
     given = {
-        name: read(name, run[f"params/{praxis_name(name)}"])
-        for name in flatten_dict(state.params, sep="/")
+        name: run[f"params/{praxis_name(name)}"] for name in flatten_dict(state.params, sep="/")
     }
     state = state.replace(params=unflatten_dict(given, sep="/"))
     state = jax.device_put(jax.device_get(state), partitioner.state_shardings(task))

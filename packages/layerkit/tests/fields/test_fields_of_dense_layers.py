@@ -31,6 +31,7 @@ from layerkit.testing import Change, Example, dead_fields, ignored_fields
 ELSEWHERE = {
     "test_fields_of_attention.py": {"attention"},
     "test_fields_of_stacks.py": {"moe", "transformer"},
+    "test_fields_of_vision.py": {"vision"},
 }
 
 BATCH, LENGTH, DIMS = 4, 8, 8

@@ -16,7 +16,7 @@ import optax
 from layerkit.base.weights import WeightInit
 from layerkit.config import Config, Partial
 from layerkit.config.checks import require
-from layerkit.layers import FlaxModule
+from layerkit.layers import ResNet
 from layerkit.models import ClassificationModel
 from layerkit_experiments.recipes.schedule_choices import ScheduleChoice, number_of_steps
 from layerkit_experiments.recipes.training import (
@@ -24,7 +24,6 @@ from layerkit_experiments.recipes.training import (
     train_config,
 )
 from layerkit_experiments.vision.generated_images import GeneratedImages
-from layerkit_experiments.vision.resnet import ResNet
 from layerkit_runner.optim import schedules
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.optimizers import lp_regularized
@@ -105,12 +104,8 @@ class ResNet50Pjit(TrainedExperiment):
 
     def model(self) -> Config:
         """Return the config of the ClassificationModel."""
-        network = FlaxModule.HParams.config(
-            module_tpl=Config(ResNet, channels=tuple(self.CHANNELS), blocks=tuple(self.BLOCKS)),
-            example_shapes=((1, self.IMAGE_SIZE, self.IMAGE_SIZE, 3),),
-            train_argument="is_training",
-            random_streams=(),
-        )
+        network = ResNet.HParams.config(channels=tuple(self.CHANNELS), blocks=tuple(self.BLOCKS))
+        network.block_tpl.zero_init_residual = True
         model = ClassificationModel.HParams.config(network_tpl=network, top_k=5)
         model.softmax_tpl.set(
             input_dims=self.CHANNELS[-1],

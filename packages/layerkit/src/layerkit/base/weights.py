@@ -86,6 +86,11 @@ class WeightInit:
         return cls("fan_in", scale)
 
     @classmethod
+    def FanOut(cls, scale: float = 1.0) -> WeightInit:  # noqa: N802
+        """Draw from a normal distribution with deviation scale/√fan_out (He et al., 2015)."""
+        return cls("fan_out", scale)
+
+    @classmethod
     def Uniform(cls, scale: float = 1.0) -> WeightInit:  # noqa: N802
         """Draw uniformly from ±scale."""
         return cls("uniform", scale)
@@ -108,6 +113,7 @@ class WeightHParams:
       fan_in_dims: Dimensions that are contracted with the input; None for all but the last.
       fan_out_dims: Dimensions of the output; None for the last. A weight that declares both is that
         of a product, as one of `create_variable(…, is_factor=True)`.
+      window_dims: Dimensions of the window of a convolution, which count in both fans.
       parts: (dimension, counted from the end; sizes along it) of the products that the weight
         combines, such as (-2, (group, 1, 1)) for queries, keys and values; None for one product.
       last_axes: Dimensions that Praxis stores as the last two, for `WeightInit.XavierLastAxes`;
@@ -124,6 +130,7 @@ class WeightHParams:
     dtype: Any = None
     fan_in_dims: tuple[int, ...] | None = None
     fan_out_dims: tuple[int, ...] | None = None
+    window_dims: tuple[int, ...] = ()
     parts: tuple[int, tuple[int, ...]] | None = None
     last_axes: tuple[int, int] | None = None
     decays: bool | None = None
@@ -150,7 +157,7 @@ class WeightHParams:
             return size // self.shape[second], size // self.shape[first]
         return (
             math.prod(self.shape[dim] for dim in self.contracted_dims),
-            math.prod(self.shape[dim] for dim in self.output_dims),
+            math.prod(self.shape[dim] for dim in (*self.window_dims, *self.output_dims)),
         )
 
 
@@ -228,6 +235,7 @@ _DISTRIBUTIONS: dict[str, Callable[..., jax.Array]] = {
     "uniform": _UNIFORM,
     "gaussian": jax.random.normal,
     "fan_in": jax.random.normal,
+    "fan_out": jax.random.normal,
     "truncated_gaussian": functools.partial(jax.random.truncated_normal, lower=-2.0, upper=2.0),
 }
 
@@ -242,6 +250,8 @@ def draw_boxed(
         scale *= math.sqrt(6.0 / (fan_in + fan_out))
     elif init.method == "fan_in":
         scale /= math.sqrt(fan_in)
+    elif init.method == "fan_out":
+        scale /= math.sqrt(fan_out)
     if init.method == "constant":
         value = jnp.full(weight.shape, scale)
     else:

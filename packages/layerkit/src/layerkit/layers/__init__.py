@@ -112,6 +112,18 @@ if TYPE_CHECKING:
     from layerkit.layers.transformer.transformer import (
         TransformerFeedForward as TransformerFeedForward,
     )
+    from layerkit.layers.vision.convolutions import Conv as Conv
+    from layerkit.layers.vision.convolutions import ConvBNAct as ConvBNAct
+    from layerkit.layers.vision.convolutions import ConvTranspose as ConvTranspose
+    from layerkit.layers.vision.poolings import GlobalPooling as GlobalPooling
+    from layerkit.layers.vision.poolings import Pooling as Pooling
+    from layerkit.layers.vision.resnets import ResNet as ResNet
+    from layerkit.layers.vision.resnets import ResNetBasicBlock as ResNetBasicBlock
+    from layerkit.layers.vision.resnets import ResNetBlock as ResNetBlock
+    from layerkit.layers.vision.resnets import resnet as resnet
+    from layerkit.layers.vision.vision_transformer import AttentionPooling as AttentionPooling
+    from layerkit.layers.vision.vision_transformer import PatchEmbedding as PatchEmbedding
+    from layerkit.layers.vision.vision_transformer import VisionTransformer as VisionTransformer
     from layerkit.ops.attention.dot_product import AttentionOptions as AttentionOptions
     from layerkit.ops.attention.masks import AttentionMask as AttentionMask
     from layerkit.ops.pipeline_schedule import bubble_fraction as bubble_fraction

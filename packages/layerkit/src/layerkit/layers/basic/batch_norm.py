@@ -6,6 +6,8 @@ padding. It has the shape of the inputs without the last axis, such as `[batch, 
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import jax
 import jax.numpy as jnp
 
@@ -17,6 +19,7 @@ from layerkit.config.checks import (
     check_rates,
     check_sizes,
 )
+from layerkit.config.hparams import Conditions
 from layerkit.layers.basic.normalizations import BaseNormalization
 
 
@@ -33,6 +36,8 @@ class BatchNorm(BaseNormalization):
       dims: Size of the last axis.
       decay: Weight of the old moving average in each update; the batch has the weight 1 - decay.
       epsilon: ε, which keeps the output of a constant feature finite.
+      initial_scale: First value of the scale 1 + w. A residual branch that ends in a norm with 0
+        adds nothing at first (Goyal et al., 2017, arXiv:1706.02677).
       use_moving_averages_in_training: True to normalize by the moving averages in training as well,
         after each update, so that training and evaluation apply the same function. The layer then
         has no scale and bias (as in Lingvo and Pax).
@@ -43,9 +48,12 @@ class BatchNorm(BaseNormalization):
       ConfigError: The decay is outside of [0, 1), or epsilon is negative.
     """
 
+    used_only_if: ClassVar[Conditions] = {"initial_scale": "not use_moving_averages_in_training"}
+
     dims: int = 0
     decay: float = 0.999
     epsilon: float = 1e-3
+    initial_scale: float = 1.0
     use_moving_averages_in_training: bool = False
     force_evaluation: bool = False
 
@@ -55,8 +63,10 @@ class BatchNorm(BaseNormalization):
         check_non_negative(self, epsilon=self.epsilon)
         check_rates(self, decay=self.decay)
         zeros, ones = WeightInit.Constant(0.0), WeightInit.Constant(1.0)
-        for name in () if self.use_moving_averages_in_training else ("scale", "bias"):
-            self.create_variable(name, WeightHParams((self.dims,), axes=("norm",), init=zeros))
+        if not self.use_moving_averages_in_training:
+            for name, value in (("scale", self.initial_scale - 1.0), ("bias", 0.0)):
+                init = WeightInit.Constant(value)
+                self.create_variable(name, WeightHParams((self.dims,), ("norm",), init=init))
         for name, init in (("moving_mean", zeros), ("moving_variance", ones)):
             # bfloat16 would round off updates of the moving averages by a factor of 0.001.
             hparams = WeightHParams((self.dims,), ("norm",), init=init, dtype=jnp.float32)

@@ -1,0 +1,1 @@
+"""Layers for images: convolutions, pooling, residual networks and vision Transformers."""

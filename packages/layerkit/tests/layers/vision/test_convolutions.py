@@ -1,0 +1,149 @@
+"""Convolutions and pooling against Praxis and PyTorch, forward and gradient."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from layerkit.base.weights import WeightHParams, WeightInit
+from layerkit.config import build
+from layerkit.errors import ConfigError
+from layerkit.layers import Conv, ConvBNAct, ConvTranspose, GlobalPooling, Pooling
+
+KEY = jax.random.key(0)
+SIZES = {"input_dims": 4, "output_dims": 6, "kernel_size": (3, 2)}
+CASES = {
+    "even": {"padding": "EVEN", "strides": (2, 3)},
+    "valid": {"padding": "VALID", "strides": (1, 2), "dilations": (2, 1)},
+    "same": {"strides": 2, "use_bias": True},
+    "causal": {"padding": "CAUSAL"},
+    "groups": {"padding": "EVEN", "kernel_size": (2, 3), "num_groups": 2},
+    "depthwise": {
+        "padding": "CAUSAL",
+        "kernel_size": (3,),
+        "dilations": 2,
+        "num_groups": 4,
+        "output_dims": 8,
+    },
+    "video": {
+        "padding": "EVEN",
+        "kernel_size": (2, 1, 2),
+        "strides": (1, 2, 1),
+        "input_dims": 3,
+        "output_dims": 2,
+    },
+}
+
+
+def gradients(layer, params, x, cotangent):
+    return jax.grad(lambda p, x: jnp.sum(layer.apply({"params": p}, x) * cotangent), (0, 1))(
+        params, x
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_convolution_and_gradients_equal_praxis(praxis, name):
+    case = praxis(f"conv_{name}")
+    layer = build(Conv.HParams.config(**{**SIZES, **CASES[name]}))
+    outputs = layer.apply({"params": case["weights"]}, case["x"])
+    np.testing.assert_allclose(outputs, case["outputs"], atol=1e-5)
+    of_weights, of_x = gradients(layer, case["weights"], case["x"], case["cotangent"])
+    np.testing.assert_allclose(of_x, case["gradient_of_x"], atol=1e-4)
+    for weight, value in case["gradients"].items():
+        np.testing.assert_allclose(of_weights[weight], value, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"padding": "VALID"}, {}),
+        ({"padding": ((1, 0), (1, 1))}, {"padding": 1, "output_padding": (1, 0)}),
+        (
+            {"padding": ((2, 2), (0, 0)), "dilations": (2, 1)},
+            {"padding": (2, 0), "dilation": (2, 1)},
+        ),
+    ],
+    ids=["all", "output_padding", "dilated"],
+)
+def test_transposed_convolution_equals_pytorch(ours, theirs):
+    torch = pytest.importorskip("torch")
+    layer = build(ConvTranspose.HParams.config(**SIZES, strides=2, use_bias=True, **ours))
+    x = np.random.default_rng(0).normal(size=(2, 5, 6, 4)).astype(np.float32)
+    params = jax.tree.map(lambda w: w + 0.1, layer.init(KEY)["params"])
+    weight = torch.tensor(np.array(params["w"]).transpose(2, 3, 0, 1))
+    expected = torch.nn.functional.conv_transpose2d(
+        torch.tensor(x.transpose(0, 3, 1, 2)),
+        weight,
+        torch.tensor(np.array(params["b"])),
+        stride=2,
+        **theirs,
+    )
+    found = layer.apply({"params": params}, x)
+    np.testing.assert_allclose(found, expected.numpy().transpose(0, 2, 3, 1), atol=1e-5)
+
+
+def test_transposed_convolution_with_same_padding_multiplies_sizes():
+    layer = build(ConvTranspose.HParams.config(**SIZES, strides=(2, 3)))
+    assert layer.apply(layer.init(KEY), jnp.ones((1, 5, 4, 4))).shape == (1, 10, 12, 6)
+
+
+def test_convolution_normalizes_and_activates():
+    layer = build(ConvBNAct.HParams.config(**SIZES)).clone(train=True)
+    x = jax.random.normal(KEY, (4, 8, 8, 4))
+    variables = layer.init(KEY)
+    found, state = layer.apply(variables, x, mutable=["non_trainable"])
+    plain = Conv(**SIZES).apply({"params": {"w": variables["params"]["w"]}}, x)
+    mean, variance = jnp.mean(plain, (0, 1, 2)), jnp.var(plain, (0, 1, 2))
+    expected = jnp.maximum((plain - mean) / jnp.sqrt(variance + 1e-3), 0)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(state["non_trainable"]["bn"]["moving_mean"], 0.001 * mean, atol=1e-6)
+
+
+def test_fans_of_a_convolution_count_its_window():
+    weight = WeightHParams((3, 2, 4, 6), (None,) * 4, fan_out_dims=(3,), window_dims=(0, 1))
+    assert weight.fans() == weight.fans(WeightInit.XavierLastAxes()) == (24, 36)
+    layer = build(Conv.HParams.config(**SIZES, weight_init=WeightInit.FanOut(2.0)))
+    box = layer.init_boxed(KEY)["params"]["w"]
+    assert box.is_factor
+    assert box.fan_in_dims == (-4, -3, -2)
+    assert box.fan_out_dims == (-1,)
+    assert np.std(box.value) == pytest.approx(2 / 6, rel=0.2)
+
+
+def test_convolution_rejects_what_does_not_fit(raises):
+    for fields, field, value in (
+        ({"num_groups": 3}, "input_dims", 4),
+        ({"strides": (1, 2, 3)}, "strides", (1, 2, 3)),
+        ({"padding": ((0, 1),)}, "padding", ((0, 1),)),
+    ):
+        with raises(ConfigError, field=field, value=value):
+            build(Conv.HParams.config(**{**SIZES, **fields})).init(KEY, jnp.ones((1, 4, 4, 4)))
+
+
+@pytest.mark.parametrize("kind", ["max", "mean"])
+@pytest.mark.parametrize(
+    ("padding", "strides"), [("SAME", (1, 1)), ("SAME", (2, 3)), ("VALID", (2, 1))]
+)
+def test_pooling_equals_praxis(praxis, kind, padding, strides):
+    theirs = {"max": "max", "mean": "avg"}[kind]
+    case = praxis(f"pooling_{theirs}_{padding}_{strides[0]}".lower())
+    layer = Pooling(window=(3, 2), strides=strides, kind=kind, padding=padding)
+    is_token = case["paddings"] == 0
+    np.testing.assert_allclose(layer.apply({}, case["x"]), case["outputs"], atol=1e-6)
+    masked = layer.apply({}, case["x"], is_token=is_token)
+    np.testing.assert_allclose(masked, case["masked"], atol=1e-6)
+    left = layer.apply({}, is_token, method="pool_tokens")
+    np.testing.assert_array_equal(left, case["left"] == 0)
+
+
+@pytest.mark.parametrize("kind", ["max", "mean"])
+def test_global_pooling_equals_praxis(praxis, kind):
+    case = praxis("global_pooling_" + {"max": "max", "mean": "avg"}[kind])
+    x = case["x"][:2]
+    is_token = jnp.broadcast_to(case["paddings"][:2, :, None] == 0, x.shape[:-1])
+    layer = GlobalPooling(kind=kind)
+    np.testing.assert_allclose(layer.apply({}, x), case["outputs"], atol=1e-6)
+    masked = layer.apply({}, x, is_token=is_token)
+    np.testing.assert_allclose(masked, case["masked"], atol=1e-6)
