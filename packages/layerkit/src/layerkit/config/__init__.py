@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from layerkit.config.config import changed_fields as changed_fields
     from layerkit.config.config import copy_config as copy_config
     from layerkit.config.config import field_names as field_names
+    from layerkit.config.config import fields_of as fields_of
     from layerkit.config.config import instance_field as instance_field
     from layerkit.config.config import is_config as is_config
     from layerkit.config.config import sub_config_field as sub_config_field

@@ -371,6 +371,12 @@ def field_names(target: Any) -> list[str]:
     return list(field_annotations(target_of(target) if is_config(target) else target))
 
 
+def fields_of(template: Any, **values: Any) -> dict[str, Any]:
+    """Return the values whose names are fields of a config, for classes that lack some of them."""
+    names = field_names(template)
+    return {name: value for name, value in values.items() if name in names}
+
+
 def map_containers(value: Any, visit: Callable[[Any], Any]) -> Any:
     """Apply `visit` to the elements of a list, tuple or dict; return other values unchanged."""
     if isinstance(value, dict):

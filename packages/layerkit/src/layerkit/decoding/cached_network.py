@@ -28,6 +28,7 @@ from layerkit.decoding.decoder import ExtendFn, Prompts
 from layerkit.decoding.logit_processors import RowOptions
 from layerkit.decoding.loop import SampledRows, extend_prompts, start_prompts
 from layerkit.layers.basic.positions import set_longest_sequence, switching_length
+from layerkit.layers.recurrent.token_mixer import set_num_prompt
 from layerkit.layers.transformer.repeat import is_unrolled_by_default
 from layerkit.layers.transformer.stacks import StackedTransformerRepeated, unrolled_stack
 
@@ -82,16 +83,12 @@ def cache_prompts(
       prefix_lengths: Number of leading tokens of each prompt with bidirectional attention, int32
         `[batch]`; None for a causal network.
     """
-    ids, lengths = prompts
+    ids, lengths = prompts[0], jnp.minimum(prompts[1], prompts[0].shape[1])
     bare, variables = step_weights(network)
     decoder, parts = model.decoder, row_parts(model)
     max_length = round_up(ids.shape[1] + decoder.max_decode_steps, parts)
 
     extend, switches = _step(bare, variables, max_length, lengths)
-    can_draft = hasattr(bare, "draft_step") and not switches
-    expected = "one without drafts, unless the network is a TransformerLm without LongRoPE"
-    name = type(decoder).__name__
-    require(can_draft or not decoder.drafts, model, "decoder", name, expected)
 
     # Decoders repeat and reorder the rows of the cache, and in the same way the prefix lengths and
     # the tokens.
@@ -105,10 +102,20 @@ def cache_prompts(
         num_rows = jax.tree.leaves(inputs)[0].shape[0]
         return rows, jnp.zeros((num_rows, max_length), jnp.int32)
 
+    # The loop runs the last token of the shortest prompt again, and all tokens after it.
+    repeats = jnp.min(jnp.where(lengths == 0, max_length, lengths)) - 1
+    cache, has_state = set_num_prompt(make_cache((inputs, prefix_lengths)), repeats)
+    can_draft = hasattr(bare, "draft_step") and not switches and not has_state
+    expected = "one without drafts, unless the network is a TransformerLm without LongRoPE"
+    expected += " or recurrent layers, whose states cannot drop a rejected token"
+    name = type(decoder).__name__
+    require(can_draft or not decoder.drafts, model, "decoder", name, expected)
+    expected = "no LongRoPE in a network with recurrent layers, whose states cannot be recomputed"
+    require(not (switches and has_state), model, "scaling", "LongRopeScaling", expected)
     return CachedPrompts(
         decoder,
         extend,
-        cache=make_cache((inputs, prefix_lengths)),
+        cache=cache,
         prompts=Prompts(
             ids,
             lengths,

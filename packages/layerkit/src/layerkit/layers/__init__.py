@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from layerkit.layers.quantization.nvfp4 import NvFp4Dot as NvFp4Dot
     from layerkit.layers.quantization.stored_weights import dequantize_model as dequantize_model
     from layerkit.layers.quantization.stored_weights import quantize_model as quantize_model
+    from layerkit.layers.recurrent.token_mixer import TokenMixer as TokenMixer
     from layerkit.layers.transformer.layer_inputs import GatedInput as GatedInput
     from layerkit.layers.transformer.layer_inputs import LayerInputs as LayerInputs
     from layerkit.layers.transformer.multi_token import MultiTokenModule as MultiTokenModule

@@ -21,7 +21,7 @@ from layerkit.base.base_layer import BaseLayer
 from layerkit.base.sharding import is_single_cpu
 from layerkit.base.step_reports import STEP_MAXIMA, StepMaximum, immutable_error
 from layerkit.base.weights import WeightHParams, WeightInit
-from layerkit.config import Config, field_names, sub_config_field
+from layerkit.config import Config, fields_of, sub_config_field
 from layerkit.config.checks import check_last_axis, check_positive, check_sizes, require
 from layerkit.config.hparams import Conditions
 from layerkit.layers.basic.dots import Dot, add_bias, create_dot, matmul
@@ -381,21 +381,14 @@ class BaseAttention(AttentionLayer):
             normed = [("query_norm", self.num_heads), ("key_norm", kv_heads)]
             for name, heads in normed if has_key else normed[:1]:
                 dims = heads * head_dim if whole else head_dim
-                self._create_norm(
-                    name, self.qk_norm_tpl, dims=dims, num_heads=1 if whole else heads
-                )
+                sizes = {"dims": dims, "num_heads": 1 if whole else heads}
+                self.create_child(name, self.qk_norm_tpl, **fields_of(self.qk_norm_tpl, **sizes))
         zeros = WeightInit.Constant(0.0)
         if self.per_dim_scale:
             self.create_variable("scale", WeightHParams((head_dim,), ("head_dim",), init=zeros))
         if self.use_sinks:
             self.create_variable("sinks", WeightHParams((self.num_heads,), ("heads",), init=zeros))
         self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
-
-    def _create_norm(self, name: str, template: Any, **sizes: int) -> None:
-        """Create a norm with the sizes that it has: a norm without weights has none."""
-        fields = field_names(template)
-        sizes = {field: size for field, size in sizes.items() if field in fields}
-        self.create_child(name, template, **sizes)
 
     def _normalize(self, norm: BaseLayer, heads: jax.Array) -> jax.Array:
         """Normalize `[batch, length, heads, head_dim]` over the extent `qk_norm_over`."""

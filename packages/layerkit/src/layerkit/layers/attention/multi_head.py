@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import WeightHParams, WeightInit
-from layerkit.config import Config, sub_config_field
+from layerkit.config import Config, fields_of, sub_config_field
 from layerkit.config.checks import check_divisible, check_last_axis, check_sizes, require
 from layerkit.config.hparams import Conditions
 from layerkit.layers.attention.base_attention import BaseAttention
@@ -216,7 +216,8 @@ class MultiHeadAttention(BaseAttention):
             self._create_query_key_value(self.input_dims, projections=projections)
         self._create_attention_parts(has_key=has_key)
         if self.value_norm_tpl is not None:
-            self._create_norm("value_norm", self.value_norm_tpl, dims=head_dim, num_heads=kv_heads)
+            sizes = fields_of(self.value_norm_tpl, dims=head_dim, num_heads=kv_heads)
+            self.create_child("value_norm", self.value_norm_tpl, **sizes)
         if self.rotary_tpl is not None:
             self.create_child("rotary", self.rotary_tpl, dims=head_dim)
         if self.relative_bias_tpl is not None:

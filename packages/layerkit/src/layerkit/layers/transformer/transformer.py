@@ -34,7 +34,7 @@ import jax
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.sharding import BoundSharding
 from layerkit.base.weights import WeightHParams, WeightInit
-from layerkit.config import Config, sub_config_field
+from layerkit.config import Config, fields_of, sub_config_field
 from layerkit.config.checks import check_same_shape, require
 from layerkit.config.hparams import Conditions
 from layerkit.layers.attention.multi_head import KeysValues, MultiHeadAttention
@@ -155,7 +155,8 @@ class Transformer(BaseLayer):
         the previous one.
       parallel_shares_norm: True for one norm before all parallel branches (GPT-J, PaLM); False for
         one norm for each (GPT-NeoX).
-      attention_tpl: Self-attention.
+      attention_tpl: Self-attention, or another mixer of tokens with the same methods, such as a
+        `TokenMixer`. It gets the sizes above that it has fields for.
       cross_attention_tpl: Attention of a decoder to a memory, after self-attention; None for no
         cross attention.
       allow_skip_cross_attention: True to leave out cross attention where there is no memory, as
@@ -236,7 +237,7 @@ class Transformer(BaseLayer):
         norm_tpl = self.norm_tpl if norm_tpl is None else norm_tpl
         if self.norm_policy != "branch" and not shares_norm:
             self.create_child(f"{name}_norm", norm_tpl, dims=self.input_dims)
-        self.create_child(name, template, **sizes)
+        self.create_child(name, template, **fields_of(template, **sizes))
         if self.norm_policy in ("pre_post", "branch"):
             self.create_child(f"{name}_post_norm", norm_tpl, dims=self.input_dims)
 

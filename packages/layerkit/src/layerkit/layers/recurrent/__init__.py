@@ -1,0 +1,1 @@
+"""Recurrent, state-space and linear attention layers, which carry a state along a row."""

@@ -1,0 +1,156 @@
+"""TokenMixer: a causal layer with a state, in the place of the attention of a Transformer layer.
+
+`Transformer.attention_tpl` may be any mixer, and patterns of layers with attention and with mixers
+are hybrids, such as Qwen3-Next: `StackedTransformer.block_tpls`. A mixer carries a state of fixed
+size along each row. A subclass defines `initial_state` and `mix`; whole rows, cached steps, prompts
+of unequal lengths and beams follow from these two.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from layerkit.base.base_layer import CACHE, BaseLayer
+from layerkit.config.checks import check_sizes, require
+from layerkit.layers.attention.cache import Axes, check_time_step, read_cache, write_cache
+from layerkit.ops.attention.masks import AttentionMask, first_tokens
+
+State = dict[str, jax.Array]
+"""Arrays `[batch, …]` that a mixer carries from token to token, by name."""
+
+# Variable of the cache: number of first tokens of the rows that the first step adds to the state.
+_NUM_PROMPT = "num_prompt"
+
+
+class TokenMixer(BaseLayer):
+    """Base class of causal mixers of tokens: `[batch, length, input_dims]` → the same shape.
+
+    Attributes:
+      state_axes: Logical axes of each array of the state, by name.
+      input_dims: Size of the model dimension.
+    """
+
+    state_axes: ClassVar[dict[str, Axes]] = {}
+
+    input_dims: int = 0
+
+    def initial_state(self, batch_size: int) -> State:
+        """Return the state `[batch, …]` before the first token of a document."""
+        raise NotImplementedError(f"{type(self).__qualname__} does not define initial_state")
+
+    def mix(
+        self, x: jax.Array, state: State, *, segments: jax.Array | None
+    ) -> tuple[jax.Array, State]:
+        """Continue rows by some tokens.
+
+        Args:
+          x: `[batch, t, input_dims]`.
+          state: State before these tokens, which belongs to the document of the first token.
+          segments: Number of each token's document, int32 `[batch, t]`; 0 is padding, which leaves
+            the state as it is. A token of another document than the last token before it starts
+            with the initial state. None for one document without padding.
+
+        Returns:
+          (outputs `[batch, t, input_dims]`, state after these tokens).
+        """
+        raise NotImplementedError(f"{type(self).__qualname__} does not define mix")
+
+    def fprop(self, x: jax.Array, *, mask: AttentionMask, **attention: Any) -> jax.Array:
+        """Mix the tokens of whole rows.
+
+        Args:
+          x: `[batch, length, input_dims]`.
+          mask: Causal mask, whose segments are the documents of packed rows.
+          **attention: Further arguments of attention, such as positions, which have no effect here.
+
+        Returns:
+          `[batch, length, input_dims]` in the compute dtype.
+
+        Raises:
+          ConfigError: The mask lets tokens attend to later ones.
+        """
+        del attention
+        is_causal = mask.causal and mask.key_in_prefix is None
+        require(is_causal, self, "mask", "one with later tokens", "a causal mask without a prefix")
+        return self.mix(x, self.initial_state(x.shape[0]), segments=mask.query_segments)[0]
+
+    def init_cache(self, batch_size: int, max_length: int) -> None:
+        """Create the state of rows before their first token, which does not grow with them."""
+        check_sizes(self, batch_size=batch_size, max_length=max_length)
+        for name, value in self.initial_state(batch_size).items():
+            write_cache(self, name, value, self.state_axes[name])
+        self.put_variable(CACHE, _NUM_PROMPT, jnp.int32(0))
+
+    def extend_step(
+        self,
+        x: jax.Array,
+        *,
+        time_step: jax.Array,
+        prefix_lengths: jax.Array | None = None,
+        **attention: Any,
+    ) -> jax.Array:
+        """Mix the next tokens of cached rows.
+
+        A step at time step 0 begins with the initial state. The first step adds the first tokens of
+        all rows alone to the state, as `set_num_prompt` determines; its outputs of further tokens
+        are those of padding.
+
+        Args:
+          x: `[batch, t, input_dims]`.
+          time_step: int32 scalar, number of tokens before these.
+          prefix_lengths: None, since a mixer reads no later token.
+          **attention: Further arguments of attention, which have no effect here.
+
+        Returns:
+          `[batch, t, input_dims]` in the compute dtype.
+
+        Raises:
+          ConfigError: The cache is missing, or there are prefixes or a time step for each row.
+        """
+        del attention
+        check_time_step(self, time_step)
+        expected = "None, since a recurrent layer reads no later token"
+        require(prefix_lengths is None, self, "prefix_lengths", "an array", expected)
+        batch, num_tokens = x.shape[:2]
+        segments = None
+        if num_tokens > 1:
+            ends = read_cache(self, _NUM_PROMPT) - time_step
+            kept = jnp.broadcast_to(jnp.where(ends > 0, ends, num_tokens), (batch,))
+            segments = first_tokens(kept, num_tokens).astype(jnp.int32)
+        state = {
+            name: jnp.where(time_step == 0, start, read_cache(self, name))
+            for name, start in self.initial_state(batch).items()
+        }
+        outputs, state = self.mix(x, state, segments=segments)
+        for name, value in state.items():
+            write_cache(self, name, value, self.state_axes[name])
+        return outputs
+
+
+def set_num_prompt(cache: Any, num_tokens: jax.Array) -> tuple[Any, bool]:
+    """Set the number of tokens that the first step of rows adds to their states.
+
+    Rows with prompts of unequal lengths are filled in one step and continued from the shortest, so
+    that later steps repeat tokens. A cache of keys is overwritten. A state cannot go back.
+
+    Args:
+      cache: Collection `CACHE` of a network.
+      num_tokens: Number of tokens before the first one that a later step repeats, int32 scalar; 0
+        if the next step has time step 0.
+
+    Returns:
+      (cache, True if any layer has a state).
+    """
+    has_state = False
+
+    def set_one(path: Any, x: jax.Array) -> jax.Array:
+        nonlocal has_state
+        if not path or getattr(path[-1], "key", None) != _NUM_PROMPT:
+            return x
+        has_state = True
+        return jnp.full_like(x, num_tokens)
+
+    return jax.tree_util.tree_map_with_path(set_one, cache), has_state
