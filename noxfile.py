@@ -37,6 +37,7 @@ PARITY_SUITES = (
     "packages/layerkit/tests/layers/attention/test_biases.py",
     "packages/layerkit/tests/layers/attention/test_latent.py",
     "packages/layerkit/tests/layers/moe/test_published_mixtures.py",
+    "packages/layerkit/tests/layers/recurrent/test_frnn.py",
     "packages/layerkit/tests/ops/test_rotary_scaling.py",
     "integration_tests/test_hugging_face_finetune.py",
     "packages/inputs/tests/chat",

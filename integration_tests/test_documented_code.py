@@ -46,6 +46,7 @@ PAGES = [
             "add_attention_variant.md",
             "first_layer.md",
             "models_and_losses.md",
+            "recurrent.md",
             "tasks_and_learners.md",
             "transformers.md",
         )

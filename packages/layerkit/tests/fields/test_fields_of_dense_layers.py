@@ -30,6 +30,7 @@ from layerkit.testing import Change, Example, dead_fields, ignored_fields
 # Modules whose layers have their examples in another file.
 ELSEWHERE = {
     "test_fields_of_attention.py": {"attention"},
+    "test_fields_of_recurrent.py": {"recurrent"},
     "test_fields_of_stacks.py": {"moe", "transformer"},
     "test_fields_of_vision.py": {"vision"},
 }

@@ -85,6 +85,13 @@ if TYPE_CHECKING:
     from layerkit.layers.quantization.nvfp4 import NvFp4Dot as NvFp4Dot
     from layerkit.layers.quantization.stored_weights import dequantize_model as dequantize_model
     from layerkit.layers.quantization.stored_weights import quantize_model as quantize_model
+    from layerkit.layers.recurrent.cells import BaseRnnCell as BaseRnnCell
+    from layerkit.layers.recurrent.cells import GruCell as GruCell
+    from layerkit.layers.recurrent.cells import LstmCell as LstmCell
+    from layerkit.layers.recurrent.frnn import BaseFrnn as BaseFrnn
+    from layerkit.layers.recurrent.frnn import BidirectionalFrnn as BidirectionalFrnn
+    from layerkit.layers.recurrent.frnn import Frnn as Frnn
+    from layerkit.layers.recurrent.frnn import StackedFrnn as StackedFrnn
     from layerkit.layers.recurrent.token_mixer import TokenMixer as TokenMixer
     from layerkit.layers.transformer.layer_inputs import GatedInput as GatedInput
     from layerkit.layers.transformer.layer_inputs import LayerInputs as LayerInputs

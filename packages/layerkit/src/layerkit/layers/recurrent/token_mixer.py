@@ -26,7 +26,7 @@ _NUM_PROMPT = "num_prompt"
 
 
 class TokenMixer(BaseLayer):
-    """Base class of causal mixers of tokens: `[batch, length, input_dims]` → the same shape.
+    """Base class of mixers of tokens: `[batch, length, input_dims]` → the same shape.
 
     Attributes:
       state_axes: Logical axes of each array of the state, by name.
@@ -36,6 +36,11 @@ class TokenMixer(BaseLayer):
     state_axes: ClassVar[dict[str, Axes]] = {}
 
     input_dims: int = 0
+
+    @property
+    def is_causal(self) -> bool:
+        """True if no output depends on later tokens, as in a decoder."""
+        return True
 
     def initial_state(self, batch_size: int) -> State:
         """Return the state `[batch, …]` before the first token of a document."""
@@ -70,16 +75,18 @@ class TokenMixer(BaseLayer):
           `[batch, length, input_dims]` in the compute dtype.
 
         Raises:
-          ConfigError: The mask lets tokens attend to later ones.
+          ConfigError: The mask and the layer differ in whether tokens read later ones.
         """
         del attention
         is_causal = mask.causal and mask.key_in_prefix is None
-        require(is_causal, self, "mask", "one with later tokens", "a causal mask without a prefix")
+        expected = "a causal mask without a prefix" if self.is_causal else "a bidirectional mask"
+        require(is_causal == self.is_causal, self, "mask", f"causal={mask.causal}", expected)
         return self.mix(x, self.initial_state(x.shape[0]), segments=mask.query_segments)[0]
 
     def init_cache(self, batch_size: int, max_length: int) -> None:
         """Create the state of rows before their first token, which does not grow with them."""
         check_sizes(self, batch_size=batch_size, max_length=max_length)
+        require(self.is_causal, self, "is_causal", self.is_causal, "True for cached steps")
         for name, value in self.initial_state(batch_size).items():
             write_cache(self, name, value, self.state_axes[name])
         self.put_variable(CACHE, _NUM_PROMPT, jnp.int32(0))
