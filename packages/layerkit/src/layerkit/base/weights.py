@@ -50,7 +50,7 @@ class WeightInit:
     """
 
     method: str
-    scale: float = 1.0
+    scale: Any = 1.0
 
     @classmethod
     def Xavier(cls, scale: float = 1.0) -> WeightInit:  # noqa: N802 - a constructor
@@ -96,8 +96,8 @@ class WeightInit:
         return cls("uniform", scale)
 
     @classmethod
-    def Constant(cls, value: float = 0.0) -> WeightInit:  # noqa: N802
-        """Set every entry to `value`."""
+    def Constant(cls, value: float | tuple[float, ...] = 0.0) -> WeightInit:  # noqa: N802
+        """Set every entry to `value`; several values are those of the indices of the first axis."""
         return cls("constant", value)
 
 
@@ -253,7 +253,8 @@ def draw_boxed(
     elif init.method == "fan_out":
         scale /= math.sqrt(fan_out)
     if init.method == "constant":
-        value = jnp.full(weight.shape, scale)
+        ones = (1,) * (len(weight.shape) - 1)
+        value = jnp.broadcast_to(jnp.asarray(scale).reshape(-1, *ones), weight.shape)
     else:
         # Without an explicit dtype, JAX's x64 mode would draw other numbers.
         draw = _DISTRIBUTIONS[init.method]

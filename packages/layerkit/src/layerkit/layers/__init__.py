@@ -92,6 +92,13 @@ if TYPE_CHECKING:
     from layerkit.layers.recurrent.frnn import BidirectionalFrnn as BidirectionalFrnn
     from layerkit.layers.recurrent.frnn import Frnn as Frnn
     from layerkit.layers.recurrent.frnn import StackedFrnn as StackedFrnn
+    from layerkit.layers.recurrent.linear_attention import GatedDeltaNet as GatedDeltaNet
+    from layerkit.layers.recurrent.linear_attention import KimiDeltaAttention as KimiDeltaAttention
+    from layerkit.layers.recurrent.linear_attention import LinearAttention as LinearAttention
+    from layerkit.layers.recurrent.linear_attention import Mamba2 as Mamba2
+    from layerkit.layers.recurrent.mixer_parts import CausalConvolution as CausalConvolution
+    from layerkit.layers.recurrent.mixer_parts import GatedNorm as GatedNorm
+    from layerkit.layers.recurrent.mixer_parts import TimeSteps as TimeSteps
     from layerkit.layers.recurrent.token_mixer import TokenMixer as TokenMixer
     from layerkit.layers.transformer.layer_inputs import GatedInput as GatedInput
     from layerkit.layers.transformer.layer_inputs import LayerInputs as LayerInputs

@@ -1,0 +1,1 @@
+"""Recurrences along rows of packed documents: convolutions, linear attention, diagonal states."""
