@@ -85,7 +85,7 @@ def test_content_that_cannot_be_used_is_an_error_that_names_the_file(
             folder = shutil.copytree(original, tmp_path / "job", dirs_exist_ok=True)
             step = folder / "checkpoint_00000002"
             (step / name).write_bytes(content)
-            write(epath.Path(step), manifest_directory=epath.Path(step / "integrity"))
+            write(epath.Path(step))
             with pytest.raises(DamagedCheckpointError) as caught:
                 restore(folder, [])
             # TensorStore's text names its file.

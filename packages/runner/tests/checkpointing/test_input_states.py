@@ -16,10 +16,11 @@ from layerkit_runner.checkpointing import CheckpointManager, ProcessCountError, 
 
 
 def written_by_two(folder, states) -> epath.Path:
-    directory = epath.Path(folder) / "input_states"
-    directory.mkdir()
+    directory = epath.Path(folder)
+    (directory / "input_states").mkdir()
     for index, state in enumerate(states):
-        (directory / f"process_{index:05d}_of_00002.json").write_text(json.dumps(state))
+        path = directory / f"input_states/process_{index:05d}_of_00002.json"
+        path.write_text(json.dumps(state))
     return directory
 
 

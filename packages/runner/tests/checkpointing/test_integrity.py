@@ -23,7 +23,7 @@ def step(tmp_path) -> epath.Path:
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_bytes(content)
     (directory / "integrity").mkdir()
-    integrity.write(directory, manifest_directory=directory / "integrity")
+    integrity.write(directory)
     (directory / "commit_success.txt").write_text("done")
     (directory / "_CHECKPOINT_METADATA").write_text("{}")
     return directory
@@ -147,7 +147,7 @@ def test_write_merges_the_shares_of_processes_and_hashes_only_other_files(step, 
     assert (own, read) == ({"state/d/a": entry(b"0123456789")}, ["a"])
     read.clear()
     integrity.write_share(step, own, process=1)
-    files = integrity.write(step, manifest_directory=step / "integrity", num_shares=3)
+    files = integrity.write(step, num_shares=3)
     assert sorted(read) == ["b", "c"]
     assert files["state/d/a"] == own["state/d/a"]
     assert integrity.verify(step) == ()  # the shares are gone, too
@@ -156,14 +156,14 @@ def test_write_merges_the_shares_of_processes_and_hashes_only_other_files(step, 
 def test_write_raises_when_a_file_is_gone_that_a_process_wrote(step):
     integrity.write_share(step, {"state/d/lost": entry(b"")}, process=0)
     with pytest.raises(FileNotFoundError, match="state/d/lost"):
-        integrity.write(step, manifest_directory=step / "integrity")
+        integrity.write(step)
 
 
 def test_shares_verify_every_file_once_and_differ_by_one_file_at_most(step, monkeypatch):
     for number in range(20):
         (step / f"state/d/{number}").write_bytes(b"x" * (100 + number))
     (step / MANIFEST).unlink()
-    integrity.write(step, manifest_directory=step / "integrity")
+    integrity.write(step)
     (step / "state/d/7").write_bytes(b"y")
     (step / "state/d/8").unlink()
     (step / "state/stray").write_bytes(b"")

@@ -358,11 +358,7 @@ def test_every_file_but_those_of_the_commit_is_verified(tmp_path):
             if manager.newest_sound_step() == 3:
                 unguarded.add(str(path.relative_to(step)))
         path.write_bytes(intact)
-    assert unguarded == {
-        "_CHECKPOINT_METADATA",
-        "commit_success.txt",
-        "integrity/commit_success.txt",
-    }
+    assert unguarded == {"_CHECKPOINT_METADATA", "commit_success.txt"}
     for name in unguarded:
         (step / name).write_bytes(b"\0\0")
     with CheckpointManager(tmp_path, policy=EVERY_STEP) as manager:  # and they do no harm

@@ -104,7 +104,10 @@ def test_saving_keeping_damage_and_restoring_on_a_remote_store(bucket):
 
 @pytest.mark.parametrize("name", ["state.msgpack", "manifest.json"])
 def test_a_save_that_hangs_is_named(bucket, monkeypatch: pytest.MonkeyPatch, name: str):
-    manager = CheckpointManager(bucket, state_format=StateFormat.MSGPACK, async_timeout_secs=1)
+    # A folder of its own, since the save goes on when the fixture lets it go.
+    manager = CheckpointManager(
+        bucket / name, state_format=StateFormat.MSGPACK, async_timeout_secs=1
+    )
 
     def save(step: int) -> None:
         manager.save(step, {"w": jnp.ones(4)}, input_states={}, metadata={}, force=True)

@@ -82,8 +82,7 @@ def test_input_states_are_restored_only_for_training(raises, written, tmp_path):
     shutil.copytree(written, directory)
     inputs = directory / "checkpoint_00000003/input_states"
     (inputs / "process_00000_of_00001.json").rename(inputs / "process_00000_of_00002.json")
-    manifest = directory / "checkpoint_00000003/integrity"
-    integrity.write(epath.Path(manifest.parent), manifest_directory=epath.Path(manifest))
+    integrity.write(epath.Path(inputs.parent))
     target = target_of(with_opt_state=False)
     with raises(ProcessCountError, field="number of processes", value=1):
         restore(directory, target, leave_out=("opt_state",))

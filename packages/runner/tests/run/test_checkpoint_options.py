@@ -110,7 +110,7 @@ def test_state_of_another_step_is_an_error_without_a_number_in_the_manifest(
     """As a copy of a step that an earlier version wrote, under another number."""
     checkpoints = copy / "checkpoints"
     step = (checkpoints / "checkpoint_00000006").rename(checkpoints / "checkpoint_00000007")
-    integrity.write(epath.Path(step), manifest_directory=epath.Path(step / "integrity"))
+    integrity.write(epath.Path(step))
     path = step / "integrity/manifest.json"
     body = json.loads(path.read_text())["manifest"]
     del body["step"]

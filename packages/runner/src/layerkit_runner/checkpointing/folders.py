@@ -44,6 +44,7 @@ _UNFINISHED_NAME = re.compile(_STEP_NAME.pattern + re.escape(_TEMPORARY_SUFFIX) 
 # Increased when the files of a step, the names in them or the metadata change their meaning.
 LAYOUT_VERSION = 1
 _METADATA_FILE = "metadata/metadata.json"
+_INPUT_STATES_FOLDER = "input_states"
 _INPUT_STATES = re.compile(r"process_(\d{5})_of_(\d{5})\.json")
 _INPUT_STATES_NAME = "process_{:05d}_of_{:05d}.json"
 
@@ -136,18 +137,19 @@ def _is_without_rename(path: epath.Path) -> bool:
 
 def make_metadata(
     user: Mapping[str, Any], *, state_format: str, process_count: int, policy: CheckpointPolicy
-) -> dict[str, Any]:
-    """Return the metadata of a step that is going to be written."""
+) -> str:
+    """Return the metadata of a step that is going to be written, as JSON."""
     keep = dataclasses.asdict(policy) | {"keep_steps": list(policy.keep_steps)}
     if policy.keep_interval is not None:
         keep["keep_interval"] = policy.keep_interval.total_seconds()
-    return {
+    about = {
         "layout_version": LAYOUT_VERSION,
         "state_format": state_format,
         "process_count": process_count,
         "keep": keep,
-        "user": json.loads(json.dumps(dict(user))),  # a copy
+        "user": dict(user),
     }
+    return json.dumps(about)
 
 
 def read_metadata(step_directory: epath.Path) -> dict[str, Any]:
@@ -182,13 +184,19 @@ def policy_of(about: Mapping[str, Any]) -> CheckpointPolicy | None:
     return CheckpointPolicy(**values)
 
 
-def write_input_states(directory: epath.Path, text: str) -> None:
-    """Write this process's file; `text` is a JSON object, input name to state."""
+def write_documents(step_directory: epath.Path, metadata: str, input_states: str) -> None:
+    """Write the input states of this process and, on process 0, the metadata; both are JSON."""
     name = _INPUT_STATES_NAME.format(jax.process_index(), jax.process_count())
-    (directory / name).write_text(text)
+    documents = {f"{_INPUT_STATES_FOLDER}/{name}": input_states}
+    if jax.process_index() == 0:
+        documents[_METADATA_FILE] = metadata
+    for name, text in documents.items():
+        path = step_directory / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
 
 
-def read_input_states(directory: epath.Path) -> dict[str, Any]:
+def read_input_states(step_directory: epath.Path) -> dict[str, Any]:
     """Return this process's input states by input name.
 
     If the number of processes has changed, these are the states of process 0.
@@ -197,6 +205,7 @@ def read_input_states(directory: epath.Path) -> dict[str, Any]:
       ProcessCountError: The number has changed and a state lacks `"scope": "global"`.
       DamagedCheckpointError: The folder has no file of input states, or it cannot be read.
     """
+    directory = step_directory / _INPUT_STATES_FOLDER
     matches = [_INPUT_STATES.fullmatch(path.name) for path in directory.iterdir()]
     counts = [int(match[2]) for match in matches if match]
     if not counts:

@@ -1,7 +1,6 @@
-"""Orbax handlers of the items of a step: `state`, `input_states`, `metadata` and `integrity`.
+"""The Orbax handler that saves steps, and the functions that read them.
 
-Orbax writes the items side by side, finalizes them in the order of `item_registry`, and then
-commits the step. Importing this file imports Orbax (most of a second), so callers do it late.
+Importing this file imports Orbax (most of a second), so callers do it late.
 """
 
 from __future__ import annotations
@@ -27,127 +26,99 @@ from layerkit_runner.distributed.cluster import gather_results
 from layerkit_runner.errors import NonFiniteError
 from layerkit_runner.files.atomic_write import read_regular
 
-_STATE, _INPUTS = "state", "input_states"
+_STATE = "state"
 # Several files are hashed side by side. Orbax's default of 2 GiB would leave most cores idle.
 _DATA_FILE_BYTES = 256 * 2**20
 
 
 @dataclasses.dataclass
-class StateSave(ocp.args.CheckpointArgs):
-    """The leaves of a state to save, by path, and `check`, a search for NaN and infinities."""
+class StepSave(ocp.args.CheckpointArgs):
+    """The content of a step to save.
+
+    Attributes:
+      leaves: Leaves of the state by path.
+      state_format: Format of the state.
+      metadata: JSON text of the step's metadata.
+      input_states: JSON text of the input states of this process.
+      check: Search for NaN and infinities, which starts after the copy of the state.
+    """
 
     leaves: Mapping[stored_state.LeafPath, jax.Array]
     state_format: stored_state.StateFormat
-    check: futures.Future[stored_state.FiniteCheck] | None = None
+    metadata: str
+    input_states: str
+    check: futures.Future[stored_state.FiniteCheck]
 
 
-@dataclasses.dataclass
-class InputStatesSave(ocp.args.CheckpointArgs):
-    """Input states of this process to save, as JSON text."""
+class StepHandler(ocp.handlers.AsyncCheckpointHandler):
+    """Handler of a step: the state in either format, and the documents beside it.
 
-    text: str
+    Only the state is an item of Orbax: training waits until the folder of each item exists and its
+    threads have started.
+    """
 
+    def __init__(self) -> None:
+        """Make the storage of arrays."""
+        self._arrays = _array_storage()
+        self._step_directory = epath.Path()
 
-@dataclasses.dataclass
-class ManifestSave(ocp.args.CheckpointArgs):
-    """The request for the manifest of the step."""
+    async def async_save(self, directory: epath.Path, args: StepSave) -> list[ocp.future.Future]:
+        """Copy the state to the host; return a future of its check, all files and digests."""
+        self._step_directory = directory.parent
+        process = jax.process_index()
+        writes: list[ocp.future.Future] = []
+        write: Callable[[], Mapping[str, integrity.Entry]] = dict
+        if args.state_format is stored_state.StateFormat.TENSORSTORE:
+            save = ocp.args.PyTreeSave(
+                unflatten_dict(args.leaves), ocdbt_target_data_file_size=_DATA_FILE_BYTES
+            )
+            writes = await self._arrays.async_save(directory, args=save) or []
+            # Orbax merges the indices of the processes afterwards, and leaves the files of this
+            # process's arrays as they are.
+            own = f"ocdbt.process_{process}"
+            write = functools.partial(
+                integrity.hash_folder, directory / own, name=f"{_STATE}/{own}"
+            )
+        elif process == 0:
+            leaves = stored_state.host_copy(args.leaves)
+            write = functools.partial(stored_state.write_msgpack, directory, leaves)
 
+        def finish() -> None:
+            # The error, the same on every process, keeps Orbax from committing the step.
+            if paths := args.check.result().nonfinite():
+                problem = stored_state.describe(paths)
+                raise NonFiniteError(f"{problem}. Expected finite values.")
+            folders.write_documents(directory.parent, args.metadata, args.input_states)
+            integrity.write_share(directory.parent, write(), process=process)
 
-class _Handler(ocp.handlers.AsyncCheckpointHandler):
-    def save(self, directory: epath.Path, args: ocp.args.CheckpointArgs) -> None:
-        for commit in asyncio.run(self.async_save(directory, args)) or ():
+        # Orbax's thread of the save calls `finish`. Training would wait for the start of another.
+        return [ocp.future.ChainedFuture(writes, finish)]
+
+    def save(self, directory: epath.Path, args: StepSave) -> None:
+        """Save and wait; Orbax's manager does not call it."""
+        for commit in asyncio.run(self.async_save(directory, args)):
             commit.result()
 
     def restore(self, directory: epath.Path, args: Any = None) -> NoReturn:
-        """Raise an error: `CheckpointManager` reads the items itself.
+        """Raise an error: `CheckpointManager` reads the steps itself.
 
         Orbax ends a restore at a barrier. A process that meets a damaged file would raise an error,
         and the others would wait for it.
         """
         raise NotImplementedError
 
-
-class StateHandler(_Handler):
-    """Handler that saves a state in either format, under the same item."""
-
-    def __init__(self) -> None:
-        """Make the storage of arrays."""
-        self._arrays = _array_storage()
-
-    async def async_save(self, directory: epath.Path, args: StateSave) -> list[ocp.future.Future]:
-        """Copy the state to the host; return a future of its check, files and digests."""
-        if args.state_format is stored_state.StateFormat.TENSORSTORE:
-            writing: futures.Future[Any] = futures.Future()
-
-            def finish() -> None:
-                for write in writing.result() or ():
-                    write.result()
-                _require_finite(args.check)
-                # Orbax merges the indices of the processes afterwards, and leaves the files of this
-                # process's arrays as they are.
-                process = jax.process_index()
-                name = f"ocdbt.process_{process}"
-                files = integrity.hash_folder(directory / name, name=f"{_STATE}/{name}")
-                integrity.write_share(directory.parent, files, process=process)
-
-            # The thread starts before those that write, which leave no core for its start.
-            finishing = _run_in_background(finish, "state_hashes")
-            save = ocp.args.PyTreeSave(
-                unflatten_dict(args.leaves), ocdbt_target_data_file_size=_DATA_FILE_BYTES
-            )
-            try:
-                writing.set_result(await self._arrays.async_save(directory, args=save))
-            except BaseException as error:
-                writing.set_exception(error)
-                raise
-            return [finishing]
-        if jax.process_index() != 0:
-            return [_run_in_background(lambda: _require_finite(args.check), "state_check")]
-        leaves = stored_state.host_copy(args.leaves)
-
-        def write() -> None:
-            _require_finite(args.check)
-            entry = stored_state.write_msgpack(directory, leaves)
-            files = {f"{_STATE}/{stored_state.STATE_FILE}": entry}
-            integrity.write_share(directory.parent, files, process=0)
-
-        return [_run_in_background(write, "state_msgpack")]
-
     def finalize(self, directory: epath.Path) -> None:
         """Merge the indices that the processes wrote."""
         if stored_state.format_of(directory) is stored_state.StateFormat.TENSORSTORE:
             self._arrays.finalize(directory)
 
+    def write_manifest(self) -> None:
+        """Write the manifest on process 0, after all files have their names, before the commit."""
+        integrity.write(self._step_directory, num_shares=jax.process_count())
+
     def close(self) -> None:
         """Release Orbax's threads."""
         self._arrays.close()
-
-
-class InputStatesHandler(_Handler):
-    """Handler that stores the input states of each process as one JSON file."""
-
-    async def async_save(
-        self, directory: epath.Path, args: InputStatesSave
-    ) -> list[ocp.future.Future]:
-        """Write this process's file in the background."""
-        write = functools.partial(folders.write_input_states, directory, args.text)
-        return [_run_in_background(write, "input_states")]
-
-
-class ManifestHandler(_Handler):
-    """Handler that writes the manifest when the items registered before it are final."""
-
-    async def async_save(
-        self, directory: epath.Path, args: ManifestSave
-    ) -> list[ocp.future.Future]:
-        """Do nothing: the files to be listed are still being written."""
-        return []
-
-    def finalize(self, directory: epath.Path) -> None:
-        """Write the manifest on process 0, after all processes have written."""
-        integrity.write(
-            directory.parent, manifest_directory=directory, num_shares=jax.process_count()
-        )
 
 
 def read_step(
@@ -204,7 +175,7 @@ def _read_unverified(
     return stored_state.RestoredCheckpoint(
         step=step,
         state=jax.tree.unflatten(jax.tree.structure(target), [read[leaf] for leaf in targets]),
-        input_states=folders.read_input_states(path / _INPUTS) if with_input_states else {},
+        input_states=folders.read_input_states(path) if with_input_states else {},
         metadata=about["user"],
         casts=stored_state.cast_lines(stored, stored_targets),
     )
@@ -263,6 +234,9 @@ def orbax_manager(
     todelete_subdir: str | None,
 ) -> ocp.CheckpointManager:
     """Return Orbax's manager of a folder; see `CheckpointManager`."""
+    handler = StepHandler()
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    registry.add(_STATE, StepSave, handler)
     options = ocp.CheckpointManagerOptions(
         step_name_format=ocp.path.step.standard_name_format(
             step_prefix=folders.STEP_PREFIX, step_format_fixed_length=folders.STEP_DIGITS
@@ -272,35 +246,12 @@ def orbax_manager(
         # Folders are created synchronously, so that an error is raised at once. With folders
         # created in the background, all other work would wait for them for minutes.
         async_options=ocp.AsyncOptions(
-            timeout_secs=timeout_secs, create_directories_asynchronously=False
+            timeout_secs=timeout_secs,
+            create_directories_asynchronously=False,
+            post_finalization_callback=handler.write_manifest,
         ),
     )
-    return ocp.CheckpointManager(directory, options=options, handler_registry=item_registry())
-
-
-def item_registry() -> ocp.handlers.CheckpointHandlerRegistry:
-    """Return the handlers of all items; the manifest is last, since it lists the other files."""
-    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    registry.add(_STATE, StateSave, StateHandler())
-    registry.add(_INPUTS, InputStatesSave, InputStatesHandler())
-    about = ocp.handlers.JsonCheckpointHandler("metadata.json")
-    registry.add("metadata", ocp.args.JsonSave, about)
-    registry.add("integrity", ManifestSave, ManifestHandler())
-    return registry
-
-
-def _run_in_background(work: Callable[[], None], name: str) -> ocp.future.Future:
-
-    async def run() -> None:
-        work()
-
-    return ocp.future.CommitFutureAwaitingContractedSignals(run(), name=name)
-
-
-def _require_finite(check: futures.Future[stored_state.FiniteCheck] | None) -> None:
-    """Raise an error, the same on every process, which keeps Orbax from committing the step."""
-    if check is not None and (paths := check.result().nonfinite()):
-        raise NonFiniteError(f"{stored_state.describe(paths)}. Expected finite values.")
+    return ocp.CheckpointManager(directory, options=options, handler_registry=registry)
 
 
 def _array_storage() -> ocp.handlers.PyTreeCheckpointHandler:

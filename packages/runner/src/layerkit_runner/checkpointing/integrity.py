@@ -128,14 +128,11 @@ def write_share(step_directory: epath.Path, files: Mapping[str, Entry], *, proce
     (step_directory / _SHARE_NAME.format(process)).write_text(json.dumps(files))
 
 
-def write(
-    step_directory: epath.Path, *, manifest_directory: epath.Path, num_shares: int = 1
-) -> dict[str, Entry]:
+def write(step_directory: epath.Path, *, num_shares: int = 1) -> dict[str, Entry]:
     """Write the manifest and return its files; hash only files that no process has hashed.
 
     Args:
       step_directory: The step, complete but not yet committed.
-      manifest_directory: The existing folder for the manifest in it, maybe under a temporary name.
       num_shares: Number of processes that may have called `write_share`.
     """
     shares = [_SHARE_NAME.format(process) for process in range(num_shares)]
@@ -149,14 +146,15 @@ def write(
     hashed = {
         name: entry for share in _map_names(shares, read).values() for name, entry in share.items()
     }
-    names = set(_walk(step_directory, skip=(manifest_directory.name, *shares)))
+    names = set(_walk(step_directory, skip=(MANIFEST_FOLDER, *shares)))
     for lost in sorted(hashed.keys() - names):
         raise FileNotFoundError(f"{step_directory / lost} no longer exists")
     files = _map_names(names, lambda name: hashed.get(name) or _hash_file(step_directory / name))
     step = folders.step_in_name(step_directory)
     body = {"version": MANIFEST_VERSION, **({} if step is None else {"step": step}), "files": files}
     document = {"digest": _digest(body), "manifest": body}
-    (manifest_directory / MANIFEST_FILE).write_text(json.dumps(document, indent=1))
+    (step_directory / MANIFEST_FOLDER).mkdir(exist_ok=True)
+    (step_directory / MANIFEST_FOLDER / MANIFEST_FILE).write_text(json.dumps(document, indent=1))
     for share in shares:
         (step_directory / share).unlink(missing_ok=True)
     return files

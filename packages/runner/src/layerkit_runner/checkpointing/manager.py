@@ -175,7 +175,7 @@ class CheckpointManager:
             process_count=jax.process_count(),
             policy=self._policy,
         )
-        # As text, so that later changes of the value are not saved.
+        # Both are text, so that later changes of the values are not saved.
         inputs = json.dumps(dict(input_states))
 
         import orbax.checkpoint as ocp
@@ -183,13 +183,7 @@ class CheckpointManager:
         from layerkit_runner.checkpointing import handlers
 
         check: futures.Future[stored_state.FiniteCheck] = futures.Future()
-        items = ocp.args.Composite(
-            input_states=handlers.InputStatesSave(inputs),
-            metadata=ocp.args.JsonSave(about),
-            integrity=handlers.ManifestSave(),
-            # The state is last, since its threads leave no core for the start of the others.
-            state=handlers.StateSave(leaves, self._state_format, check),
-        )
+        content = handlers.StepSave(leaves, self._state_format, about, inputs, check)
         try:
             self._last_saved = step
             # Evaluations are written before the step, so that a kill leaves no step without them.
@@ -204,7 +198,7 @@ class CheckpointManager:
                     todelete_subdir=self._todelete_subdir,
                 )
             self._deadline = time.monotonic() + self._async_timeout_secs
-            self._orbax.save(step, args=items, force=True)
+            self._orbax.save(step, args=ocp.args.Composite(state=content), force=True)
             # The check starts behind the copy to the host, which would otherwise wait for it, and
             # before the caller can donate the arrays.
             self._check = stored_state.FiniteCheck(leaves)

@@ -97,11 +97,18 @@ def named_leaves(tree: Any) -> dict[LeafPath, Any]:
 
 
 def check_storable(leaves: Mapping[LeafPath, Any]) -> None:
-    """Raise TypeError if a leaf cannot be restored: no array, a typed random key, or empty."""
+    """Raise an error if a leaf cannot be stored, before any thread or file of a save exists.
+
+    Raises:
+      TypeError: A leaf is no array, a typed random key, or empty.
+      RuntimeError: An array was donated or deleted.
+    """
     for path, leaf in leaves.items():
         is_array = isinstance(leaf, jax.Array) and leaf.size > 0
         if not is_array or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             raise TypeError(f"cannot save {join(path)}, a {type(leaf).__name__}: {leaf!r}")
+        if leaf.is_deleted():
+            raise RuntimeError(f"cannot save {join(path)}: the array was deleted.")
 
 
 def check_match(
@@ -304,8 +311,10 @@ def host_copy(leaves: Mapping[LeafPath, jax.Array]) -> dict[LeafPath, Any]:
     return {path: np.array(leaf.addressable_data(0)) for path, leaf in leaves.items()}
 
 
-def write_msgpack(state_directory: epath.Path, leaves: Mapping[LeafPath, np.ndarray]) -> Entry:
-    """Write the single file and return its size and digest, taken from memory."""
+def write_msgpack(
+    state_directory: epath.Path, leaves: Mapping[LeafPath, np.ndarray]
+) -> dict[str, Entry]:
+    """Write the single file; return its entry, taken from memory, by path in the step."""
     packer, hasher = msgpack.Packer(), Hasher()
     header = {
         "format": _FORMAT,
@@ -327,7 +336,7 @@ def write_msgpack(state_directory: epath.Path, leaves: Mapping[LeafPath, np.ndar
             data = np.ascontiguousarray(leaf).reshape(-1).view(np.uint8)
             for start in range(0, data.size, _PIECE_BYTES):
                 write(data[start : start + _PIECE_BYTES].tobytes())
-    return hasher.entry()
+    return {f"state/{STATE_FILE}": hasher.entry()}
 
 
 def msgpack_leaves(state_directory: epath.Path) -> dict[LeafPath, LeafSpec]:
