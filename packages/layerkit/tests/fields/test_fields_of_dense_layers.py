@@ -205,6 +205,8 @@ EXAMPLES = [
         lambda layer: layer(IDS, can_mask=IS_TOKEN),
         replace_prob=0.5,
     ),
+    of(L.RandomVectorQuantizer, CLASSES, on_inputs()),
+    of(L.VectorQuantizer, CLASSES, on_inputs(), decay=0.9),
     of(
         L.Sequential,
         {"layer_tpls": (Config(L.ReLU),)},
@@ -244,6 +246,7 @@ EXAMPLES = [
 BASES = {
     L.BaseActivation,
     L.BaseNormalization,
+    L.BaseVectorQuantizer,
     BlockScaledDot,
     ClassSoftmax,
     CurrentScalingDot,

@@ -9,13 +9,12 @@ import pytest
 import layerkit.layers as L  # noqa: N812 - the index is read as one name, a layer a line
 from layerkit.config import Config
 from layerkit.layers.quantization.fp8 import Fp8Dot
-from layerkit.layers.recurrent.frnn import BaseFrnn
 from layerkit.testing import Change, Example, dead_fields, ignored_fields
 
 DIMS = 8
 NUMBERS = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4, 16)), jnp.float32)
 SIZES = {"input_dims": DIMS, "output_dims": DIMS}
-BASES = {BaseFrnn, L.BaseRnnCell, L.TokenMixer}
+BASES = {L.BaseRnnCell, L.TokenMixer}
 
 
 def of(layer_class, fields, run, **changes):
@@ -41,12 +40,10 @@ EXAMPLES = [
     ),
     of(L.GruCell, SIZES, step, dot_tpl=Config(Fp8Dot)),
     of(L.Frnn, SIZES, mix, cell_tpl=Config(L.GruCell), remat="full"),
-    of(L.BidirectionalFrnn, SIZES, mix),
     of(
         L.StackedFrnn,
         SIZES,
         mix,
-        layer_tpl=Config(L.BidirectionalFrnn),
         dropout_rate=Change(0.25, others={"num_layers": 2}),
     ),
 ]

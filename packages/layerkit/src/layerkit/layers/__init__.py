@@ -67,6 +67,11 @@ if TYPE_CHECKING:
     from layerkit.layers.basic.sigmoid_cross_entropy import (
         SigmoidCrossEntropy as SigmoidCrossEntropy,
     )
+    from layerkit.layers.basic.vector_quantizers import BaseVectorQuantizer as BaseVectorQuantizer
+    from layerkit.layers.basic.vector_quantizers import (
+        RandomVectorQuantizer as RandomVectorQuantizer,
+    )
+    from layerkit.layers.basic.vector_quantizers import VectorQuantizer as VectorQuantizer
     from layerkit.layers.moe.expert_choice import ExpertChoiceFeedForward as ExpertChoiceFeedForward
     from layerkit.layers.moe.normalized import NormalizedMoeFeedForward as NormalizedMoeFeedForward
     from layerkit.layers.moe.normalized import NormalizedRouter as NormalizedRouter
@@ -88,8 +93,6 @@ if TYPE_CHECKING:
     from layerkit.layers.recurrent.cells import BaseRnnCell as BaseRnnCell
     from layerkit.layers.recurrent.cells import GruCell as GruCell
     from layerkit.layers.recurrent.cells import LstmCell as LstmCell
-    from layerkit.layers.recurrent.frnn import BaseFrnn as BaseFrnn
-    from layerkit.layers.recurrent.frnn import BidirectionalFrnn as BidirectionalFrnn
     from layerkit.layers.recurrent.frnn import Frnn as Frnn
     from layerkit.layers.recurrent.frnn import StackedFrnn as StackedFrnn
     from layerkit.layers.recurrent.linear_attention import GatedDeltaNet as GatedDeltaNet

@@ -16,7 +16,6 @@ from layerkit.base.weights import is_box
 from layerkit.errors import ConfigError
 from layerkit.layers import (
     AttentionMask,
-    BidirectionalFrnn,
     Frnn,
     GruCell,
     LstmCell,
@@ -44,9 +43,9 @@ def frnn(cell=LSTM, **fields):
     return Frnn(**SIZES, cell_tpl=cell, **fields)
 
 
-def stack(layer=None, **fields):
-    layer_tpl = Frnn.HParams.config() if layer is None else layer
-    return StackedFrnn(**SIZES, num_layers=2, layer_tpl=layer_tpl, **fields)
+def stack(cell=LSTM, **fields):
+    frnn_tpl = Frnn.HParams.config(cell_tpl=cell, **fields.pop("frnn", {}))
+    return StackedFrnn(**SIZES, num_layers=2, frnn_tpl=frnn_tpl, **fields)
 
 
 def draw(layer):
@@ -67,15 +66,15 @@ def close(ours, theirs, bound):
 
 # Path of a cell here, path of the cell in Praxis, size of its inputs.
 ALONE = {("cell",): ("cell", INS)}
-STACKED = {(f"layers_{i}", "cell"): (f"frnn_{i}.cell", (INS, OUTS)[i]) for i in range(2)}
 BOTH = {
-    (f"layers_{i}", name, "cell"): (f"{theirs}_frnn_{i}.cell", (INS, OUTS)[i])
+    (f"{name}_{i}", "cell"): (f"{theirs}frnn_{i}.cell", (INS, OUTS)[i])
     for i in range(2)
-    for name, theirs in {"forward": "fwd", "backward": "bwd"}.items()
+    for name, theirs in {"forward": "fwd_", "backward": "bwd_"}.items()
 }
+STACKED = {(f"forward_{i}", "cell"): (f"frnn_{i}.cell", (INS, OUTS)[i]) for i in range(2)}
 PRAXIS = {name: (frnn(CELLS[name]), ALONE) for name in list(CELLS)[:-1]} | {
     "stack": (stack(), STACKED),
-    "bidirectional": (stack(BidirectionalFrnn.HParams.config()), BOTH),
+    "bidirectional": (stack(is_bidirectional=True), BOTH),
 }
 
 
@@ -131,9 +130,7 @@ def test_bidirectional_stacks_equal_pytorch(kind):
     )
     hidden = HIDDEN if fields else None
     cell = GRU if is_gru else LstmCell.HParams.config(cell_value_cap=None, hidden_dims=hidden)
-    layer_tpl = BidirectionalFrnn.HParams.config()
-    layer_tpl.frnn_tpl.cell_tpl = cell
-    layer = stack(layer_tpl)
+    layer = stack(cell, is_bidirectional=True)
 
     def convert(read, path):
         def gates(name):
@@ -153,8 +150,9 @@ def test_bidirectional_stacks_equal_pytorch(kind):
     def tree(read):
         suffixes = {"forward": "", "backward": "_reverse"}
         return {
-            f"layers_{i}": {n: {"cell": convert(read, f"l{i}{s}")} for n, s in suffixes.items()}
+            f"{n}_{i}": {"cell": convert(read, f"l{i}{s}")}
             for i in range(2)
+            for n, s in suffixes.items()
         }
 
     params = tree(lambda name: getattr(theirs, name).detach().numpy())
@@ -170,21 +168,16 @@ def test_bidirectional_stacks_equal_pytorch(kind):
     grads, outputs = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, X)
     close(outputs, expected.detach().numpy(), 1e-5)
     close(grads[1], x.grad.numpy(), 1e-4)
-    for name in ("layers_0", "layers_1"):
-        ours, gradient = (
-            grads[0][name]["backward"]["cell"],
-            tree(lambda name: getattr(theirs, name).grad.numpy())[name]["backward"]["cell"],
-        )
-        close(ours["w"], gradient["w"], 1e-4)
-        close(ours["recurrent"], gradient["recurrent"], 1e-4)
+    expected_grads = tree(lambda name: getattr(theirs, name).grad.numpy())
+    for name in ("forward_0", "backward_1"):
+        for weight in NAMES:
+            close(grads[0][name]["cell"][weight], expected_grads[name]["cell"][weight], 1e-4)
 
 
 # Laws
 
-BIDIRECTIONAL = BidirectionalFrnn.HParams.config()
-BIDIRECTIONAL.frnn_tpl.set(unroll=2, remat="full")
 LAYERS = {name: frnn(cell) for name, cell in CELLS.items()} | {
-    "bidirectional": stack(BIDIRECTIONAL),
+    "bidirectional": stack(is_bidirectional=True, frnn={"unroll": 2, "remat": "full"}),
     "residual": stack(has_residual=True),
 }
 

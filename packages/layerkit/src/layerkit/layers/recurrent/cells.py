@@ -10,7 +10,7 @@ that a mesh splits the units of every gate alike.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -89,12 +89,11 @@ class BaseRnnCell(BaseLayer):
         """Multiply `[…, input_dims]` by the weights of all gates: `[…, gates, units]`."""
         check_last_axis(self, x, input_dims=self.input_dims)
         x, w = self.cast(x), self.theta.w
-        if self.dot_tpl is not None:
-            return matmul(self, x, w.reshape(self.input_dims, -1)).reshape(
-                *x.shape[:-1], *w.shape[1:]
-            )
-        # Without merging gates and units, of which a mesh splits the latter.
-        projected = jnp.einsum("...i,igu->...gu", merge_tokens(self, x), w)
+        if self.dot_tpl is None:
+            # Without merging gates and units, of which a mesh splits the latter.
+            projected = jnp.einsum("...i,igu->...gu", merge_tokens(self, x), w)
+        else:
+            projected = matmul(self, x, w.reshape(self.input_dims, -1))
         return projected.reshape(*x.shape[:-1], *w.shape[1:])
 
     def fprop(self, x: jax.Array, state: State) -> tuple[jax.Array, State]:
@@ -124,16 +123,15 @@ class BaseRnnCell(BaseLayer):
 
     def _zoneout(self, before: State, after: State, key: jax.Array | None) -> State:
         """Return the state after a step, of which some units stay as they were."""
-        rate = self.zoneout_rate
+        rate, mixed = self.zoneout_rate, {}
         if not rate:
             return after
-        if key is None:
-            return {
-                n: (rate * before[n] + (1 - rate) * x).astype(x.dtype) for n, x in after.items()
-            }
-        keys = dict(zip(after, jax.random.split(key, len(after)), strict=True))
-        keeps = {name: jax.random.bernoulli(keys[name], rate, x.shape) for name, x in after.items()}
-        return {name: jnp.where(keeps[name], before[name], x) for name, x in after.items()}
+        for index, (name, x) in enumerate(after.items()):
+            kept: Any = rate
+            if key is not None:
+                kept = jax.random.bernoulli(jax.random.fold_in(key, index), rate, x.shape)
+            mixed[name] = (kept * before[name] + (1 - kept) * x).astype(x.dtype)
+        return mixed
 
 
 class LstmCell(BaseRnnCell):
@@ -203,12 +201,10 @@ class LstmCell(BaseRnnCell):
                 variance = jnp.mean(jnp.square(centered), axis=-1, keepdims=True)
                 gates = centered * jax.lax.rsqrt(variance + self.layer_norm_epsilon) * scale
             gates = gates + bias + shift
-            candidate, forget, output = (
-                jnp.tanh(gates[:, 0]),
-                *jax.nn.sigmoid(gates[:, -2:]).swapaxes(0, 1),
-            )
-            enters = 1.0 - forget if self.couples_gates else jax.nn.sigmoid(gates[:, 1])
-            cell = forget * state["cell"] + enters * candidate
+            squashed = jax.nn.sigmoid(gates[:, 1:])
+            forget, output = squashed[:, -2], squashed[:, -1]
+            enters = 1.0 - forget if self.couples_gates else squashed[:, 0]
+            cell = forget * state["cell"] + enters * jnp.tanh(gates[:, 0])
             if cap is not None:
                 cell = jnp.clip(cell, -cap, cap)
             hidden = self.cast(output * (jnp.tanh(cell) if self.output_nonlinearity else cell))
@@ -240,10 +236,10 @@ class GruCell(BaseRnnCell):
 
         def step(state: State, projected: jax.Array, key: jax.Array | None) -> State:
             before = state["output"].astype(jnp.float32)
-            ours = projected.astype(jnp.float32) + bias
-            theirs = recurrent(state["output"]).astype(jnp.float32)
-            reset, update = jax.nn.sigmoid(ours[:, :2] + theirs[:, :2]).swapaxes(0, 1)
-            candidate = jnp.tanh(ours[:, 2] + reset * (theirs[:, 2] + recurrent_bias[0]))
+            of_input = projected.astype(jnp.float32) + bias
+            of_state = recurrent(state["output"]).astype(jnp.float32)
+            reset, update = jax.nn.sigmoid(of_input[:, :2] + of_state[:, :2]).swapaxes(0, 1)
+            candidate = jnp.tanh(of_input[:, 2] + reset * (of_state[:, 2] + recurrent_bias[0]))
             output = self.cast((1.0 - update) * candidate + update * before)
             return self._zoneout(state, self.constrain_state({"output": output}), key)
 

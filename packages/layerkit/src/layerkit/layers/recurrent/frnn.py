@@ -1,4 +1,4 @@
-"""Recurrent layers over rows: `Frnn` in one direction, `BidirectionalFrnn`, and `StackedFrnn`.
+"""Recurrent layers over rows: `Frnn` in one direction, and `StackedFrnn` in one or both.
 
 A scan runs the steps of a cell. A step at padding keeps the state, and the first token of the next
 document of a packed row starts from zeros. So packed rows have the results of separate rows.
@@ -12,6 +12,7 @@ device runs the steps of whole rows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +20,6 @@ import jax.numpy as jnp
 
 from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_divisible, check_rates, check_sizes, require
-from layerkit.config.hparams import derive_fields
 from layerkit.layers.attention.cache import Axes
 from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.recurrent.cells import BaseRnnCell, LstmCell
@@ -27,49 +27,13 @@ from layerkit.layers.recurrent.token_mixer import State, TokenMixer
 from layerkit.ops.remat import check_remat_policy, remat_in_scan
 
 
-class BaseFrnn(TokenMixer):
-    """The base class of recurrent layers: `[batch, length, input_dims]` → `output_dims`.
+class Frnn(TokenMixer):
+    """A layer that runs a cell over rows: `[batch, length, input_dims]` → `output_dims`.
 
-    The other fields are those of `TokenMixer`.
+    The outputs of padding repeat the state. The other fields are those of `TokenMixer`.
 
     Attributes:
       output_dims: Size of the outputs; None for `input_dims`, as in a Transformer layer.
-    """
-
-    output_dims: int | None = None
-
-    @property
-    def _output_dims(self) -> int:
-        check_sizes(self, input_dims=self.input_dims, output_dims=self.output_dims)
-        return self.input_dims if self.output_dims is None else self.output_dims
-
-    @property
-    def _parts(self) -> dict[str, Any]:
-        """The layers that have the states, by the prefix of their names."""
-        raise NotImplementedError
-
-    @property
-    def is_causal(self) -> bool:
-        """True if no output depends on later tokens."""
-        return all(layer.is_causal for layer in self._parts.values())
-
-    @property
-    def state_axes(self) -> dict[str, Axes]:  # type: ignore[override]  # those of the parts
-        """Logical axes of each array of the state, of all parts."""
-        return _join({part: layer.state_axes for part, layer in self._parts.items()})
-
-    def initial_state(self, batch_size: int) -> State:
-        """Return the state `[batch, …]` before the first step, of all parts."""
-        parts = self._parts.items()
-        return _join({part: layer.initial_state(batch_size) for part, layer in parts})
-
-
-class Frnn(BaseFrnn):
-    """A layer that runs a cell over rows, one step per position.
-
-    The outputs of padding repeat the state. The other fields are those of `BaseFrnn`.
-
-    Attributes:
       cell_tpl: Cell.
       reverse: True to run from the last position to the first.
       unroll: Number of steps in an iteration of the compiled loop. More compile longer and run
@@ -78,6 +42,7 @@ class Frnn(BaseFrnn):
         the backward pass keeps the states alone and computes the gates again.
     """
 
+    output_dims: int | None = None
     cell_tpl: Config[BaseRnnCell] = sub_config_field(LstmCell.HParams)
     reverse: bool = False
     unroll: int = 1
@@ -87,7 +52,8 @@ class Frnn(BaseFrnn):
         """Check the fields and create the cell."""
         check_sizes(self, unroll=self.unroll)
         check_remat_policy(self.remat, owner=self.path_name)
-        sizes = {"input_dims": self.input_dims, "output_dims": self._output_dims}
+        output_dims = self.input_dims if self.output_dims is None else self.output_dims
+        sizes = {"input_dims": self.input_dims, "output_dims": output_dims}
         self.create_child("cell", self.cell_tpl, **sizes)
 
     @property
@@ -96,8 +62,15 @@ class Frnn(BaseFrnn):
         return not self.reverse
 
     @property
-    def _parts(self) -> dict[str, Any]:
-        return {"": self.cell}
+    def state_axes(self) -> dict[str, Axes]:  # type: ignore[override]  # those of the cell
+        """Logical axes of each array of the state."""
+        axes: dict[str, Axes] = self.cell.state_axes
+        return axes
+
+    def initial_state(self, batch_size: int) -> State:
+        """Return the state `[batch, units]` of the cell before its first step."""
+        state: State = self.cell.initial_state(batch_size)
+        return state
 
     def mix(
         self, x: jax.Array, state: State | None = None, *, segments: jax.Array | None = None
@@ -134,84 +107,88 @@ class Frnn(BaseFrnn):
         return self.constrain(outputs, "batch", "length", "act_embed"), after
 
 
-class BidirectionalFrnn(BaseFrnn):
-    """Two layers in opposite directions, each with half of the outputs.
+class StackedFrnn(TokenMixer):
+    """Layers in sequence, each of which runs a cell over rows in one direction or in both.
 
-    The fields are those of `BaseFrnn`.
-
-    Attributes:
-      frnn_tpl: Layer of each direction.
-    """
-
-    frnn_tpl: Config[Frnn] = sub_config_field(Frnn.HParams)
-
-    def setup(self) -> None:
-        """Create both directions."""
-        check_divisible(self, by=("directions", 2), output_dims=self._output_dims)
-        sizes = {"input_dims": self.input_dims, "output_dims": self._output_dims // 2}
-        self.create_child("forward", self.frnn_tpl, **sizes, reverse=False)
-        self.create_child("backward", self.frnn_tpl, **sizes, reverse=True)
-
-    @property
-    def _parts(self) -> dict[str, Any]:
-        return {"forward.": self.forward, "backward.": self.backward}
-
-    def mix(
-        self, x: jax.Array, state: State | None = None, *, segments: jax.Array | None = None
-    ) -> tuple[jax.Array, State]:
-        """Run `[batch, t, input_dims]` in both directions; see `TokenMixer.mix`."""
-        outputs, after = {}, {}
-        for part, layer in self._parts.items():
-            outputs[part], after[part] = layer.mix(x, _part(state, part), segments=segments)
-        return jnp.concatenate(list(outputs.values()), axis=-1), _join(after)
-
-
-class StackedFrnn(BaseFrnn):
-    """Recurrent layers in sequence. The other fields are those of `BaseFrnn`.
+    The other fields are those of `TokenMixer`.
 
     Attributes:
-      layer_tpl: Layer, such as `Frnn` or `BidirectionalFrnn`.
+      output_dims: Size of the outputs of each layer; None for `input_dims`.
       num_layers: Number of layers.
+      frnn_tpl: Layer.
+      is_bidirectional: True for layers of two directions, each with half of the outputs.
       has_residual: True to add the inputs of each layer to its outputs, but for a first layer that
         changes the size.
       dropout_rate: Dropout rate of the inputs of all layers but the first in training.
     """
 
-    layer_tpl: Config[BaseFrnn] = sub_config_field(Frnn.HParams)
+    output_dims: int | None = None
     num_layers: int = 1
+    frnn_tpl: Config[Frnn] = sub_config_field(Frnn.HParams)
+    is_bidirectional: bool = False
     has_residual: bool = False
     dropout_rate: float = 0.0
 
     def setup(self) -> None:
-        """Create the layers."""
+        """Create the layers `forward_<index>` and `backward_<index>`."""
         check_sizes(self, num_layers=self.num_layers)
         check_rates(self, dropout_rate=self.dropout_rate)
         is_valid = self.num_layers > 1 or not self.dropout_rate
         require(is_valid, self, "dropout_rate", self.dropout_rate, "0.0 for a single layer")
-        dims = self._output_dims
-        inputs = (self.input_dims, *(dims,) * (self.num_layers - 1))
-        self.create_children(
-            "layers",
-            [derive_fields(self.layer_tpl, self.path_name, input_dims=size) for size in inputs],
-            output_dims=dims,
-        )
+        input_dims = self.input_dims
+        output_dims = input_dims if self.output_dims is None else self.output_dims
+        directions = len(self._layer(0))
+        check_divisible(self, by=("directions", directions), output_dims=output_dims)
+        for index in range(self.num_layers):
+            for name in self._layer(index):
+                sizes = {"input_dims": input_dims, "output_dims": output_dims // directions}
+                reverse = name.startswith("backward")
+                self.create_child(name, self.frnn_tpl, **sizes, reverse=reverse)
+            input_dims = output_dims
         self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
 
+    def _layer(self, index: int) -> list[str]:
+        """Return the names of the directions of a layer."""
+        names = [f"forward_{index}", f"backward_{index}"]
+        return names if self.is_bidirectional else names[:1]
+
+    def _join(self, read: Callable[[Frnn], dict[str, Any]]) -> dict[str, Any]:
+        """Return the entries of all directions, with their names as prefixes."""
+        names = [name for index in range(self.num_layers) for name in self._layer(index)]
+        entries = {name: read(getattr(self, name)) for name in names}
+        return {f"{name}.{key}": x for name, part in entries.items() for key, x in part.items()}
+
     @property
-    def _parts(self) -> dict[str, Any]:
-        return {f"{index}.": layer for index, layer in enumerate(self.layers)}
+    def is_causal(self) -> bool:
+        """True if no output depends on later tokens."""
+        return not self.is_bidirectional
+
+    @property
+    def state_axes(self) -> dict[str, Axes]:  # type: ignore[override]  # those of the cells
+        """Logical axes of each array of the state."""
+        return self._join(lambda layer: layer.state_axes)
+
+    def initial_state(self, batch_size: int) -> State:
+        """Return the states `[batch, units]` of all cells before their first step."""
+        return self._join(lambda layer: layer.initial_state(batch_size))
 
     def mix(
         self, x: jax.Array, state: State | None = None, *, segments: jax.Array | None = None
     ) -> tuple[jax.Array, State]:
         """Run `[batch, t, input_dims]` through all layers; see `TokenMixer.mix`."""
-        after: dict[str, State] = {}
-        for part, layer in self._parts.items():
-            inputs = self.cast(self.dropout(x) if after else x)
-            x, after[part] = layer.mix(inputs, _part(state, part), segments=segments)
+        state = self.initial_state(x.shape[0]) if state is None else state
+        after: State = {}
+        for index in range(self.num_layers):
+            inputs, outputs = self.cast(self.dropout(x) if index else x), []
+            for name in self._layer(index):
+                before = {key: state[f"{name}.{key}"] for key in getattr(self, name).state_axes}
+                output, new = getattr(self, name).mix(inputs, before, segments=segments)
+                after |= {f"{name}.{key}": value for key, value in new.items()}
+                outputs.append(output)
+            x = jnp.concatenate(outputs, axis=-1)
             if self.has_residual and x.shape == inputs.shape:
                 x = x + inputs
-        return x, _join(after)
+        return x, after
 
 
 def state_resets(segments: jax.Array, *, reverse: bool = False) -> jax.Array:
@@ -237,15 +214,3 @@ def state_resets(segments: jax.Array, *, reverse: bool = False) -> jax.Array:
 def _where(condition: jax.Array, yes: State, no: State) -> State:
     """Return the rows of `yes` where a condition `[batch]` holds, and else those of `no`."""
     return {name: jnp.where(condition[:, None], x, no[name]) for name, x in yes.items()}
-
-
-def _join(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the entries of all parts, with the prefixes of their names."""
-    return {part + name: x for part, entries in parts.items() for name, x in entries.items()}
-
-
-def _part(state: State | None, prefix: str) -> State | None:
-    """Return the entries with a prefix, without it; None without a state."""
-    if state is None:
-        return None
-    return {n.removeprefix(prefix): x for n, x in state.items() if n.startswith(prefix)}
