@@ -9,12 +9,30 @@ import pytest
 import layerkit.layers as L  # noqa: N812 - the index is read as one name, a layer a line
 from layerkit.config import Config
 from layerkit.layers.quantization.fp8 import Fp8Dot
+from layerkit.ops.attention.masks import AttentionMask
 from layerkit.testing import Change, Example, dead_fields, ignored_fields
 
 DIMS = 8
 NUMBERS = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4, 16)), jnp.float32)
 SIZES = {"input_dims": DIMS, "output_dims": DIMS}
-BASES = {L.BaseRnnCell, L.TokenMixer}
+BASES = {L.BaseRnnCell, L.LinearAttention, L.StateSpace, L.TokenMixer}
+STATES = {
+    "input_dims": DIMS,
+    "num_key_heads": 2,
+    "num_value_heads": 4,
+    "key_dim_per_head": 4,
+    "value_dim_per_head": 4,
+}
+HEADS = {"num_heads": 4, "head_dim": 4}
+OF_MIXERS = {
+    "num_key_heads": 4,
+    "gate_rank": 3,
+    # The size of chunks has no effect on results.
+    "tokens_per_chunk": Change(3, refusal="a power of two"),
+    "down_tpl": Change(Config(L.Linear, dtype="bfloat16"), others={"gate_rank": 3}),
+    "activation_tpl": Config(L.GELU),
+    "norm_tpl": None,
+}
 
 
 def of(layer_class, fields, run, **changes):
@@ -29,7 +47,43 @@ def mix(layer):
     return layer.mix(NUMBERS[..., : layer.input_dims])
 
 
+def mix_rows(layer):
+    x = NUMBERS[..., : layer.input_dims]
+    mask = AttentionMask.causal_mask(4, 4, segment_ids=jnp.array([[1, 1, 2, 2]] * 4))
+    return layer(x, mask=mask)
+
+
+def heads(layer):
+    dims = layer.head_dim if hasattr(layer, "head_dim") else layer.dims
+    return NUMBERS[:, :, None, :dims] * jnp.ones((layer.num_heads, 1))
+
+
 EXAMPLES = [
+    of(L.Mamba2, STATES, mix_rows, norm_groups=1, **OF_MIXERS),
+    of(L.GatedDeltaNet, STATES, mix_rows, **OF_MIXERS),
+    of(L.KimiDeltaAttention, STATES, mix_rows, **OF_MIXERS),
+    of(
+        L.CausalConvolution,
+        HEADS,
+        lambda layer: layer(heads(layer), jnp.zeros((4, layer.width - 1, *heads(layer).shape[2:]))),
+    ),
+    of(
+        L.TimeSteps,
+        {"num_heads": 4},
+        lambda layer: layer(NUMBERS[..., : layer.num_heads, None]),
+        limits=(0.01, 0.05),
+        initial_rates=(1.0, 2.0),
+        initial_steps=(0.01, 0.02),
+    ),
+    of(
+        L.GatedNorm,
+        {"num_heads": 4, "dims": 4},
+        lambda layer: layer(heads(layer), heads(layer) - 1),
+        num_groups=2,
+        activation_tpl=Config(L.Sigmoid),
+    ),
+    of(L.S4D, {"input_dims": DIMS, "num_states": 3}, mix_rows, step_size=0.2, poles="legs"),
+    of(L.S5, {"input_dims": DIMS, "num_states": 3}, mix_rows, step_size=0.2, poles="lagt"),
     of(
         L.LstmCell,
         SIZES,

@@ -16,7 +16,7 @@ from layerkit.ops.attention.masks import AttentionMask, row_positions
 from layerkit.ops.recurrence.linear_attention import linear_attention
 
 DIMS = 16
-SIZES = {"input_dims": DIMS, "key_dim_per_head": 8, "value_dim_per_head": 6, "chunk_size": 8}
+SIZES = {"input_dims": DIMS, "key_dim_per_head": 8, "value_dim_per_head": 6, "tokens_per_chunk": 8}
 LAYERS = {
     "mamba2": Mamba2.HParams.config(
         num_key_heads=2, num_value_heads=4, use_conv_bias=True, **SIZES
@@ -149,7 +149,7 @@ def mamba2_of_transformers():
     )  # fmt: skip
     layer = Mamba2.HParams.config(
         input_dims=DIMS, num_key_heads=2, num_value_heads=4, key_dim_per_head=8,
-        value_dim_per_head=8, use_conv_bias=True, use_bias=True, chunk_size=8,
+        value_dim_per_head=8, use_conv_bias=True, use_bias=True, tokens_per_chunk=8,
     )  # fmt: skip
     layer.time_step_tpl.limits = (0.01, 0.5)
     layer.norm_tpl.epsilon = config.layer_norm_epsilon
@@ -220,7 +220,7 @@ def kimi_of_transformers():
     )  # fmt: skip
     layer = KimiDeltaAttention.HParams.config(
         input_dims=DIMS, num_key_heads=4, num_value_heads=4, key_dim_per_head=8,
-        value_dim_per_head=8, gate_rank=8, chunk_size=32,
+        value_dim_per_head=8, gate_rank=8, tokens_per_chunk=32,
     )  # fmt: skip
     layer.norm_tpl.epsilon = config.rms_norm_eps
 

@@ -47,8 +47,8 @@ class LinearAttention(TokenMixer):
       use_bias: True to add a bias in the projections.
       gate_rank: Size between the two factors of the projections to gates and to decays; None for
         one projection.
-      chunk_size: Largest number of tokens that are computed at once, a power of two. It affects
-        speed, not results.
+      tokens_per_chunk: Largest number of tokens that are computed at once, a power of two. It
+        affects speed, not results.
       projection_tpl: Projections of the inputs to heads.
       down_tpl: First factors of projections with a `gate_rank`.
       conv_tpl: Convolutions.
@@ -79,7 +79,7 @@ class LinearAttention(TokenMixer):
     use_conv_bias: bool = False
     use_bias: bool = False
     gate_rank: int | None = None
-    chunk_size: int = 64
+    tokens_per_chunk: int = 64
     projection_tpl: Config[BaseLayer] = sub_config_field(HeadProjection.HParams)
     down_tpl: Config[BaseLayer] = sub_config_field(Linear.HParams, weight_axes=("embed", None))
     conv_tpl: Config[BaseLayer] = sub_config_field(CausalConvolution.HParams)
@@ -96,8 +96,8 @@ class LinearAttention(TokenMixer):
         sizes |= {"key_dim_per_head": key_dims, "value_dim_per_head": value_dims}
         check_sizes(self, **sizes, conv_width=self.conv_width, gate_rank=self.gate_rank)
         check_divisible(self, by=("num_key_heads", keys), num_value_heads=values)
-        is_power = self.chunk_size >= 1 and self.chunk_size.bit_count() == 1
-        require(is_power, self, "chunk_size", self.chunk_size, "a power of two")
+        is_power = self.tokens_per_chunk >= 1 and self.tokens_per_chunk.bit_count() == 1
+        require(is_power, self, "tokens_per_chunk", self.tokens_per_chunk, "a power of two")
         for name, heads, dims, axes in (
             ("query", keys, key_dims, _KEYS),
             ("key", keys, key_dims, _KEYS),
@@ -181,7 +181,7 @@ class LinearAttention(TokenMixer):
             log_decay=log_decay,
             state=state["state"],
             segments=segments,
-            chunk_size=self.chunk_size,
+            chunk_size=self.tokens_per_chunk,
             parts=self._num_parts(x.shape[1]),
             constrain=self._lay_out_chunks,
         )

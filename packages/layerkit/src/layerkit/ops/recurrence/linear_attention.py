@@ -194,6 +194,7 @@ def _prepare(
     def products(query: jax.Array, key: jax.Array) -> jax.Array:
         """Return Σ_d q_ld k_sd exp(total_ld - total_sd) of allowed pairs, `[…, heads, l, s]`."""
         if pairs is None:
+            query, key = _of_heads(query, heads), _of_heads(key, heads)
             return jnp.where(allowed, _channel_products(query, key, total), 0)
         plain = _of_heads(query @ jnp.swapaxes(key, -1, -2), heads)
         return plain * jnp.exp(jnp.where(allowed, pairs, -jnp.inf))
