@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from layerkit.ops.distillation import divergence, top_divergence, top_log_probs
-from layerkit.ops.losses import map_chunks, weighted_mean
+from layerkit.ops.losses import weighted_mean
 
 RANDOM = np.random.default_rng(7)
 STUDENT, TEACHER = (RANDOM.normal(0, 3, (2, 5, 11)).astype(np.float32) for _ in range(2))
@@ -102,20 +102,3 @@ def test_classes_of_probability_zero_have_finite_gradients(beta):
     expected = mean_divergence(student[..., :9], beta, 1.0, TEACHER[..., :9])
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     assert np.isfinite(gradient[..., :9]).all()
-
-
-@pytest.mark.parametrize("chunk_size", [1, 2, 5, 8])
-def test_chunks_equal_the_whole(chunk_size):
-    def total(student, chunk_size):
-        losses, ids = map_chunks(
-            lambda student, teacher: (divergence(student, teacher), jnp.argmax(student, -1)),
-            student,
-            TEACHER,
-            chunk_size=chunk_size,
-        )
-        np.testing.assert_array_equal(ids, STUDENT.argmax(-1)) if chunk_size == 8 else None
-        return jnp.sum(losses * WEIGHTS)
-
-    whole = jax.value_and_grad(lambda x: jnp.sum(divergence(x, TEACHER) * WEIGHTS))(STUDENT)
-    for one, other in zip(jax.value_and_grad(total)(STUDENT, chunk_size), whole, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)

@@ -14,7 +14,6 @@ from layerkit.ops.losses import (
     _statistics_in_four_passes,
     _statistics_in_one_pass,
     cross_entropy,
-    map_chunks,
     soft_cap,
     soft_cross_entropy,
     weighted_mean,
@@ -188,18 +187,6 @@ def test_backward_pass_of_soft_cap_keeps_one_array():
     assert [leaf.shape for leaf in jax.tree.leaves(backward) if leaf.ndim] == [logits.shape]
     (found,) = backward(jnp.ones_like(logits))
     np.testing.assert_allclose(found, 1.0 / np.cosh(logits / 30.0) ** 2, rtol=1e-5)
-
-
-def test_chunks_are_equal_and_at_most_chunk_size():
-    sizes = []
-
-    def count(hidden):
-        sizes.append(hidden.shape)
-        return hidden
-
-    map_chunks(count, jnp.zeros((2, 9, 3)), chunk_size=8)
-    # Nine positions need two chunks of at most eight: five and four, not eight and one.
-    assert set(sizes) == {(2, 5, 3)}
 
 
 def test_weighted_mean_equals_its_formula_in_float32():

@@ -128,14 +128,14 @@ class DistillationModel(DecodedLm):
             teacher = [batch.teacher_ids, batch.teacher_log_probs]
         else:
             *teacher, targets = self._run("teacher", rows)
-            project = self.teacher.softmax.projection()
+            head = jax.lax.stop_gradient(self.teacher.softmax.head())
         options = self.beta, self.temperature
 
         def compare(logits: jax.Array, *teacher: Any) -> jax.Array:
             if self.teacher_tpl is None:
                 ids, log_probs = teacher
                 return top_divergence(logits[..., : self.num_ids], ids, log_probs, *options)
-            others = project(*teacher)
+            others = self.teacher.softmax.project(*teacher, head)
             size = self.num_ids or min(logits.shape[-1], others.shape[-1])
             return divergence(logits[..., :size], others[..., :size], *options)
 

@@ -1,18 +1,14 @@
-"""Softmax cross-entropy of logits or, chunk by chunk, of hidden states.
+"""Softmax cross-entropy of logits, in nats and float32.
 
-The logits of a language model are its largest array: `[batch, length, num_classes]` in float32.
-`cross_entropy` computes the loss of each token from them; `map_chunks` computes functions of them
-with one chunk in memory at a time; `weighted_mean` averages the losses. The layers of
-`layerkit.layers.basic.embeddings` call these functions.
-
-All losses are in nats and float32.
+`cross_entropy` computes the loss of each token from its logits, and `weighted_mean` averages the
+losses. `layerkit.ops.linear_losses` calls them for chunks of hidden states, so that the logits of a
+batch are never in memory.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -239,48 +235,6 @@ def _entropy_loss(logits: jax.Array, log_z: jax.Array, *, weight: float) -> jax.
     # The limit of p·log p at 0 is 0.
     factors = jnp.where(jnp.isneginf(log_probs), 0.0, log_probs)
     return weight * jnp.sum(jnp.exp(log_probs) * factors, axis=-1)
-
-
-def map_chunks(function: Callable[..., Any], *arrays: jax.Array, chunk_size: int) -> Any:
-    """Compute `function(*arrays)` with one chunk of the positions, such as their logits, at a time.
-
-    The length axis is split into the fewest chunks of at most `chunk_size` positions, of nearly
-    equal size, and padded. The backward pass computes each chunk again. The gradients of arrays
-    that the function closes over are summed over the chunks in their dtypes, so these should be
-    float32.
-
-    Args:
-      function: Function from arrays `[batch, positions, ...]` to a tree of such arrays, which
-        computes each position separately.
-      *arrays: Arrays `[batch, length, ...]`.
-      chunk_size: Number of positions of each row that the function gets at once.
-    """
-    length = arrays[0].shape[1]
-    num_chunks = math.ceil(length / chunk_size)
-    # In a scan, XLA cannot merge the recomputation with the forward pass.
-    run = jax.checkpoint(lambda chunk: function(*chunk), prevent_cse=False)
-    chunks = jax.lax.map(run, [_split(array, num_chunks) for array in arrays])
-    return jax.tree.map(lambda x: _join(x, length), chunks)
-
-
-def _split(x: jax.Array, num_chunks: int) -> jax.Array:
-    """Split `[batch, length, ...]` into `[num_chunks, batch, positions, ...]`.
-
-    A chunk takes every num_chunks-th position, so that a sharded length axis stays sharded within
-    each chunk; contiguous chunks would lie on one device each.
-    """
-    batch, length, *rest = x.shape
-    positions = math.ceil(length / num_chunks)
-    widths = [(0, 0)] * x.ndim
-    widths[1] = (0, positions * num_chunks - length)
-    padded = jnp.pad(x, widths)
-    return jnp.moveaxis(padded.reshape(batch, positions, num_chunks, *rest), 2, 0)
-
-
-def _join(x: jax.Array, length: int) -> jax.Array:
-    """Undo `_split` for `[num_chunks, batch, positions, ...]`."""
-    num_chunks, batch, positions, *rest = x.shape
-    return jnp.moveaxis(x, 0, 2).reshape(batch, positions * num_chunks, *rest)[:, :length]
 
 
 def weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:

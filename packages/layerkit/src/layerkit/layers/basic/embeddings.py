@@ -8,9 +8,10 @@ last two: float32 logits with an optional bias and soft cap, and the losses of
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
-from functools import partial
+from operator import truediv
 from typing import Any, ClassVar
 
 import jax
@@ -30,20 +31,19 @@ from layerkit.config.checks import (
 from layerkit.config.hparams import Conditions
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.dots import merge_tokens
+from layerkit.ops.linear_losses import TokenChunks, class_logits, map_logits
 from layerkit.ops.losses import (
     TokenLosses,
     cross_entropy,
-    map_chunks,
     soft_cap,
     soft_cross_entropy,
     weighted_mean,
 )
 
-# From this size on, the logits of a row of 2048 take half a gigabyte, and as much again for their
-# gradient. Models with such a vocabulary have a billion weights and more, so that computing the
-# logits twice adds a few per cent to a step.
-_LARGE_VOCABULARY = 65_536
-_DEFAULT_CHUNK = 512
+_LOG = logging.getLogger(__name__)
+# In bytes. In smaller chunks, GPUs would spend a larger share of the time on the gradient of the
+# class vectors, which is read and written by each chunk.
+_LARGEST_LOGITS = 2**30
 
 
 def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
@@ -61,33 +61,6 @@ def lookup(table: jax.Array, ids: jax.Array) -> jax.Array:
     rows = table.astype(jnp.promote_types(table.dtype, jnp.float32)).at[ids]
     vectors = rows.get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
     return vectors.astype(table.dtype)
-
-
-@jax.custom_jvp
-def class_logits(hidden: jax.Array, weight: jax.Array) -> jax.Array:
-    """Multiply hidden states by the vector of every class, accumulated in float32.
-
-    Args:
-      hidden: `[..., dims]`.
-      weight: `[num_classes, dims]` in the dtype of `hidden`.
-
-    Returns:
-      Logits `[..., num_classes]`, float32.
-    """
-    return jnp.einsum("...d,vd->...v", hidden, weight, preferred_element_type=jnp.float32)
-
-
-# JAX would multiply the float32 gradient of bfloat16 logits by bfloat16 operands, which no
-# accelerator does at full speed. This derivative has the dtype of the operands, so the backward
-# pass rounds the gradient to that dtype first.
-@class_logits.defjvp
-def _class_logits_jvp(
-    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    (hidden, weight), (hidden_dot, weight_dot) = primals, tangents
-    tangent = jnp.einsum("...d,vd->...v", hidden_dot, weight)
-    tangent += jnp.einsum("...d,vd->...v", hidden, weight_dot)
-    return class_logits(hidden, weight), tangent.astype(jnp.float32)
 
 
 def _class_vector_hparams(layer: Embedding | SharedEmbeddingSoftmax) -> WeightHParams:
@@ -171,9 +144,9 @@ class ClassSoftmax(BaseLayer):
       entropy_loss_weight: Weight of the negative entropy of the predictions in `loss`; see
         `losses.cross_entropy`.
       chunk_size: Number of positions of each row whose logits are in memory at once while the loss
-        is computed; None for 512 from 65,536 classes on, and for all below. Chunks save memory;
-        they cost computing the logits twice and, on a mesh, one reduction of the gradient of `w`
-        per chunk. Use few large chunks. A row that fits in one chunk costs nothing more.
+        is computed; None for as many as have logits of at most 1 GiB per device. Chunks cost no
+        further product with `w`, except for losses with a gradient of each token of its own, such
+        as those of preferences, which compute the logits twice. Use few large chunks.
       weight_axes: Logical axes of `w`.
       bias_axes: Logical axes of `b`.
       activation_axes: Logical axes of the logits; None leaves their layout to the compiler.
@@ -223,7 +196,7 @@ class ClassSoftmax(BaseLayer):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Map `[batch, length, input_dims]` to float32 logits `[batch, length, num_classes]`."""
-        return self.projection()(hidden)
+        return self.project(hidden, self.head())
 
     def fprop(
         self,
@@ -240,8 +213,8 @@ class ClassSoftmax(BaseLayer):
           labels: Integers `[batch, length]`. The loss of a label outside [0, num_classes) is NaN,
             which the means ignore if the weight is 0.
           weights: `[batch, length]`, at least 0; 0 for positions without a target. None for 1.
-          class_probabilities: Soft targets `[batch, length, num_classes]` in the place of labels.
-            The logits of all positions are then in memory at once, whatever `chunk_size` is.
+          class_probabilities: Soft targets `[batch, length, num_classes]` in the place of labels,
+            without gradients.
 
         Returns:
           A NestedMap; losses are in nats, float32:
@@ -261,49 +234,40 @@ class ClassSoftmax(BaseLayer):
         expected = "None with class_probabilities" if is_soft else "integers or class_probabilities"
         shape_of_labels = None if labels is None else list(labels.shape)
         require(is_soft == (labels is None), self, "labels", shape_of_labels, expected)
-        if class_probabilities is None:
-            assert labels is not None
-            losses, _ = self.token_losses(hidden, labels)
-        else:
-            expected, smoothing = "0 with class_probabilities", self.label_smoothing
-            require(not smoothing, self, "label_smoothing", smoothing, expected)
-            losses = soft_cross_entropy(
-                self.logits(hidden),
-                class_probabilities,
-                z_loss_weight=self.z_loss_weight,
-                entropy_loss_weight=self.entropy_loss_weight,
-            )
         if weights is None:
             weights = jnp.ones(hidden.shape[:-1], jnp.float32)
+        if is_soft:
+            expected, smoothing = "0 with class_probabilities", self.label_smoothing
+            require(not smoothing, self, "label_smoothing", smoothing, expected)
+        targets = class_probabilities if is_soft else labels
+        loss, (losses, _) = self._map_losses(hidden, weights, targets, is_soft=is_soft)
         if self.z_loss_weight:
             self.add_summary("z_loss", weighted_mean(losses.z_loss, weights))
         return NestedMap(
             xent=weighted_mean(losses.xent, weights),
-            loss=weighted_mean(losses.loss, weights),
+            loss=loss,
             total_weight=jnp.sum(weights.astype(jnp.float32)),
             per_token_xent=losses.xent,
             per_token_loss=losses.loss,
             correct=losses.correct,
         )
 
-    def projection(self, dtype: Any = None) -> Callable[[jax.Array], jax.Array]:
-        """Return the function `logits`, with the weights of this layer.
+    def head(self) -> tuple[jax.Array, jax.Array | None]:
+        """Return the vectors of the classes `[num_classes, input_dims]`, and the bias if any."""
+        return self.class_vectors(), self.theta.b if self.use_bias else None
 
-        It maps `[batch, length, input_dims]` to `[batch, length, num_classes]` also where Flax's
-        layers cannot be called, such as in a loop of JAX.
+    def project(self, hidden: jax.Array, head: tuple[jax.Array, jax.Array | None]) -> jax.Array:
+        """Map `[..., input_dims]` to `logits` `[..., num_classes]` with the weights of `head`.
 
-        Args:
-          dtype: Dtype of the weights, in which chunks sum gradients; None for theirs.
+        This method works also where Flax's layers cannot be called, such as in a loop of JAX.
         """
-        bias = self.theta.b if self.use_bias else None
-        weights = {"vectors": self.class_vectors(), "bias": bias}
-        return partial(self._project, **jax.tree.map(lambda x: x.astype(dtype or x.dtype), weights))
+        return self._finish(self._multiply(hidden, head[0]), head[1])
 
     def token_losses(
         self,
         hidden: jax.Array,
         labels: jax.Array,
-        compare: Callable[..., Any] = lambda logits: None,
+        compare: Callable[..., Any],
         *arrays: jax.Array,
     ) -> tuple[TokenLosses, Any]:
         """Compute the cross-entropy of each token, and another function of the logits.
@@ -311,34 +275,77 @@ class ClassSoftmax(BaseLayer):
         Args:
           hidden: `[batch, length, input_dims]`.
           labels: Integers `[batch, length]`.
-          compare: Function of the logits and `arrays`, which computes each position separately.
+          compare: Function of the logits and `arrays`, which computes each position separately. It
+            and what it closes over have no gradients except by the logits.
           *arrays: Arrays `[batch, length, ...]`, which are split into chunks as the logits are.
         """
-        chunk_size = self.chunk_size
-        if chunk_size is None and self.num_classes >= _LARGE_VOCABULARY:
-            chunk_size = _DEFAULT_CHUNK
+        weights = jnp.ones(labels.shape, jnp.float32)
+        return self._map_losses(hidden, weights, labels, *arrays, compare=compare)[1]
+
+    def _map_losses(
+        self,
+        hidden: jax.Array,
+        weights: jax.Array,
+        *arrays: Any,
+        is_soft: bool = False,
+        compare: Callable[..., Any] = lambda logits: None,
+    ) -> tuple[jax.Array, tuple[TokenLosses, Any]]:
+        """Return the weighted mean of the losses, and the results of `token_losses`.
+
+        The first of `arrays` are the labels, or soft targets if `is_soft`.
+        """
         names = ("label_smoothing", "z_loss_weight", "entropy_loss_weight")
-        options = {name: getattr(self, name) for name in names}
+        options = {name: getattr(self, name) for name in names[is_soft:]}
 
-        def losses_of(project: Any, hidden: jax.Array, labels: jax.Array, *arrays: Any) -> Any:
-            logits = project(hidden)
-            return cross_entropy(logits, labels, **options), compare(logits, *arrays)
+        def compute(product: jax.Array, bias: Any, targets: jax.Array, *arrays: Any) -> Any:
+            logits = self._finish(product, bias)
+            losses = (soft_cross_entropy if is_soft else cross_entropy)(logits, targets, **options)
+            return losses.loss, (losses, compare(logits, *arrays))
 
-        if chunk_size is None or hidden.ndim != 3 or hidden.shape[1] <= chunk_size:
-            return losses_of(self.projection(), hidden, labels, *arrays)
-        # float32, because the gradients of the chunks are summed in this dtype.
-        run = partial(losses_of, self.projection(jnp.float32))
-        return map_chunks(run, hidden, labels, *arrays, chunk_size=chunk_size)
+        chunks, head = self._chunks(hidden), self.head()
+        if chunks.num_chunks == 1:
+            losses, outputs = compute(self._multiply(hidden, head[0]), head[1], *arrays)
+            return weighted_mean(losses, weights), outputs
+        weights = weights.astype(jnp.float32)
+        total = jnp.sum(weights)
+        shares = weights / jnp.where(total > 0, total, 1.0)
+        return map_logits(compute, self._scale(hidden), head, shares, *arrays, chunks=chunks)
 
-    def _project(self, hidden: jax.Array, vectors: jax.Array, bias: jax.Array | None) -> jax.Array:
+    def _chunks(self, hidden: jax.Array) -> TokenChunks:
+        """Return the split of the tokens, and log it if there are several chunks."""
+        chunks, sharding = TokenChunks(), self.inherited("sharding")
+        if hidden.ndim != 3:
+            return chunks
+        if sharding is not None and self.activation_axes is not None:
+            chunks = TokenChunks(1, self.activation_axes, sharding)
+        length, shape = hidden.shape[1], (*hidden.shape[:2], self.num_classes)
+        num_bytes = 4 * math.prod(map(math.ceil, map(truediv, shape, chunks.shards)))
+        count = math.ceil(num_bytes / _LARGEST_LOGITS)
+        if self.chunk_size is not None:
+            count = math.ceil(length / self.chunk_size)
+        count = max(1, min(count, length))
+        if count > 1:
+            positions, size = math.ceil(length / count), num_bytes / 1e9
+            reason = "auto: above 1.1 GB" if self.chunk_size is None else "chunk_size"
+            _LOG.info(f"logits: {size:.1f} GB, {count} chunks of {positions} positions ({reason})")
+        return chunks._replace(num_chunks=count)
+
+    def _multiply(self, hidden: jax.Array, vectors: jax.Array) -> jax.Array:
+        tokens = merge_tokens(self, self._scale(hidden))
+        product = class_logits(tokens, self.cast(vectors))
+        return product.reshape(*hidden.shape[:-1], self.num_classes)
+
+    def _scale(self, hidden: jax.Array) -> jax.Array:
         check_last_axis(self, hidden, input_dims=self.input_dims)
-        tokens = merge_tokens(self, self.cast(hidden))
-        if self.logit_scale is not None:
-            tokens = tokens * self.logit_scale
-        logits = class_logits(tokens, self.cast(vectors))
-        logits = logits.reshape(*hidden.shape[:-1], self.num_classes)
+        hidden = self.cast(hidden)
+        return hidden if self.logit_scale is None else hidden * self.logit_scale
+
+    def _finish(self, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
+        """Return the logits of products with the head, `[..., num_classes]`."""
         if self.activation_axes is not None:
-            logits = self.constrain(logits, *self.activation_axes)
+            *names, classes = self.activation_axes
+            names += [None] * (logits.ndim - len(self.activation_axes))
+            logits = self.constrain(logits, *names, classes)
         if bias is not None:
             logits += bias.astype(jnp.float32)
         return soft_cap(logits, self.logit_soft_cap)
