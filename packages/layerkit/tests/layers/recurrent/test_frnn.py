@@ -21,7 +21,6 @@ from layerkit.layers import (
     LstmCell,
     StackedFrnn,
 )
-from layerkit.layers.recurrent.frnn import state_resets
 
 KEY = jax.random.key(0)
 INS, OUTS, HIDDEN = 4, 6, 8
@@ -230,12 +229,6 @@ def test_padding_before_between_and_after_tokens_keeps_the_state():
     expected, last = mix(layer, variables, X[:1, [1, 2, 4]])
     close(outputs[:, [1, 2, 4]], expected, 1e-6)
     jax.tree.map(functools.partial(close, bound=1e-6), state, last)
-    np.testing.assert_array_equal(
-        state_resets(jnp.array([[1, 1, 0, 1, 2, 0, 3]])), [[0, 0, 0, 0, 1, 0, 1]]
-    )
-    np.testing.assert_array_equal(
-        state_resets(jnp.array([[1, 1, 0, 1, 2, 0, 3]]), reverse=True), [[0, 0, 0, 1, 1, 0, 0]]
-    )
 
 
 def test_cell_state_is_float32_and_outputs_have_the_compute_dtype():

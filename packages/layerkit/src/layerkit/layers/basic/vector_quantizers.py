@@ -200,18 +200,16 @@ class VectorQuantizer(BaseVectorQuantizer):
 
 
 def codebook_usage(
-    codes: jax.Array, num_classes: int, *, is_token: jax.Array | None = None
+    codes: jax.Array, num_classes: int, *, is_token: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Return (perplexity, share of the entries that occur) of codes, means over their groups.
 
     Args:
       codes: int32 `[…, groups]`.
       num_classes: Number of entries.
-      is_token: bool `[…]`, False for padding; None if all are tokens.
+      is_token: bool `[…]`, False for padding.
     """
-    selected = jax.nn.one_hot(codes, num_classes)
-    if is_token is not None:
-        selected = selected * is_token[..., None, None]
+    selected = jax.nn.one_hot(codes, num_classes) * is_token[..., None, None]
     counts = jnp.einsum("...gv->gv", selected)
     frequencies = counts / jnp.maximum(jnp.sum(counts, axis=-1, keepdims=True), 1.0)
     entropy = jnp.sum(jax.scipy.special.entr(frequencies), axis=-1)

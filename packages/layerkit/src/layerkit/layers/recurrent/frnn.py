@@ -24,6 +24,7 @@ from layerkit.layers.attention.cache import Axes
 from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.recurrent.cells import BaseRnnCell, LstmCell
 from layerkit.layers.recurrent.token_mixer import State, TokenMixer
+from layerkit.ops.recurrence.linear_attention import document_starts
 from layerkit.ops.remat import check_remat_policy, remat_in_scan
 
 
@@ -83,7 +84,8 @@ class Frnn(TokenMixer):
             keys = jax.random.split(self.cell.next_prng_key(), x.shape[1])
         marks = None
         if segments is not None:
-            marks = (segments != 0, state_resets(segments, reverse=self.reverse))
+            order = -1 if self.reverse else 1
+            marks = (segments != 0, document_starts(segments[:, ::order])[:, ::order])
 
         def body(state: State, of_step: Any) -> tuple[State, jax.Array]:
             (inputs, marks), key = of_step
@@ -189,26 +191,6 @@ class StackedFrnn(TokenMixer):
             if self.has_residual and x.shape == inputs.shape:
                 x = x + inputs
         return x, after
-
-
-def state_resets(segments: jax.Array, *, reverse: bool = False) -> jax.Array:
-    """Return where the state of a packed row starts anew, bool `[batch, length]`.
-
-    That is the first token of each document but the first of the row, which continues the state
-    before the row. Praxis' `reset_mask` is the complement, and marks the first document, too.
-
-    Args:
-      segments: int32 `[batch, length]`, documents; 0 is padding.
-      reverse: True for steps from the last position to the first.
-    """
-
-    def newest(before: jax.Array, here: jax.Array) -> jax.Array:
-        return jnp.where(here == 0, before, here)
-
-    last = jax.lax.associative_scan(newest, segments, axis=1, reverse=reverse)
-    before = last[:, 1:] if reverse else last[:, :-1]
-    before = jnp.pad(before, ((0, 0), (0, 1) if reverse else (1, 0)))
-    return (before != 0) & (segments != 0) & (before != segments)
 
 
 def _where(condition: jax.Array, yes: State, no: State) -> State:
