@@ -47,6 +47,7 @@ from layerkit_runner.tools.plan.compiling import (
 )
 from layerkit_runner.tools.plan.hardware import DeviceKind, Target, parse_target
 from layerkit_runner.tools.plan.memory import step_memory, tensor_memory
+from layerkit_runner.tools.plan.memory_traffic import memory_traffic
 from layerkit_runner.tools.plan.targets import described_kind, target_devices
 
 # Fields that differ from GPT-3 Small.
@@ -75,7 +76,7 @@ DTYPES: Mapping[str, str | None] = {
     "int8": "int8",
 }
 
-_NUM_BATCHES = 4
+_NUM_BATCHES, _LARGEST = 4, 10
 _WARM_UP_STEPS, _WARM_UP_SECONDS = 3, 2.0
 _CUSTOM_CALL = re.compile(r'custom_call_target="([^"]+)"')
 # Prefix of XLA's cuBLAS calls, such as `__cublas$lt$matmul$f8`. Other products are `dot` ops.
@@ -208,6 +209,8 @@ def predictions(traced: Traced, step: CompiledStep, device: DeviceKind) -> dict[
         work, device, model_flops_per_device=flops / mesh.size, tokens=rows * length
     )
     notes = [note for note in traced.notes if note.startswith("attention backend")]
+    accesses = memory_traffic(step.hlo_text)
+    copies = [access for access in accesses if access.is_copy]
     return {
         "num_params": num_params(traced.state.params),
         "tokens_per_device": rows * length / mesh.size,
@@ -218,6 +221,9 @@ def predictions(traced: Traced, step: CompiledStep, device: DeviceKind) -> dict[
         "state_bytes": memory.weights + memory.non_trainable + memory.optimizer,
         "temporary_bytes": memory.temporaries,
         "predicted_bytes": memory.peak,
+        "accessed_bytes": sum(access.bytes for access in accesses),
+        "copied_bytes": sum(access.bytes for access in copies),
+        "largest_copies": [dataclasses.asdict(access) for access in copies[:_LARGEST]],
         "usable_bytes": device.usable_bytes,
         # The bound uses the bfloat16 peak, which fp8 may exceed.
         "least_ms": None if bounds.step_seconds is None else 1e3 * bounds.step_seconds,
@@ -238,17 +244,21 @@ def products(hlo_text: str) -> dict[str, int]:
 
 
 def compiled_row(resolved: ResolvedExperiment, target: Target) -> dict[str, Any]:
-    """Compile a case for devices that may be on another machine, and return its row."""
+    """Compile a case for devices that may be on another machine, and return its row.
+
+    Compile seconds are of processor time, which other work on the machine does not change.
+    """
     devices = target_devices(target)
     with tracing_for(devices[0]):
         traced = trace(resolved, devices)
-        began = time.perf_counter()
+        began = time.process_time()
         lowered = traced.program.lower()
     step = compile_step(lowered, platform=devices[0].platform, is_here=False)
+    seconds = time.process_time() - began
     row = predictions(traced, step, described_kind(target, devices))
     fits = row["predicted_bytes"] <= row["usable_bytes"]
     status = "compiled" if fits else "does not fit"
-    return {"status": status, "compile_seconds": time.perf_counter() - began, **row}
+    return {"status": status, "compile_seconds": seconds, **row}
 
 
 def measured_row(

@@ -51,7 +51,8 @@ _QUICK = {
 _GIGA = 1e9
 _CASE_COLUMNS = f"{'model':<6}{'dtype':<13}{'attention':<13}{'remat':<15}{'rows':>5}"
 _COMPILED_COLUMNS = (
-    f"{'peak GB':>9}{'state GB':>10}{'temporary GB':>14}{'8-bit products':>16}{'least ms':>10}"
+    f"{'peak GB':>9}{'state GB':>10}{'temporary GB':>14}{'copied GB':>15}{'8-bit products':>16}"
+    f"{'least ms':>10}{'compiler s':>12}"
 )
 _MEASURED_COLUMNS = (
     f"{'ms':>8}{'quartiles':>17}{'tokens/s':>10}{'TFLOP/s':>9}{'MFU':>8}{'peak GB':>9}"
@@ -200,9 +201,11 @@ def line_of(row: dict[str, Any]) -> str:
 def _compiled_numbers(row: dict[str, Any]) -> str:
     # The lower bound uses the bfloat16 peak, so it does not apply to others.
     least = f"{row['least_ms']:.2f}" if row["case"]["dtype"] == "bf16" else ""
+    copied = f"{row['copied_bytes'] / _GIGA:.2f} of {row['accessed_bytes'] / _GIGA:.1f}"
     return (
         f"{row['predicted_bytes'] / _GIGA:>9.2f}{row['state_bytes'] / _GIGA:>10.2f}"
-        f"{row['temporary_bytes'] / _GIGA:>14.2f}{_products_text(row):>16}{least:>10}"
+        f"{row['temporary_bytes'] / _GIGA:>14.2f}{copied:>15}{_products_text(row):>16}{least:>10}"
+        f"{row['compile_seconds']:>12.1f}"
     )
 
 

@@ -24,6 +24,7 @@ SIZES = {
 }
 REDUCED = [f"--fdl.{name}={value}" for name, value in SIZES.items()]
 # Query, key, value, attention output and two feed-forward products; forward and both gradients.
+# Layers are unrolled on GPUs, and the body of a loop on TPUs.
 PRODUCTS_OF_LAYERS = 6 * 3
 
 pytestmark = pytest.mark.slow
@@ -77,12 +78,26 @@ def test_cases_compile_for_an_h100(tmp_path):
     environment, *rows = map(json.loads, file.read_text().splitlines())
     assert environment["devices"] == ["NVIDIA H100 80GB HBM3"]
     assert [row["case"]["dtype"] for row in rows] == ["bf16", "fp8_delayed"]
-    assert [row["products"]["8-bit"] for row in rows] == [0, PRODUCTS_OF_LAYERS]
+    products = PRODUCTS_OF_LAYERS * SIZES["NUM_LAYERS"]
+    assert [row["products"]["8-bit"] for row in rows] == [0, products]
     for row in rows:
         assert row["status"] == "compiled", row
         assert row["attention"] == "pallas (as requested)"
         assert row["custom_calls"]["__gpu$xla.gpu.triton"] > 0
         assert row["state_bytes"] < row["predicted_bytes"] < row["usable_bytes"]
+
+
+def test_step_for_an_h100_has_no_large_copies(tmp_path):
+    if not any(map(importlib.util.find_spec, ["jax_cuda12_plugin", "jax_cuda13_plugin"])):
+        pytest.skip("JAX's CUDA plugin is not installed: pip install 'layerkit-runner[plan-cuda]'")
+    file = tmp_path / "rows.jsonl"
+    sizes = {"NUM_LAYERS": 4, "MODEL_DIMS": 128, "HIDDEN_DIMS": 512, "MAX_SEQ_LEN": 1024}
+    flags = ["--compile_only", "--models=126m", "--dtypes=bf16", "--backends=auto", "--rows=8"]
+    flags += ["--remat=none", f"--json={file}", *REDUCED]
+    done = run("accelerators.py", *flags, *(f"--fdl.{name}={size}" for name, size in sizes.items()))
+    assert done.returncode == 0, done.stderr
+    _, row = map(json.loads, file.read_text().splitlines())
+    assert row["largest_copies"][0]["bytes"] < 0.01 * row["accessed_bytes"]
 
 
 def test_cases_compile_for_a_tpu(tmp_path):

@@ -49,7 +49,10 @@ def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
     Raises:
       ConfigError: The cap is not positive.
     """
-    return logits if cap is None else save_slopes(functools.partial(_capped, cap=cap), logits)
+    if cap is None:
+        return logits
+    # Logits are the largest arrays: XLA may compute the slopes again.
+    return save_slopes(functools.partial(_capped, cap=cap), logits, has_policy=True)
 
 
 def _capped(logits: jax.Array, *, cap: float) -> jax.Array:

@@ -251,8 +251,9 @@ ElementWise = Callable[..., jax.Array]
 """A function of arrays `[...]` of one shape that computes each element separately."""
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def save_slopes(function: ElementWise, *arrays: jax.Array) -> jax.Array:
+def save_slopes(
+    function: ElementWise, *arrays: jax.Array, has_policy: bool | None = None
+) -> jax.Array:
     """Return `function(*arrays)`, whose backward pass keeps one array per argument.
 
     It keeps the partial derivatives, in the dtype of the result.
@@ -260,13 +261,23 @@ def save_slopes(function: ElementWise, *arrays: jax.Array) -> jax.Array:
     Args:
       function: Differentiable element-wise function that closes over no arrays.
       *arrays: Arrays `[...]` of one shape.
+      has_policy: Whether the backward pass computes the function again; None for the value of
+        `is_in_remat`.
     """
+    return _save_slopes(function, is_in_remat() if has_policy is None else has_policy, *arrays)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _save_slopes(function: ElementWise, _: bool, *arrays: jax.Array) -> jax.Array:  # noqa: FBT001
     return function(*arrays)
 
 
-@save_slopes.defjvp
+@_save_slopes.defjvp
 def _save_slopes_jvp(
-    function: ElementWise, arrays: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+    function: ElementWise,
+    has_policy: bool,  # noqa: FBT001
+    arrays: tuple[jax.Array, ...],
+    tangents: tuple[jax.Array, ...],
 ) -> tuple[jax.Array, jax.Array]:
     terms = []
     for index, (x, tangent) in enumerate(zip(arrays, tangents, strict=True)):
@@ -275,5 +286,8 @@ def _save_slopes_jvp(
             return function(*arrays[:index], x, *arrays[index + 1 :])
 
         outputs, slope = jax.jvp(of_one, (x,), (jnp.ones_like(x),))
+        if not has_policy:
+            # XLA would otherwise keep several steps of the formula and compute the slope from them.
+            slope = jax.lax.optimization_barrier(slope)
         terms.append((slope * tangent).astype(outputs.dtype))
     return outputs, functools.reduce(jnp.add, terms)

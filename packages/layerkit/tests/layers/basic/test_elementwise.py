@@ -14,6 +14,7 @@ from layerkit.base.base_layer import BaseLayer
 from layerkit.config import sub_config_field
 from layerkit.layers.basic import elementwise as activations
 from layerkit.layers.basic.elementwise import Dropout, StochasticResidual
+from layerkit.ops.remat import save_slopes
 
 X = np.array([[-3.0, -0.5, 0.0], [0.25, 1.0, 7.0]], np.float32)
 NORMAL_CDF = np.vectorize(lambda x: 0.5 * (1.0 + math.erf(x / math.sqrt(2.0))))
@@ -288,3 +289,11 @@ def test_droppath_is_a_sum_in_evaluation_or_at_rate_zero():
         np.testing.assert_array_equal(layer.apply({}, x, branch), x + branch)
     evaluated = StochasticResidual(rate=0.0).apply({}, x, branch, rate=jnp.float32(0.5))
     np.testing.assert_array_equal(evaluated, x + branch)
+
+
+@pytest.mark.parametrize("has_policy", [False, True])
+def test_slope_is_kept_unless_a_policy_computes_it_again(*, has_policy):
+    x = jnp.linspace(-2.0, 2.0, 9)
+    gradient = jax.grad(lambda x: jnp.sum(save_slopes(jnp.tanh, x, has_policy=has_policy)))
+    assert ("optimization_barrier" in str(jax.make_jaxpr(gradient)(x))) is not has_policy
+    np.testing.assert_allclose(gradient(x), 1 - np.tanh(x) ** 2, rtol=1e-5)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from layerkit.base.base_layer import AUX_LOSS, CACHE, NON_TRAINABLE, SUMMARIES, BaseLayer
 from layerkit.base.sharding import DEFAULT_RULES, BoundSharding
@@ -187,6 +188,19 @@ def test_few_copies_are_unrolled_on_one_cpu(num_devices, copies, is_loop):
     program = jax.jit(layer.apply).lower(variables, X).as_text()
     assert ("stablehlo.while" in program) is is_loop
     np.testing.assert_allclose(layer.apply(variables, X), loop.apply(variables, X), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("copies", "remat", "is_loop"),
+    [(24, "none", False), (25, "none", True), ((2, 3), "none", True), (3, "full", True)],
+)
+def test_few_copies_without_rematerialization_are_unrolled_on_gpus(copies, remat, is_loop):
+    kind = AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
+    layer = repeated(copies, remat=remat)
+    variables = layer.init(KEY)
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
+        program = jax.jit(layer.apply).trace(variables, X).lower(lowering_platforms=("cuda",))
+    assert ("stablehlo.while" in program.as_text()) is is_loop
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 2)])

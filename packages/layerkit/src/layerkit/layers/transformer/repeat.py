@@ -13,16 +13,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from layerkit.base.base_layer import COLLECTIONS, PARAMS, RANDOM, BaseLayer
-from layerkit.base.sharding import BoundSharding, is_single_cpu
+from layerkit.base.sharding import BoundSharding, is_single_cpu, model_device
 from layerkit.config import Config, is_config, sub_config_field
 from layerkit.config.checks import check_sizes, require
-from layerkit.ops.remat import check_remat_policy, remat
+from layerkit.ops.remat import check_remat_policy, is_in_remat, remat
 
-# Compile time grows with the copies: by a half for 12 small layers on two cores.
-_MOST_UNROLLED = 12
+# Compile time grows with the copies: by a half for 12 small layers on a CPU, and to three times for
+# 12 layers on a GPU. A GPU's step gains more, and a longer run waits for the compiler.
+_MOST_ON_CPU, _MOST_ON_GPU = 12, 24
 
 
 class Repeat(BaseLayer):
@@ -42,8 +43,8 @@ class Repeat(BaseLayer):
         pipeline.
       remat: Name of the rematerialization policy of each copy; see `layerkit.ops.remat`.
       unroll: Number of copies in one iteration of the (innermost) loop. None for all of up to 12
-        copies without rematerialization on a single CPU, where a loop copies what it saves for the
-        backward pass, and else 1.
+        copies on a single CPU, or 24 on GPUs, without rematerialization, and else 1. A loop copies
+        what it saves for the backward pass; on GPUs, more so with several copies in an iteration.
     """
 
     sub_tpl: Config[BaseLayer] = sub_config_field(None)
@@ -138,12 +139,11 @@ class Repeat(BaseLayer):
         """Return the number of copies in one iteration of the innermost loop."""
         if self.unroll is not None:
             return self.unroll
-        copies = self.stacked_shape[-1]
         # Outside of loops, XLA's CPU backend merges the recomputation with the first computation.
-        is_unrolled = self.remat == "none" and is_unrolled_by_default(
-            self.inherited("sharding"), copies
-        )
-        return copies if is_unrolled else 1
+        if self.remat != "none" or is_in_remat() or len(self.stacked_shape) > 1:
+            return 1
+        (copies,) = self.stacked_shape
+        return copies if is_unrolled_by_default(self.inherited("sharding"), copies) else 1
 
     def _scan(self, body: Any, *, unroll: int = 1) -> Any:
         """Return `body(sub, carry, own)` as a scan, or as nested scans, outermost axis first."""
@@ -154,13 +154,17 @@ class Repeat(BaseLayer):
 
 
 def is_unrolled_by_default(sharding: BoundSharding | None, copies: int) -> bool:
-    """Return whether repeated layers are unrolled: few copies on a single CPU.
+    """Return whether repeated layers are unrolled: few copies on a single CPU or on GPUs.
 
     Args:
       sharding: Sharding that the layer is bound to; None or without a mesh for JAX's devices.
       copies: Number of copies.
     """
-    return copies <= _MOST_UNROLLED and is_single_cpu(sharding)
+    if is_single_cpu(sharding):
+        return copies <= _MOST_ON_CPU
+    if sharding is not None and isinstance(sharding.mesh, AbstractMesh):
+        return False
+    return bool(model_device(sharding).platform == "gpu") and copies <= _MOST_ON_GPU
 
 
 def lift_options(axis: str) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def live_memory(hlo_text: str) -> LiveMemory | None:
         if "transpose(" in instruction.rest and "broadcast_in_dim" not in instruction.rest:
             backward.append(at)
     counts = collections.Counter(
-        (-buffer.size, _traced_name(buffer.instruction), buffer.shape)
+        (-buffer.size, traced_name(buffer.instruction), buffer.shape)
         for buffer in peak
         if buffer.size
     )
@@ -149,7 +149,8 @@ def _result(instruction: Instruction, hlo_type: str, operands: list[_Elements]) 
     ]
 
 
-def _traced_name(instruction: Instruction) -> str:
+def traced_name(instruction: Instruction) -> str:
+    """Return the short traced name of an instruction, or its own name if it has none."""
     traced = _OP_NAME.search(instruction.rest)
     return short_name(traced[1]) if traced else instruction.name
 
