@@ -15,6 +15,7 @@ from layerkit_experiments.lm import (
     bert,
     c4,
     c4_multislice,
+    hybrid,
     jaxformer,
     llama,
     lm_cloud,
@@ -40,7 +41,7 @@ FIELDS = {
     "PERCORE_BATCH_SIZE": 1.0,  # on eight devices, the rows that one has
 }
 # The experiments of these modules are alike.
-LANGUAGE_MODELS = (c4, c4_multislice, lm_cloud, pile, quickstart)
+LANGUAGE_MODELS = (c4, c4_multislice, hybrid, lm_cloud, pile, quickstart)
 OTHERS = (bert, jaxformer, llama, moe, open_models, numbers, wmt, digits, imagenet)
 
 

@@ -1,0 +1,42 @@
+"""Hybrids: patterns of layers with attention and with mixers that carry a state."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from layerkit import layers
+from layerkit.config import Config
+from layerkit_experiments.recipes.language_model import decoder, repeat_layers
+
+Mixer = Literal["attention", "gated_delta_net", "kimi_delta_attention", "mamba2"]
+
+_MIXERS = {
+    "gated_delta_net": "GatedDeltaNet",
+    "kimi_delta_attention": "KimiDeltaAttention",
+    "mamba2": "Mamba2",
+}
+
+
+def hybrid_decoder(fields: Any) -> Config:
+    """Return the config of a `decoder` whose layers repeat the mixers of MIXERS.
+
+    Mixers have NUM_HEADS states of the size of a head of attention.
+    """
+    model = decoder(fields)
+    plain = model.lm_tpl.stack_tpl.layer_tpl
+    head = fields.DIMS_PER_HEAD or fields.MODEL_DIMS // fields.NUM_HEADS
+    pattern = []
+    for name in fields.MIXERS:
+        layer = plain.clone()
+        if name != "attention":
+            layer.attention_tpl = Config(
+                getattr(layers, _MIXERS[name]),
+                num_key_heads=fields.NUM_HEADS,
+                num_value_heads=fields.NUM_HEADS,
+                key_dim_per_head=head,
+                value_dim_per_head=head,
+                output_tpl=plain.attention_tpl.output_tpl.clone(),
+            )
+        pattern.append(layer)
+    repeat_layers(model, *pattern)
+    return model
