@@ -49,6 +49,7 @@ PAGES = [
             "recurrent.md",
             "tasks_and_learners.md",
             "transformers.md",
+            "vision.md",
         )
     ),
 ]

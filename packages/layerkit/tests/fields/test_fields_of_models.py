@@ -61,7 +61,18 @@ PREFERENCES = NestedMap(
 )
 JUDGEMENTS = NestedMap(answer=ROWS, is_desirable=IDS[:, 0] % 2)
 
+TOWER = Config(L.VisionTransformer, model_dims=8, hidden_dims=8, num_heads=4, position_grid=(2, 2))
+TOWER.set(pool_tpl=Config(L.GlobalPooling), patch_tpl=Config(L.PatchEmbedding, patch_size=1))
+IMAGES = jnp.broadcast_to(NUMBERS[:, :4].reshape(BATCH, 2, 2, 1), (BATCH, 2, 2, 3))
+
 EXAMPLES = [
+    of(
+        M.ContrastiveModel,
+        {"vision_tpl": TOWER, "text_tpl": small(M.TransformerLm), "embed_dims": 4},
+        model(NestedMap(images=IMAGES, ids=IDS)),
+        text_end_id=3,
+        loss_tpl=Config(L.ContrastiveLoss, kind="sigmoid"),
+    ),
     Example(
         small(M.TransformerLm),
         lm,

@@ -68,6 +68,7 @@ EXAMPLES = [
         L.PatchEmbedding,
         {"output_dims": 4, "patch_size": 2},
         on_images("channels"),
+        remainder=2,
         weight_axes=(None,) * 4,
         dot_tpl=Config(Fp8Dot),
     ),
@@ -75,6 +76,13 @@ EXAMPLES = [
         L.AttentionPooling,
         {"input_dims": 4, "hidden_dims": 4, "num_heads": 2},
         lambda layer: layer(IMAGES[:, 0, :, : layer.input_dims]),
+    ),
+    of(
+        L.ContrastiveLoss,
+        {},
+        lambda layer: layer(IMAGES[:, 0, 0], IMAGES[:, 1, 0]),
+        kind="sigmoid",
+        initial_scale=2.0,
     ),
     of(
         L.VisionTransformer,

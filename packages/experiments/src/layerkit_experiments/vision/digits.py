@@ -1,4 +1,4 @@
-"""A small convolutional network on synthetic digits or MNIST."""
+"""A small convolutional network or vision Transformer on synthetic digits or MNIST."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 from flax import linen as nn
 
 from layerkit.config import Config
-from layerkit.layers import FlaxModule
+from layerkit.layers import FlaxModule, VisionTransformer
 from layerkit.models import ClassificationModel
 from layerkit_experiments.recipes.training import TrainedExperiment, train_config
 from layerkit_inputs import GeneratedDigits, IdxImages
@@ -83,14 +83,17 @@ class DigitClassifier(TrainedExperiment, abstract=True):
             GeneratedDigits.HParams.config(name="heldout", num_examples=self.NUM_HELDOUT, **rows),
         ]
 
-    def task(self) -> Config:
-        """Return the config of the task."""
-        network = FlaxModule.HParams.config(
+    def network(self) -> Config:
+        """Return the config of the network from images to features."""
+        return FlaxModule.HParams.config(
             module_tpl=Config(SmallConvNet, channels=tuple(self.CHANNELS), features=self.FEATURES),
             example_shapes=((1, *_IMAGE),),
             kernels=(".*/kernel",),
         )
-        model = ClassificationModel.HParams.config(network_tpl=network)
+
+    def task(self) -> Config:
+        """Return the config of the task."""
+        model = ClassificationModel.HParams.config(network_tpl=self.network())
         model.softmax_tpl.set(input_dims=self.FEATURES, num_classes=10)
         return SingleTask.HParams.config(
             name="digits", model=model, train=train_config(self, self.learner())
@@ -103,6 +106,30 @@ class Digits(DigitClassifier):
     MAX_STEPS = 300
     EVAL_INTERVAL_STEPS = 100
     CHECKPOINT_EVERY_N_STEPS = 150
+
+
+class DigitsViT(Digits):
+    """Synthetic digits, by a vision Transformer of four layers over patches of 7 × 7 pixels."""
+
+    FEATURES = 64
+    MAX_STEPS = 1000
+    LEARNING_RATE = 2e-3
+    EVAL_INTERVAL_STEPS = 250
+    CHECKPOINT_EVERY_N_STEPS = 500
+
+    unused_fields = ("CHANNELS",)
+
+    def network(self) -> Config:
+        """Return the config of the network from images to features, averaged over patches."""
+        network = VisionTransformer.HParams.config(
+            model_dims=self.FEATURES,
+            hidden_dims=4 * self.FEATURES,
+            num_layers=4,
+            num_heads=4,
+            position_grid=(4, 4),
+        )
+        network.patch_tpl.set(patch_size=7, channels=1)
+        return network
 
 
 class Mnist(DigitClassifier):

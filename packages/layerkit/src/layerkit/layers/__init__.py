@@ -133,6 +133,7 @@ if TYPE_CHECKING:
     from layerkit.layers.transformer.transformer import (
         TransformerFeedForward as TransformerFeedForward,
     )
+    from layerkit.layers.vision.contrastive import ContrastiveLoss as ContrastiveLoss
     from layerkit.layers.vision.convolutions import Conv as Conv
     from layerkit.layers.vision.convolutions import ConvBNAct as ConvBNAct
     from layerkit.layers.vision.convolutions import ConvTranspose as ConvTranspose

@@ -9,6 +9,7 @@ from layerkit.config.lazy_names import lazy_names
 if TYPE_CHECKING:
     from layerkit.models.bert import BertModel as BertModel
     from layerkit.models.classification_model import ClassificationModel as ClassificationModel
+    from layerkit.models.contrastive_model import ContrastiveModel as ContrastiveModel
     from layerkit.models.distillation_model import DistillationModel as DistillationModel
     from layerkit.models.encoder_decoder import (
         TransformerEncoderDecoder as TransformerEncoderDecoder,

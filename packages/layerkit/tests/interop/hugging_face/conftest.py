@@ -394,6 +394,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+_TOWER = {
+    "hidden_size": 8,
+    "intermediate_size": 10,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "hidden_act": "gelu_new",
+    "layer_norm_eps": 1e-5,
+}
+_IMAGES = {**_TOWER, "image_size": 19, "patch_size": 6, "num_channels": 2}
+_TEXTS = {**_TOWER, "vocab_size": 12, "max_position_embeddings": 7}
+CONFIGS |= {
+    "vit": {**_IMAGES, "qkv_bias": True, "id2label": {"0": "LABEL_0", "1": "LABEL_1"}},
+    "clip": {"vision_config": _IMAGES, "text_config": _TEXTS, "projection_dim": 6},
+    "siglip": {"vision_config": _IMAGES, "text_config": _TEXTS},
+}
 for _name, _config in CONFIGS.items():
     _config["model_type"] = _name
 

@@ -577,7 +577,7 @@ def test_copies_are_the_tied_tensors_of_transformers(family):
     if family.model_type == "bart":
         inner = transformers.BartModel._tied_weights_keys
         tied = tied | {f"model.{copy}": f"model.{of}" for copy, of in inner.items()}
-    assert family.copies == tied
+    assert family.copies == (tied or {})
 
 
 def test_minicpm_is_granite_with_other_keys(tmp_path, parity_table):

@@ -65,11 +65,11 @@ _NO_EFFECT = frozenset({
     "cache_format", "capacity_factor", "chunk_size", "circular_repeats", "context_parallel",
     "decoder", "down_init", "dropout_rate", "droppath_rate", "dtype", "embedding_axes",
     "exchange_buffer_factor", "expert_exchange", "fprop_dtype", "gather_weights_once",
-    "grouped_matmul", "jitter", "kernel_blocks", "label_smoothing", "load_balance_weight",
-    "loss_weight", "microbatch_size", "num_groups", "num_microbatches", "num_stages",
-    "output_dropout_rate", "params_init", "remat", "router_z_weight", "score_bias_rate",
-    "sharding", "stacked_shape", "stage_remat", "stream_inputs", "train", "unmasked_ids",
-    "unroll", "weight_axes", "weight_init", "z_loss_weight",
+    "grouped_matmul", "initial_scale", "jitter", "kernel_blocks", "label_smoothing",
+    "load_balance_weight", "loss_weight", "microbatch_size", "num_groups", "num_microbatches",
+    "num_stages", "output_dropout_rate", "params_init", "remat", "router_z_weight",
+    "score_bias_rate", "sharding", "stacked_shape", "stage_remat", "stream_inputs", "train",
+    "unmasked_ids", "unroll", "weight_axes", "weight_init", "z_loss_weight",
 })
 # fmt: on
 # Products that round their factors. The weights themselves are not rounded.
@@ -343,7 +343,7 @@ def gather_tensor(pieces: Sequence[Piece], leaves: Mapping[Path, Any]) -> np.nda
     """Return a tensor in the memory of this host, from the pieces of weights that it has."""
     ours = [gather_part(leaves[piece.path], piece.index) for piece in pieces]
     parts = [piece.layout.to_theirs(part) for piece, part in zip(pieces, ours, strict=True)]
-    return np.ascontiguousarray(join_parts(pieces, parts))
+    return np.asarray(join_parts(pieces, parts), order="C")
 
 
 def gather_part(leaf: Any, index: Index) -> np.ndarray:

@@ -38,7 +38,7 @@ class Family:
       model_entries: Table from keys of config.json to fields of the model itself.
       token_ids: Special tokens of Transformers if the keys are left out, where they may be beyond a
         small vocabulary.
-      counts: Keys of config.json with the numbers of layers.
+      counts: Keys of config.json with the numbers of layers, such as `text_config.num_layers`.
       extra_layers: Keys of config.json with the number of layers behind the others, which a folder
         may lack.
       text_of: For a model of text and images, of which the text alone is read: `model_type` of the
@@ -116,7 +116,10 @@ class Family:
           UnsupportedModelError: The model has more layers than tensors.
         """
         for key in (*self.counts, *self.extra_layers):
-            self._check_count(key, content.get(key), num_tensors)
+            part: Any = content
+            for name in key.split("."):
+                part = part.get(name) if isinstance(part, Mapping) else None
+            self._check_count(key, part, num_tensors)
 
     def check_experts(self, model: Config, *, num_tensors: int) -> None:
         """Compare the number of experts with tensors of their own with a number of tensors.

@@ -19,7 +19,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from layerkit.base.base_layer import NON_TRAINABLE, PARAMS, BaseLayer
-from layerkit.config import Config, build, field_names
+from layerkit.config import Config, build, field_names, walk_configs
 from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face.compressed.tensors import KEY, compression_of, open_tensors
 from layerkit.interop.hugging_face.families import family_in
@@ -88,7 +88,8 @@ def model_config(
         error.owner = str(pathlib.Path(folder, error.owner or CONFIG))
         raise
     if not repeated:
-        _unroll(getattr(model, family.network_field))
+        for network in list(walk_configs(model)):
+            _unroll(network)
     return model.set(dtype=dtype, fprop_dtype=fprop_dtype)
 
 

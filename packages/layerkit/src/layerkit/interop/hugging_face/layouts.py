@@ -4,7 +4,8 @@ A layout is written in the notation of einops, with the axes of the stored tenso
 
     "(heads head_dim) embed -> embed heads head_dim"
 
-Axes in parentheses form one axis of the stored tensor; the first varies slowest. A layout changes
+Axes in parentheses form one axis of the stored tensor; the first varies slowest. `()` is an axis
+of size 1. A layout changes
 only the order of axes, so that a round trip is exact.
 """
 
@@ -90,7 +91,11 @@ class Layout:
         bounds = dict(zip(self.ours, ranges, strict=True))
         theirs: list[tuple[int, ...]] = []
         held: dict[str, tuple[int, ...]] = {name: (0, size) for name, size in sizes.items()}
-        for first, *rest in self.theirs:
+        for group in self.theirs:
+            if not group:
+                theirs.append((0, 1))
+                continue
+            first, *rest = group
             inner = math.prod(sizes[name] for name in rest)
             theirs.append((bounds[first][0] * inner, bounds[first][1] * inner))
             held[first] = bounds.pop(first)

@@ -29,11 +29,12 @@ from layerkit.ops.attention.masks import AttentionMask, row_positions
 from layerkit.ops.patches import image_to_patch, resize_grid
 
 _FEED_FORWARD: Any = {"has_bias": True, "activation_tpl": GELU.HParams.config(approximate=False)}
-_LAYER = Transformer.HParams.config(
+VIT_LAYER = Transformer.HParams.config(
     norm_tpl=LayerNorm.HParams.config(epsilon=1e-6),
     attention_tpl=MultiHeadAttention.HParams.config(use_bias=True),
     feed_forward_tpl=TransformerFeedForward.HParams.config(**_FEED_FORWARD),
 )
+"""Layer of vision Transformers, to be cloned: biases, norms before branches, and GELU."""
 
 
 class PatchEmbedding(BaseLayer):
@@ -45,6 +46,8 @@ class PatchEmbedding(BaseLayer):
       channels: Number of channels of the images.
       patch_size: Height and width of a patch in pixels.
       output_dims: Size of a vector.
+      remainder: Number of rows and columns of pixels at the ends that belong to no patch, such as 6
+        of 384 for patches of 14 (SigLIP).
       use_bias: True to add `b` `[output_dims]`, which starts at 0.
       weight_axes: Logical axes of `w` `[patch_size, patch_size, channels, output_dims]`.
       dot_tpl: `Dot` that multiplies; None for the plain product.
@@ -53,6 +56,7 @@ class PatchEmbedding(BaseLayer):
     channels: int = 3
     patch_size: int = 16
     output_dims: int = 0
+    remainder: int = 0
     use_bias: bool = True
     weight_axes: tuple[str | None, ...] = (None, None, None, "embed")
     dot_tpl: Config[Dot] | None = sub_config_field(None)
@@ -61,6 +65,7 @@ class PatchEmbedding(BaseLayer):
         """Create the weights."""
         sizes = {"channels": self.channels, "patch_size": self.patch_size}
         check_sizes(self, **sizes, output_dims=self.output_dims)
+        check_integers(self, minimum=0, remainder=self.remainder)
         shape = (self.patch_size, self.patch_size, self.channels, self.output_dims)
         weight = WeightHParams(shape, self.weight_axes, fan_in_dims=(0, 1, 2), fan_out_dims=(3,))
         self.create_variable("w", weight)
@@ -76,11 +81,10 @@ class PatchEmbedding(BaseLayer):
           ConfigError: `patch_size` does not divide height and width.
         """
         check_last_axis(self, images, channels=self.channels)
-        patches = image_to_patch(self.cast(images), self.patch_size)
+        height, width = (size - self.remainder for size in images.shape[1:3])
+        patches = image_to_patch(self.cast(images[:, :height, :width]), self.patch_size)
         vectors = matmul(self, patches, self.theta.w.reshape(-1, self.output_dims))
-        if self.use_bias:
-            vectors = add_bias(vectors, self.theta.b)
-        return self.constrain(vectors, "batch", "length", "act_embed")
+        return add_bias(vectors, self.theta.b) if self.use_bias else vectors
 
 
 class AttentionPooling(BaseLayer):
@@ -170,7 +174,7 @@ class VisionTransformer(BaseLayer):
     has_class_token: bool = False
     num_registers: int = 0
     embedding_norm_tpl: Config[BaseNormalization] | None = sub_config_field(None)
-    stack_tpl: Config[BaseLayer] = sub_config_field(StackedTransformer.HParams, layer_tpl=_LAYER)
+    stack_tpl: Config[BaseLayer] = sub_config_field(StackedTransformer.HParams, layer_tpl=VIT_LAYER)
     final_norm_tpl: Config[BaseNormalization] | None = sub_config_field(
         LayerNorm.HParams, epsilon=1e-6
     )

@@ -15,7 +15,7 @@ MODULES = (
     "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe", "llama4", "gemma", "gemma2", "gemma3",
     "gemma4", "phi3", "olmo2", "olmoe", "olmo3", "smollm3", "granite", "granite_moe_hybrid",
     "minicpm", "gpt_neox", "stablelm", "gptj", "cohere", "cohere2", "starcoder2", "seed_oss",
-    "ernie4_5", "t5", "bart", "bert", "roberta", "modernbert",
+    "ernie4_5", "t5", "bart", "bert", "roberta", "modernbert", "vit", "clip",
 )
 # fmt: on
 """Modules of the families, in the order in which export tries these."""

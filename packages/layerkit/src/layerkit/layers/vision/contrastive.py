@@ -1,0 +1,106 @@
+"""Losses of matching rows, such as images and their texts, with the other rows as negatives."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from layerkit.base.base_layer import BaseLayer
+from layerkit.base.weights import WeightHParams, WeightInit
+from layerkit.config.checks import check_positive
+from layerkit.config.nested_map import NestedMap
+
+
+class ContrastiveLoss(BaseLayer):
+    """The loss of pairs of vectors among all pairs of the global batch, with learned temperature.
+
+    The logit of a pair is exp(log_scale)·cos(image, text), plus a learned bias with `sigmoid`. Each
+    device computes the logits of its rows with the gathered vectors of all rows: of both sides for
+    `softmax`, of the texts for `sigmoid`. It is so under all meshes and partitioners. A
+    microbatch is compared with itself.
+
+    Attributes:
+      kind: `softmax` for the mean cross-entropy of both directions (CLIP; Radford et al., 2021,
+        arXiv:2103.00020); `sigmoid` for a binary loss of each pair, summed over texts (SigLIP; Zhai
+        et al., 2023, arXiv:2303.15343), whose bias starts at -10.
+      initial_scale: First value of exp(log_scale), the inverse of the temperature; None for that of
+        the paper, 1/0.07 or 10.
+    """
+
+    kind: Literal["softmax", "sigmoid"] = "softmax"
+    initial_scale: float | None = None
+
+    def setup(self) -> None:
+        """Create the logarithm of the scale and the bias, which weight decay spares."""
+        check_positive(self, initial_scale=self.initial_scale)
+        scale = self.initial_scale or {"softmax": 1 / 0.07, "sigmoid": 10.0}[self.kind]
+        values = {"log_scale": math.log(scale)}
+        if self.kind == "sigmoid":
+            values["bias"] = -10.0
+        for name, value in values.items():
+            self.create_variable(name, WeightHParams((), (), init=WeightInit.Constant(value)))
+
+    def fprop(
+        self, images: jax.Array, texts: jax.Array, *, weights: jax.Array | None = None
+    ) -> NestedMap:
+        """Compute the losses of pairs.
+
+        Args:
+          images: `[batch, dims]`, of any length.
+          texts: `[batch, dims]`; row i belongs to image i.
+          weights: float32 `[batch]`. Rows of weight 0 are no negatives. None for 1.
+
+        Returns:
+          `per_example_loss` float32 `[batch]` in nats, and `correct` bool `[batch]`, True
+          for images whose text has the highest logit.
+        """
+        images, texts = _normalize(images), _normalize(texts)
+        if weights is None:
+            weights = jnp.ones(len(images), jnp.float32)
+        counts = self._gather(weights) > 0
+        logits = self._logits(images, texts)
+        rows = jnp.arange(len(images))
+        if axes := _manual_axes():
+            rows += jax.lax.axis_index(axes) * len(images)
+        is_pair = rows[:, None] == jnp.arange(len(counts))
+        masked = jnp.where(counts | is_pair, logits, -jnp.inf)
+        if self.kind == "sigmoid":
+            pairs = -jax.nn.log_sigmoid(jnp.where(is_pair, logits, -logits))
+            losses = jnp.sum(jnp.where(counts | is_pair, pairs, 0.0), axis=1)
+        else:
+            others = jnp.where(counts | is_pair, self._logits(texts, images), -jnp.inf)
+            both = jnp.stack([masked, others])
+            matching = jnp.sum(jnp.where(is_pair, logits, 0.0), axis=1)
+            losses = jnp.mean(jax.nn.logsumexp(both, axis=-1), axis=0) - matching
+        return NestedMap(per_example_loss=losses, correct=jnp.argmax(masked, axis=1) == rows)
+
+    def _logits(self, rows: jax.Array, others: jax.Array) -> jax.Array:
+        """Return the logits float32 `[rows, all rows]` of this device's rows."""
+        scale = jnp.exp(self.theta.log_scale)
+        cosines = jnp.einsum(
+            "bd,cd->bc",
+            self.constrain(rows, "batch", None),
+            self._gather(others),
+            precision="highest",
+        )
+        logits = self.constrain(scale * cosines, "batch", None)
+        return logits + self.theta.bias if self.kind == "sigmoid" else logits
+
+    def _gather(self, x: jax.Array) -> jax.Array:
+        """Return the rows `[all rows, ...]` of all devices."""
+        if axes := _manual_axes():
+            return jax.lax.all_gather(x, axes, tiled=True)
+        return self.constrain(x, *(None,) * x.ndim)
+
+
+def _normalize(x: jax.Array) -> jax.Array:
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.maximum(jnp.sum(jnp.square(x), axis=-1, keepdims=True), 1e-24))
+
+
+def _manual_axes() -> tuple[str, ...]:
+    """Return the axes that split the rows in a `shard_map`, as under the pmap partitioner."""
+    return tuple(jax.sharding.get_abstract_mesh().manual_axes)
