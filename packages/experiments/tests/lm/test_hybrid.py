@@ -17,6 +17,8 @@ def test_mixers_are_those_of_the_period():
     stack = resolve(HybridText()).task.model.lm_tpl.stack_tpl
     kinds = [target_of(layer.attention_tpl).__name__ for layer in stack.block_tpls]
     assert kinds == ["GatedDeltaNet"] * 3 + ["MultiHeadAttention"]
+    stack = resolve(HybridText(MIXERS=("lstm", "attention"))).task.model.lm_tpl.stack_tpl
+    assert target_of(stack.block_tpls[0].attention_tpl).__name__ == "Frnn"
     stack = resolve(HybridText(MIXERS=("mamba2", "attention"))).task.model.lm_tpl.stack_tpl
     assert target_of(stack.block_tpls[0].attention_tpl).__name__ == "Mamba2"
     # The initial scale of residual branches is that of attention.

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from layerkit import layers
-from layerkit.config import Config
+from layerkit.config import Config, fields_of
 from layerkit_experiments.recipes.language_model import decoder, repeat_layers
 
-Mixer = Literal["attention", "gated_delta_net", "kimi_delta_attention", "mamba2"]
+Mixer = Literal["attention", "gated_delta_net", "kimi_delta_attention", "lstm", "mamba2"]
 
 _MIXERS = {
     "gated_delta_net": "GatedDeltaNet",
     "kimi_delta_attention": "KimiDeltaAttention",
+    "lstm": "Frnn",
     "mamba2": "Mamba2",
 }
 
@@ -20,7 +21,7 @@ _MIXERS = {
 def hybrid_decoder(fields: Any) -> Config:
     """Return the config of a `decoder` whose layers repeat the mixers of MIXERS.
 
-    Mixers have NUM_HEADS states of the size of a head of attention.
+    Mixers have NUM_HEADS states of the size of a head of attention; `lstm` has one of MODEL_DIMS.
     """
     model = decoder(fields)
     plain = model.lm_tpl.stack_tpl.layer_tpl
@@ -29,14 +30,16 @@ def hybrid_decoder(fields: Any) -> Config:
     for name in fields.MIXERS:
         layer = plain.clone()
         if name != "attention":
-            layer.attention_tpl = Config(
-                getattr(layers, _MIXERS[name]),
+            mixer = getattr(layers, _MIXERS[name])
+            sizes = fields_of(
+                mixer,
                 num_key_heads=fields.NUM_HEADS,
                 num_value_heads=fields.NUM_HEADS,
                 key_dim_per_head=head,
                 value_dim_per_head=head,
                 output_tpl=plain.attention_tpl.output_tpl.clone(),
             )
+            layer.attention_tpl = Config(mixer, **sizes)
         pattern.append(layer)
     repeat_layers(model, *pattern)
     return model
