@@ -37,6 +37,7 @@ from praxis.layers import (
     transformers,
 )
 from praxis_models import defaults, first_deviations, language_models
+from praxis_speech import speech
 from praxis_states import quantizers, recurrent
 from praxis_vision import convolution, networks, pooling
 
@@ -438,7 +439,7 @@ def main():
         add()
     for add in (language_models, first_deviations, defaults):
         add(record, run, RANDOM)
-    for add in (convolution, pooling, networks, recurrent, quantizers):
+    for add in (convolution, pooling, networks, recurrent, quantizers, speech):
         add(record)
     lines = [f"{json.dumps(name)}: {json.dumps(case)}" for name, case in CASES.items()]
     Path(sys.argv[1]).write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -19,9 +19,10 @@ from layerkit.layers.attention.biases import Alibi, RelativeBias
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.attention.latent import MultiHeadLatentAttention
 from layerkit.layers.attention.multi_head import CombinedProjection, MultiHeadAttention
+from layerkit.layers.attention.transformer_xl import TransformerXLAttention
 from layerkit.layers.basic.linears import Bias
 from layerkit.layers.basic.normalizations import LayerNorm, RmsNorm
-from layerkit.layers.basic.positions import RotaryPositionalEmbedding
+from layerkit.layers.basic.positions import PositionalEmbedding, RotaryPositionalEmbedding
 from layerkit.layers.quantization.fp8 import Fp8Dot
 from layerkit.ops.attention.masks import AttentionMask, row_positions
 from layerkit.testing import Change, Example, dead_fields, ignored_fields
@@ -84,27 +85,36 @@ HEADS = {
     "qk_norm_over": Change("projection", others={"qk_norm_tpl": Config(RmsNorm)}),
 }
 
+SELF_ATTENTION = dict(
+    rotary_tpl=ROTARY,
+    qk_norm_before_rotary=Change(
+        value=True, others={"qk_norm_tpl": Config(RmsNorm), "rotary_tpl": ROTARY}
+    ),
+    value_norm_tpl=Config(RmsNorm),
+    window=2,
+    look_ahead=2,
+    chunk=2,
+    query_growth=0.5,
+    query_growth_step=Change(2, others={"query_growth": 0.5}),
+    relative_bias_tpl=Config(RelativeBias),
+    qkv_tpl=Change(
+        CombinedProjection.HParams.config(dtype="bfloat16"), others={"combined_qkv": True}
+    ),
+    kv_layer=Change(1, refusal="kv_layer"),
+    cache_format="int8",
+    **HEADS,
+)
+
 EXAMPLES = [
     of(
-        MultiHeadAttention,
+        MultiHeadAttention, {"input_dims": DIMS, "num_heads": 4}, whole_and_cached, **SELF_ATTENTION
+    ),
+    of(
+        TransformerXLAttention,
         {"input_dims": DIMS, "num_heads": 4},
         whole_and_cached,
-        rotary_tpl=ROTARY,
-        qk_norm_before_rotary=Change(
-            value=True, others={"qk_norm_tpl": Config(RmsNorm), "rotary_tpl": ROTARY}
-        ),
-        value_norm_tpl=Config(RmsNorm),
-        window=2,
-        chunk=2,
-        query_growth=0.5,
-        query_growth_step=Change(2, others={"query_growth": 0.5}),
-        relative_bias_tpl=Config(RelativeBias),
-        qkv_tpl=Change(
-            CombinedProjection.HParams.config(dtype="bfloat16"), others={"combined_qkv": True}
-        ),
-        kv_layer=Change(1, refusal="kv_layer"),
-        cache_format="int8",
-        **HEADS,
+        position_tpl=PositionalEmbedding.HParams.config(max_timescale=100.0),
+        **{**SELF_ATTENTION, "qk_clip": Change(100.0, refusal="no effect")},
     ),
     of(
         CrossAttention,

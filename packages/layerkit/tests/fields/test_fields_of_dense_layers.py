@@ -32,6 +32,7 @@ ELSEWHERE = {
     "test_fields_of_attention.py": {"attention"},
     "test_fields_of_recurrent.py": {"recurrent"},
     "test_fields_of_stacks.py": {"moe", "transformer"},
+    "test_fields_of_speech.py": {"speech"},
     "test_fields_of_vision.py": {"vision"},
 }
 

@@ -64,6 +64,28 @@ JUDGEMENTS = NestedMap(answer=ROWS, is_desirable=IDS[:, 0] % 2)
 TOWER = Config(L.VisionTransformer, model_dims=8, hidden_dims=8, num_heads=4, position_grid=(2, 2))
 TOWER.set(pool_tpl=Config(L.GlobalPooling), patch_tpl=Config(L.PatchEmbedding, patch_size=1))
 IMAGES = jnp.broadcast_to(NUMBERS[:, :4].reshape(BATCH, 2, 2, 1), (BATCH, 2, 2, 3))
+SPEECH = NestedMap(
+    src=NestedMap(
+        features=jnp.tile(NUMBERS[:, None], (1, 16, 1)),
+        paddings=jnp.zeros((BATCH, 16)),
+        waveform=jnp.ones((BATCH, 1600)),
+        lengths=jnp.full(BATCH, 1600),
+    ),
+    tgt=NestedMap(labels=IDS[:, :2] % 7 + 1, paddings=jnp.zeros((BATCH, 2))),
+)
+ENCODER = Config(
+    L.ConformerEncoder, num_bins=8, num_channels=4, model_dims=8, hidden_dims=8, num_heads=4
+)
+SPEECH_FIELDS = {
+    "vocab_size": VOCAB,
+    "frontend_tpl": Config(L.LogMel, num_bins=8),
+    "encoder_tpl": ENCODER,
+}
+SPEECH_CHANGES = {
+    "frontend_tpl": None,
+    "augmenter_tpl": None,
+    "encoder_tpl": ENCODER.clone(is_causal=True),
+}
 
 EXAMPLES = [
     of(
@@ -154,6 +176,16 @@ EXAMPLES = [
         reference="none",
         decoder=Config(SampleDecoder, temperature=0.0, max_decode_steps=16),
     ),
+    of(M.CtcModel, SPEECH_FIELDS, model_and_decoding(SPEECH), **SPEECH_CHANGES),
+    of(
+        M.TransducerModel,
+        {**SPEECH_FIELDS, "joint_dims": 8, "chunk_size": 2},
+        model_and_decoding(SPEECH),
+        projection_tpl=Config(L.FeedForward),
+        activation_tpl=Config(L.ReLU),
+        chunk_size=1,
+        **SPEECH_CHANGES,
+    ),
     of(M.RewardModel, {"lm_tpl": small(M.TransformerLm)}, model(PREFERENCES)),
     of(
         M.DistillationModel,
@@ -172,7 +204,14 @@ EXAMPLES = [
 ]
 
 
-_SLOW = {M.SequenceModel, M.PreferenceModel, M.KtoModel, M.DistillationModel}
+_SLOW = {
+    M.CtcModel,
+    M.TransducerModel,
+    M.SequenceModel,
+    M.PreferenceModel,
+    M.KtoModel,
+    M.DistillationModel,
+}
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
         MultiHeadLatentAttention as MultiHeadLatentAttention,
     )
     from layerkit.layers.attention.multi_head import MultiHeadAttention as MultiHeadAttention
+    from layerkit.layers.attention.transformer_xl import (
+        TransformerXLAttention as TransformerXLAttention,
+    )
     from layerkit.layers.basic.batch_norm import BatchNorm as BatchNorm
     from layerkit.layers.basic.batch_norm import GroupNorm as GroupNorm
     from layerkit.layers.basic.dots import Dot as Dot
@@ -106,6 +109,11 @@ if TYPE_CHECKING:
     from layerkit.layers.recurrent.state_space import S5 as S5
     from layerkit.layers.recurrent.state_space import StateSpace as StateSpace
     from layerkit.layers.recurrent.token_mixer import TokenMixer as TokenMixer
+    from layerkit.layers.speech.conformer import Conformer as Conformer
+    from layerkit.layers.speech.conformer import ConformerEncoder as ConformerEncoder
+    from layerkit.layers.speech.conformer import LightConv1D as LightConv1D
+    from layerkit.layers.speech.log_mel import LogMel as LogMel
+    from layerkit.layers.speech.spectrum_augmenter import SpectrumAugmenter as SpectrumAugmenter
     from layerkit.layers.transformer.layer_inputs import GatedInput as GatedInput
     from layerkit.layers.transformer.layer_inputs import LayerInputs as LayerInputs
     from layerkit.layers.transformer.multi_token import MultiTokenModule as MultiTokenModule

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from layerkit.models.preference_model import PreferenceModel as PreferenceModel
     from layerkit.models.preference_model import RewardModel as RewardModel
     from layerkit.models.sequence_model import SequenceModel as SequenceModel
+    from layerkit.models.speech_model import CtcModel as CtcModel
+    from layerkit.models.speech_model import TransducerModel as TransducerModel
     from layerkit.models.transformer_lm import TransformerLm as TransformerLm
     from layerkit.models.weighted_metrics import example_weights as example_weights
     from layerkit.ops.losses import weighted_mean as weighted_mean

@@ -47,6 +47,8 @@ _PROJECTIONS = (
     "attention_out",
     "cross_attention_out",
     "feed_forward_out",
+    "feed_forward_start_out",
+    "conv_out",
 )
 # Outputs of the activation function in the feed-forward layer, wide.
 _HIDDEN = ("feed_forward_hidden",)

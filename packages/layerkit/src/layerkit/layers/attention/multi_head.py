@@ -149,6 +149,9 @@ class MultiHeadAttention(BaseAttention):
         with different windows by its pattern.
       chunk: Number of positions of a chunk, within which queries see keys; None for no chunks. A
         segment of a packed row starts at position 0 of its first chunk (Llama 4).
+      look_ahead: Number of positions of a chunk, up to whose end queries see keys under a causal
+        mask. `window` then counts from this end. A cached step has whole chunks, except for the
+        last. None for queries that see no later key.
       query_growth: Growth g of the factor 1 + g·ln(1 + ⌊(position + 1)/query_growth_step⌋) of
         queries, which keeps attention over many keys sharp (Nakanishi, 2025, arXiv:2501.19399;
         Llama 4); 0 for no factor.
@@ -187,6 +190,7 @@ class MultiHeadAttention(BaseAttention):
     values_are_keys: bool = False
     window: int | None = None
     chunk: int | None = None
+    look_ahead: int | None = None
     query_growth: float = 0.0
     query_growth_step: int = 8192
     relative_bias_tpl: Config[BaseLayer] | None = sub_config_field(None)
@@ -258,6 +262,7 @@ class MultiHeadAttention(BaseAttention):
 
             bias = add_bias_of_rows(self.relative_bias, bias, mask)
         mask = mask.within(self.window).split_chunks(self.chunk, positions)
+        mask = mask.look_ahead(self.look_ahead)
         return self._read(query, key, value, mask, bias, cached=False)
 
     def init_cache(self, batch_size: int, max_length: int) -> None:
@@ -334,7 +339,7 @@ class MultiHeadAttention(BaseAttention):
         if self.relative_bias_tpl is not None:
             relative = self.relative_bias(mask.query_positions[:1], mask.key_positions[:1])
             bias = relative if bias is None else relative + bias
-        mask = mask.within(self.window).split_chunks(self.chunk)
+        mask = mask.within(self.window).split_chunks(self.chunk).look_ahead(self.look_ahead)
         outputs = self._read(query, keys, values, mask, bias, cached=True)
         return jnp.where(time_step + num_tokens <= max_length, outputs, jnp.nan)
 

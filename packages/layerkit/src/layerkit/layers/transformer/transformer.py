@@ -233,7 +233,7 @@ class Transformer(BaseLayer):
 
     def _create_branch(self, name: str, template: Any, **sizes: Any) -> None:
         shares_norm = self.parallel_shares_norm and name != "attention"
-        norm_tpl = self.feed_forward_norm_tpl if name == "feed_forward" else None
+        norm_tpl = self.feed_forward_norm_tpl if name.startswith("feed_forward") else None
         norm_tpl = self.norm_tpl if norm_tpl is None else norm_tpl
         if self.norm_policy != "branch" and not shares_norm:
             self.create_child(f"{name}_norm", norm_tpl, dims=self.input_dims)
@@ -289,6 +289,7 @@ class Transformer(BaseLayer):
         segments = mask.query_segments
         is_token = None if segments is None else segments != 0
         branches["feed_forward"] = partial(self.feed_forward, **drop_none(is_token=is_token))
+        branches = self._order_branches(branches, mask=mask)
         return self._add_branches(x, branches, droppath_rate=droppath_rate, layer_input=layer_input)
 
     def init_cache(self, batch_size: int, max_length: int, memory: jax.Array | None = None) -> None:
@@ -345,7 +346,14 @@ class Transformer(BaseLayer):
                 self.cross_attention.extend_step, mask=memory_mask
             )
         branches["feed_forward"] = self.feed_forward
-        return self._add_branches(x, branches, layer_input=layer_input)
+        return self._add_branches(x, self._order_branches(branches), layer_input=layer_input)
+
+    def _order_branches(
+        self, branches: _Branches, *, mask: AttentionMask | None = None
+    ) -> _Branches:
+        """Return all branches in their order; `mask` is None in a step."""
+        del mask
+        return branches
 
     def _add_branches(
         self,
@@ -364,7 +372,7 @@ class Transformer(BaseLayer):
         for name, branch in branches.items():
             output = self._branch(name, branch, source if self.parallel else x)
             weight = self.residual_weight
-            if name == "feed_forward":
+            if name.startswith("feed_forward"):
                 weight *= self.feed_forward_residual_weight
             if weight != 1.0:
                 output = output * weight

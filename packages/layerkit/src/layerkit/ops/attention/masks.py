@@ -215,6 +215,25 @@ class AttentionMask:
             key_segments=split(self.key_segments, self.key_positions),
         )
 
+    def look_ahead(self, size: int | None) -> AttentionMask:
+        """Return this causal mask, in which a query sees all keys up to the end of its chunk.
+
+        A window counts from there, so that all queries of a chunk see the same keys, as in
+        streaming by chunks. None returns the mask unchanged.
+
+        Args:
+          size: Number of positions per chunk, counted from position 0.
+
+        Raises:
+          ConfigError: The size is below 1.
+        """
+        check_sizes(None, look_ahead=size)
+        if size is None:
+            return self
+        ends = (self.query_positions // size + 1) * size - 1
+        ends = jnp.minimum(ends, self.query_positions[:, -1:])
+        return dataclasses.replace(self, query_positions=ends, in_row_order=False)
+
     def part(self, queries: slice, keys: slice) -> AttentionMask:
         """Return the mask of some of the queries and keys of each row.
 

@@ -1,0 +1,90 @@
+"""TransformerXLAttention: self-attention whose logits depend on content and distance together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from layerkit.base.base_layer import BaseLayer
+from layerkit.base.weights import WeightHParams, WeightInit
+from layerkit.config import Config, sub_config_field
+from layerkit.config.hparams import Conditions
+from layerkit.layers.attention.base_attention import HeadProjection
+from layerkit.layers.attention.multi_head import MultiHeadAttention
+from layerkit.layers.basic.positions import PositionalEmbedding
+from layerkit.ops.attention.dot_product import AttentionOptions, dot_product_attention
+
+
+class TransformerXLAttention(MultiHeadAttention):
+    """Self-attention with the logits (q + u)·k + (q + v)·r of query q and key k.
+
+    r is the projection of a sinusoidal embedding of the distance of the query from the key, and u
+    and v are weights `[num_heads, dim_per_head]`, which start at 0. Source: Dai et al., 2019
+    (arXiv:1901.02860), section 3.3. The other fields are those of `MultiHeadAttention`.
+
+    Attributes:
+      position_tpl: Embedding of distances.
+      position_projection_tpl: Projection of the embeddings into heads.
+    """
+
+    used_only_if: ClassVar[Conditions] = {"qk_clip": "never"}
+
+    position_tpl: Config[BaseLayer] = sub_config_field(PositionalEmbedding.HParams)
+    position_projection_tpl: Config[BaseLayer] = sub_config_field(
+        HeadProjection.HParams, activation_axes=(None, None, "act_heads", "head_dim")
+    )
+
+    def setup(self) -> None:
+        """Create weights and children."""
+        super().setup()
+        head_dim = self._head_sizes()[1]
+        self.create_child("position", self.position_tpl, dims=self.input_dims)
+        sizes = {"num_heads": self.num_heads, "head_dim": head_dim}
+        template = self.position_projection_tpl
+        self.create_child("position_projection", template, input_dims=self.input_dims, **sizes)
+        zeros, axes = WeightInit.Constant(0.0), ("heads", "head_dim")
+        for name in ("u", "v"):
+            shape = (self.num_heads, head_dim)
+            self.create_variable(name, WeightHParams(shape, axes, init=zeros))
+
+    def attend(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, options: AttentionOptions
+    ) -> jax.Array:
+        """Return what each query reads, `[batch, queries, heads, value_dim]`; see the base class.
+
+        The positions of queries, and those of keys, are consecutive and the same in all rows.
+        """
+        num_queries, num_keys = query.shape[1], key.shape[1]
+        mask = options.mask
+        assert mask is not None
+        # Only the last query has its own position with `look_ahead`.
+        last = mask.query_positions[0, -1] - mask.key_positions[0, 0]
+        distances = last - jnp.arange(num_queries + num_keys - 1)
+        embedded = self.position_projection(self.position(distances[None]))[0]
+        by_distance = jnp.einsum("bqhd,lhd->bhql", query + self.theta.v, embedded)
+        bias = options.scale * align_distances(by_distance.astype(jnp.float32))
+        if options.bias is not None:
+            other = options.bias if isinstance(options.bias, jax.Array) else options.bias.dense()
+            bias = bias + other
+        options = dataclasses.replace(options, bias=bias)
+        return dot_product_attention(query + self.theta.u, key, value, options)
+
+
+def align_distances(by_distance: jax.Array) -> jax.Array:
+    """Return entry q - k of each query, `[..., queries, keys]`.
+
+    Args:
+      by_distance: `[..., queries, queries + keys - 1]`, entries of the distances of a query from a
+        key, from queries - 1 down to 1 - keys.
+    """
+    *leading, num_queries, num_distances = by_distance.shape
+    if num_queries == 1:
+        return by_distance
+    # Row q of the result begins at entry queries - 1 - q, so rows that are an entry shorter align.
+    width = num_distances - 1
+    flat = by_distance.reshape(*leading, -1)[..., num_queries - 1 :][..., : num_queries * width]
+    rows = flat.reshape(*leading, num_queries, width)
+    return rows[..., : num_distances - num_queries + 1]

@@ -1,0 +1,1 @@
+"""Layers of speech models; see `layerkit.layers`."""

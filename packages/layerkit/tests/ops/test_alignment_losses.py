@@ -1,0 +1,94 @@
+"""CTC equals Optax and PyTorch, and the transducer's loss a sum over all alignments."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+
+from layerkit.errors import ConfigError
+from layerkit.ops.alignment_losses import ctc_loss, transducer_loss
+
+RANDOM = np.random.default_rng(0)
+BATCH, FRAMES, LABELS, CLASSES = 4, 9, 4, 5
+LOGITS = RANDOM.normal(size=(BATCH, FRAMES, CLASSES)).astype(np.float32)
+# The second row repeats a label; the last one has too few frames.
+IDS = np.array([[1, 2, 3, 4], [2, 2, 1, 1], [3, 1, 2, 4], [1, 2, 3, 1]])
+NUM_FRAMES, NUM_LABELS = np.array([9, 8, 5, 3]), np.array([4, 4, 0, 4])
+LOGIT_PADDINGS = (np.arange(FRAMES) >= NUM_FRAMES[:, None]).astype(np.float32)
+LABEL_PADDINGS = (np.arange(LABELS) >= NUM_LABELS[:, None]).astype(np.float32)
+
+
+def ours(logits):
+    paddings = {"logit_paddings": LOGIT_PADDINGS, "label_paddings": LABEL_PADDINGS}
+    return ctc_loss(logits, jnp.asarray(IDS), **jax.tree.map(jnp.asarray, paddings))
+
+
+def test_ctc_equals_optax_with_its_gradient():
+    optax = pytest.importorskip("optax")
+
+    def theirs(logits):
+        return optax.ctc_loss(logits, LOGIT_PADDINGS, IDS, LABEL_PADDINGS)
+
+    np.testing.assert_allclose(ours(LOGITS), theirs(LOGITS), rtol=1e-5)
+    gradients = [jax.jit(jax.grad(lambda x, f=f: f(x)[:3].sum()))(LOGITS) for f in (ours, theirs)]
+    np.testing.assert_allclose(*gradients, atol=1e-5)
+
+
+def test_ctc_equals_torch():
+    torch = pytest.importorskip("torch")
+    log_probs = torch.log_softmax(torch.tensor(LOGITS), -1).transpose(0, 1)
+    sizes = torch.tensor(NUM_FRAMES), torch.tensor(NUM_LABELS)
+    expected = torch.nn.functional.ctc_loss(
+        log_probs, torch.tensor(IDS), *sizes, reduction="none"
+    ).numpy()
+    actual = ours(LOGITS)
+    np.testing.assert_allclose(actual[:3], expected[:3], rtol=1e-5)
+    assert np.isinf(expected[3]) and 5e4 < actual[3] < 1e6
+
+
+def brute_force(blank, label, num_frames, num_labels):
+    """Sum over the places of labels in the sequence of labels and blanks before the last blank."""
+    total = -np.inf
+    steps = num_frames - 1 + num_labels
+    for places in itertools.combinations(range(steps), num_labels):
+        frame = count = 0
+        score = 0.0
+        for step in range(steps):
+            if step in places:
+                score += label[frame, count]
+                count += 1
+            else:
+                score += blank[frame, count]
+                frame += 1
+        total = np.logaddexp(total, score + blank[frame, count])
+    return -total
+
+
+def test_transducer_sums_over_all_alignments_and_has_their_gradient():
+    num_frames, num_labels = np.array([5, 4, 1, 2]), np.array([3, 0, 2, 3])
+    draws = RANDOM.normal(size=(2, 4, 5, 4)).astype(np.float32) - 1.0
+    blank, label = draws[0], draws[1, :, :, :3]
+    loss = jax.jit(
+        lambda blank, label: transducer_loss(
+            blank, label, num_frames=jnp.asarray(num_frames), num_labels=jnp.asarray(num_labels)
+        )
+    )
+    rows = zip(blank, label, num_frames, num_labels, strict=True)
+    expected = [brute_force(*row) for row in rows]
+    np.testing.assert_allclose(loss(blank, label), expected, rtol=1e-5)
+    check_grads(loss, (blank, label), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+
+
+def test_transducer_checks_shapes(raises):
+    with raises(ConfigError, field="shape of label_log_probs"):
+        transducer_loss(
+            jnp.zeros((1, 2, 3)),
+            jnp.zeros((1, 2, 3)),
+            num_frames=jnp.array([2]),
+            num_labels=jnp.array([2]),
+        )
