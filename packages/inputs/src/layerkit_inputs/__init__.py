@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from layerkit_inputs._version import __version__ as __version__
     from layerkit_inputs.arrays.csv_series import CsvSeries as CsvSeries
     from layerkit_inputs.arrays.idx_images import IdxImages as IdxImages
+    from layerkit_inputs.audio.audio_files import AudioFiles as AudioFiles
+    from layerkit_inputs.audio.audio_files import SpeechInput as SpeechInput
     from layerkit_inputs.base.base_input import BaseInput as BaseInput
     from layerkit_inputs.base.errors import BadRecordError as BadRecordError
     from layerkit_inputs.base.errors import MissingExtraError as MissingExtraError

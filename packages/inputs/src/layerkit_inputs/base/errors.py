@@ -29,6 +29,7 @@ _EXTRA_OF = {
     "jinja2": "chat",
     "pyarrow": "grain",
     "sacrebleu": "bleu",
+    "soundfile": "audio",
     "sentencepiece": "text",
     "seqio": "seqio",
     "tensorflow": "seqio",

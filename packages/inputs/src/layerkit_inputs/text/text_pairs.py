@@ -28,8 +28,9 @@ from layerkit_inputs.text.tokenizers import ByteTokenizer
 
 PairPacking = Literal["first_fit", "none"]
 """`first_fit`: several whole pairs in a row; `none`: one pair in a row."""
-PairMetric = Literal["exact_match", "bleu", "chrf"]
-"""Share of equal targets, from 0 to 1; BLEU and chrF of the corpus by sacrebleu, from 0 to 100."""
+PairMetric = Literal["exact_match", "word_error_rate", "bleu", "chrf"]
+"""Share of equal targets, from 0 to 1; edits of words by words of the targets, from 0; BLEU and
+chrF of the corpus by sacrebleu, from 0 to 100."""
 
 
 def text_metrics(
@@ -49,10 +50,32 @@ def text_metrics(
         check_choice("text_metrics", get_args(PairMetric), metrics=name)
         if name == "exact_match":
             scores[name] = float(np.mean(np.array(predictions) == np.array(targets)))
+        elif name == "word_error_rate":
+            pairs = [
+                (one.split(), other.split())
+                for one, other in zip(targets, predictions, strict=True)
+            ]
+            edits = sum(edit_distance(target, words) for target, words in pairs)
+            scores[name] = edits / max(sum(len(target) for target, _ in pairs), 1)
         else:
             sacrebleu = require_extra("sacrebleu", needed_by=f"metrics={name}")
             scores[name] = getattr(sacrebleu, f"corpus_{name}")(predictions, [targets]).score
     return scores
+
+
+def edit_distance(first: Sequence[str], second: Sequence[str]) -> int:
+    """Return the least number of insertions, deletions and substitutions (Levenshtein, 1966)."""
+    # Distance of the words so far from each beginning of `second`.
+    distances = np.arange(len(second) + 1)
+    others = np.array(second, dtype=object)
+    for word in first:
+        best = np.append(
+            distances[0] + 1, np.minimum(distances[1:] + 1, distances[:-1] + (others != word))
+        )
+        # An insertion continues the best distance of a shorter beginning.
+        steps = np.arange(len(best))
+        distances = np.minimum.accumulate(best - steps) + steps
+    return int(distances[-1])
 
 
 class PairRows(IndexedInput):

@@ -1,0 +1,1 @@
+"""Readers of sounds and their transcripts; see `layerkit_inputs`."""
