@@ -123,6 +123,7 @@ for listed, experiment in EXPERIMENTS.items():
 # The experiment of each folder whose golden is its whole text.
 WHOLE = {
     "lm": "lm.quickstart.LocalText",
+    "speech": "speech.digits.Digits",
     "time_series": "time_series.timesfm.TimesFM200M",
     "translation": "translation.wmt.TransformerBase",
     "vision": "vision.digits.Digits",

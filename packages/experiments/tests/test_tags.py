@@ -63,6 +63,7 @@ IS_SO: dict[str, Callable[[ExperimentEntry], bool]] = {
     "pipeline": lambda entry: "stage " in mesh(entry),
     "pmap": lambda entry: mesh(entry) == "pmap",
     "speed_test": lambda entry: "LimitSteps" in entry.name or "Proxy" in entry.name,
+    "speech": lambda entry: entry.name.startswith("speech."),
     "time_series": lambda entry: (
         "\ntask.model = PatchedDecoder\n" in golden(entry.dotted.removeprefix(PREFIX))
     ),

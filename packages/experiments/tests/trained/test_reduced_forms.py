@@ -24,6 +24,8 @@ from layerkit_experiments.lm import (
     pile,
     quickstart,
 )
+from layerkit_experiments.speech import digits as spoken_digits
+from layerkit_experiments.speech import librispeech
 from layerkit_experiments.translation import numbers, wmt
 from layerkit_experiments.vision import digits, imagenet
 from layerkit_runner import BaseExperiment, cli
@@ -42,7 +44,19 @@ FIELDS = {
 }
 # The experiments of these modules are alike.
 LANGUAGE_MODELS = (c4, c4_multislice, hybrid, lm_cloud, pile, quickstart)
-OTHERS = (bert, jaxformer, llama, moe, open_models, numbers, wmt, digits, imagenet)
+OTHERS = (
+    bert,
+    jaxformer,
+    llama,
+    moe,
+    open_models,
+    numbers,
+    wmt,
+    digits,
+    imagenet,
+    spoken_digits,
+    librispeech,
+)
 
 
 def classes_of(modules: tuple[ModuleType, ...]) -> list[type[BaseExperiment]]:

@@ -48,6 +48,11 @@ def test_classifier_learns_the_digits(tmp_path: Path):
     assert metrics(tmp_path, dataset="heldout")[-1]["accuracy"] > 0.95
 
 
+def test_spoken_digits_are_recognized(tmp_path: Path):
+    run("--exp=speech.digits.Digits", f"--job_log_dir={tmp_path}")
+    assert metrics(tmp_path, dataset="decode/transcripts")[-1]["word_error_rate"] < 0.1
+
+
 def test_unseen_numbers_are_translated(tmp_path: Path):
     words = ["--exp=translation.numbers.EnglishToGermanNumbers", f"--job_log_dir={tmp_path}"]
     run(*words)

@@ -1,0 +1,63 @@
+"""Conformers of the published sizes on LibriSpeech, as transducers.
+
+Sizes, dropout, SpecAugment, Adam and the schedule are those of Gulati et al., 2020
+(arXiv:2005.08100, table 1 and section 3.2): transducers over 1,024 word pieces, trained with a peak
+rate of 0.05/√dims. Their predictor is an LSTM of one layer; here it reads the last two labels, and
+`JOINT_DIMS` is the size of their decoder. Batch size and number of steps are not published.
+
+`DATA_FOLDER` has the folders of LibriSpeech as `train` and `heldout`; FLAC needs soundfile.
+`--fdl.TOKENIZER=FILE.model` is a SentencePiece model of 1,024 pieces; byte transcripts are the
+default.
+"""
+
+from __future__ import annotations
+
+from layerkit_experiments.speech.conformer_ctc import SpeechExperiment
+
+
+class ConformerS(SpeechExperiment):
+    """Conformer (S) on 8 GPUs (h100x8), data parallel."""
+
+    LOSS = "transducer"
+    NUM_LAYERS = 16
+    MODEL_DIMS = 144
+    NUM_HEADS = 4
+    KERNEL_SIZE = 32
+    NUM_CHANNELS = 144
+    JOINT_DIMS = 320
+    VOCAB_SIZE = 1024
+    DROPOUT_RATE = 0.1
+    FPROP_DTYPE = "bfloat16"
+    DATA_FOLDER = "librispeech"
+    PERCORE_BATCH_SIZE = 32.0
+    LEARNING_RATE = 0.05 / 144**0.5
+    LEARNING_RATE_SCHEDULE = "inverse_sqrt"
+    ADAM_BETA1 = 0.9
+    ADAM_BETA2 = 0.98
+    ADAM_EPSILON = 1e-9
+    WEIGHT_DECAY = 1e-6
+    WARMUP_STEPS = 10_000
+    MAX_STEPS = 100_000
+    EVAL_INTERVAL_STEPS = 5000
+    DECODE_INTERVAL_STEPS = 5000
+    ICI_MESH_SHAPE = [8, 1, 1]
+
+
+class ConformerM(ConformerS):
+    """Conformer (M) on 8 GPUs (h100x8), data parallel."""
+
+    MODEL_DIMS = 256
+    NUM_CHANNELS = 256
+    JOINT_DIMS = 640
+    LEARNING_RATE = 0.05 / 256**0.5
+
+
+class ConformerL(ConformerS):
+    """Conformer (L) on 8 GPUs (h100x8), data parallel."""
+
+    NUM_LAYERS = 17
+    MODEL_DIMS = 512
+    NUM_HEADS = 8
+    NUM_CHANNELS = 512
+    JOINT_DIMS = 640
+    LEARNING_RATE = 0.05 / 512**0.5
