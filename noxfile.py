@@ -75,6 +75,11 @@ COMPILER_SUITES = (
     "packages/experiments/tests/lm/test_quantization_compiles.py",
     "integration_tests/test_accelerator_benchmark.py",
 )
+KERNEL_SUITES = (
+    "packages/layerkit/tests/ops/attention/test_tokamax.py",
+    "packages/layerkit/tests/ops/attention/pallas/test_kernels_compile.py",
+    "integration_tests/test_accelerator_benchmark.py",
+)
 # Tests of kernels on a GPU, named `…_on_gpu`; they are skipped without one.
 GPU_SUITES = (
     "packages/layerkit/tests/ops/attention/test_backend_table.py",
@@ -218,6 +223,17 @@ def compilers(session: nox.Session) -> None:
     every = ["python", "-m", "pytest", "-m", "not chaos"]
     session.run(*every, *(session.posargs or COMPILER_SUITES))
     session.run("python", "scripts/run_notebooks.py", "docs/gallery/plan_70b.ipynb")
+
+
+@nox.session(python="3.12")
+def kernels(session: nox.Session) -> None:
+    """Test and compile the kernels of layerkit[kernels] with the newest JAX; needs no GPU."""
+    session.install("--editable", "./packages/layerkit[kernels]", "libtpu", "jax[cuda13]")
+    session.install(
+        "--editable", "./packages/inputs", "--editable", "./packages/runner", *TEST_TOOLS
+    )
+    for kind in ("not b200", "b200"):  # A process compiles for one kind of GPU.
+        session.run("python", "-m", "pytest", "-m", "not chaos", "-k", kind, *KERNEL_SUITES)
 
 
 @nox.session

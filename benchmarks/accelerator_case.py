@@ -23,7 +23,7 @@ import numpy as np
 
 from layerkit.config import Config
 from layerkit.config.nested_map import NestedMap
-from layerkit.ops.attention.backends import UnsupportedBackendError
+from layerkit.ops.implementations import UnsupportedBackendError
 from layerkit_experiments.lm.pile import Gpt126M
 from layerkit_inputs import SyntheticInput
 from layerkit_runner.config.experiment import experiment_fields

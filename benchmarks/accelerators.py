@@ -49,7 +49,7 @@ _QUICK = {
 }
 
 _GIGA = 1e9
-_CASE_COLUMNS = f"{'model':<6}{'dtype':<13}{'attention':<13}{'remat':<15}{'rows':>5}"
+_CASE_COLUMNS = f"{'model':<6}{'dtype':<13}{'attention':<15}{'remat':<15}{'rows':>5}"
 _COMPILED_COLUMNS = (
     f"{'peak GB':>9}{'state GB':>10}{'temporary GB':>14}{'copied GB':>15}{'8-bit products':>16}"
     f"{'least ms':>10}{'compiler s':>12}"
@@ -186,7 +186,7 @@ def line_of(row: dict[str, Any]) -> str:
     taken = row.get("attention", asked).split(" ")[0]
     attention = asked if asked in (taken, "") else f"{asked}: {taken}"
     start = (
-        f"{case['model']:<6}{case['dtype']:<13}{attention:<13}{case['remat']:<15}{case['rows']:>5}"
+        f"{case['model']:<6}{case['dtype']:<13}{attention:<15}{case['remat']:<15}{case['rows']:>5}"
     )
     if row["status"] == "compiled":
         return start + _compiled_numbers(row)

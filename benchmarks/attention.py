@@ -34,12 +34,12 @@ import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 
 from layerkit.base.sharding import BoundSharding  # noqa: E402
-from layerkit.ops.attention.backends import UnsupportedBackendError  # noqa: E402
 from layerkit.ops.attention.dot_product import (  # noqa: E402
     AttentionOptions,
     dot_product_attention,
 )
 from layerkit.ops.attention.masks import AttentionMask  # noqa: E402
+from layerkit.ops.implementations import UnsupportedBackendError  # noqa: E402
 
 Inputs = tuple[jax.Array, jax.Array, jax.Array]
 

@@ -26,8 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from layerkit.ops.attention.masks import AttentionMask
-from layerkit.ops.attention.pallas.flash_gpu import mask_arrays
-from layerkit.ops.attention.pallas.flash_gpu_kernels import (
+from layerkit.ops.attention.pallas.kernel_blocks import GpuTile, gpu_tiles
+from layerkit.ops.triton.flash_gpu import mask_arrays
+from layerkit.ops.triton.flash_gpu_kernels import (
     BackwardInputs,
     KernelOptions,
     MaskArrays,
@@ -35,7 +36,6 @@ from layerkit.ops.attention.pallas.flash_gpu_kernels import (
     key_gradients,
     query_gradient,
 )
-from layerkit.ops.attention.pallas.kernel_blocks import GpuTile, gpu_tiles
 
 TILES = (
     "32.32.2,64.32.2,64.64.1,64.64.2,64.64.3,128.32.2,128.64.2,128.64.3,64.128.2,128.128.2,"

@@ -100,6 +100,20 @@ def test_step_for_an_h100_has_no_large_copies(tmp_path):
     assert row["largest_copies"][0]["bytes"] < 0.01 * row["accessed_bytes"]
 
 
+def test_packed_126m_compiles_for_an_h100_without_triton_below_12_gb(tmp_path):
+    for module, name in [("tokamax", "layerkit[kernels]"), ("jax_cuda13_plugin", "jax[cuda13]")]:
+        if importlib.util.find_spec(module) is None:
+            pytest.skip(f"needs {name}")
+    file = tmp_path / "rows.jsonl"
+    flags = ["--compile_only", "--models=126m", "--dtypes=bf16", "--backends=auto", "--packed"]
+    done = run("accelerators.py", *flags, "--remat=none", "--rows=8", f"--json={file}")
+    assert done.returncode == 0, done.stderr
+    row = json.loads(file.read_text().splitlines()[-1])
+    assert row["attention"] == "tokamax (auto: cudnn requires no segments or padding)"
+    assert not any("triton" in target for target in row["custom_calls"])
+    assert row["predicted_bytes"] < 12e9
+
+
 def test_cases_compile_for_a_tpu(tmp_path):
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("libtpu is not installed: pip install 'layerkit-runner[plan-tpu]'")

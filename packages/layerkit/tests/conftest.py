@@ -36,6 +36,11 @@ dnn_version_info { major: 9 minor: 10 }
 runtime_version { major: 12 minor: 9 }
 device_description_str: "NVIDIA H100 80GB HBM3"
 """
+B200 = (
+    H100.replace("H100 80GB HBM3", "B200")
+    .replace("core_count: 132", "core_count: 148")
+    .replace("{ major: 9 }", "{ major: 10 }")
+)
 # Slices of TPU v5p by number of chips.
 SLICES = {1: "v5p:2x2x1", 4: "v5p:2x2x1", 8: "v5p:2x2x2"}
 
@@ -78,9 +83,10 @@ def layers_in():
 
 @pytest.fixture
 def absent_devices():
-    """Return a function of (`cuda` or `tpu`, number) that returns devices without hardware.
+    """Return a function of (`cuda`, `b200` or `tpu`; number) that returns devices without hardware.
 
-    It skips the test if the compiler of the platform is not installed.
+    It skips the test if the compiler of the platform is not installed, or if the process compiled
+    for another kind of GPU before: JAX's Mosaic then compiles kernels for that kind.
     """
 
     def devices(platform, count=4):
@@ -90,10 +96,15 @@ def absent_devices():
             os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
             found = topologies.get_topology_desc(SLICES[count], platform="tpu").devices
         else:
-            if importlib.util.find_spec("jax_cuda12_plugin") is None:
+            if not any(map(importlib.util.find_spec, ["jax_cuda12_plugin", "jax_cuda13_plugin"])):
                 pytest.skip("JAX's CUDA plugin is not installed: pip install jax-cuda12-plugin")
+            if os.environ.setdefault("LAYERKIT_TESTS_GPU", platform) != platform:
+                pytest.skip(f"needs a process of its own: pytest -k {platform}")
             found = topologies.get_topology_desc(
-                platform="cuda", topology_name="h100", topology=f"1x1x{count}", target_config=H100
+                platform="cuda",
+                topology_name=platform,
+                topology=f"1x1x{count}",
+                target_config=B200 if platform == "b200" else H100,
             ).devices
         return found[:count]
 

@@ -8,16 +8,26 @@ order of preference. A row that is selected by name raises if it does not suppor
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
+from layerkit.errors import ConfigError
+
 Call = TypeVar("Call")
-# Requirements of a call, noun phrases, and whether the call fails each.
-Requirements = Mapping[str, bool]
+# A function of a call that returns noun phrases, and whether the call fails each.
+Requirements = Callable[[Call], Mapping[str, bool]]
 
 # JAX's names of the platforms of live and of planned devices with NVIDIA's kernels.
 GPU_PLATFORMS = ("gpu", "cuda")
 _DEVICES = {"gpu": "a GPU", "tpu": "a TPU"}
+
+
+class UnsupportedBackendError(ConfigError):
+    """An implementation, or a kind of context parallelism, that does not support a call.
+
+    `expected` lists every requirement that is not met.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,60 +36,77 @@ class Implementation(Generic[Call]):
 
     Attributes:
       name: Name that selects it. Rows of different platforms may share a name.
-      load: Function that returns the implementation. It imports what is not always needed.
-      requires: Function that returns the requirements of a call.
-      requires_of_auto: Function that returns further requirements without which `auto` skips the
-        row.
+      function: The implementation, or its dotted name, which is imported at the first use.
+      requires: Requirements of a call.
+      requires_of_auto: Further requirements, without which `auto` skips the row.
       platforms: JAX's names of the platforms that run it; () for all.
-      find_missing: Function that returns a sentence on a missing library, or "".
+      probe: Dotted name of a function that returns a sentence on a missing library, or "".
     """
 
     name: str
-    load: Callable[..., Any]
-    requires: Callable[[Call], Requirements] = lambda call: {}
-    requires_of_auto: Callable[[Call], Requirements] = lambda call: {}
+    function: Callable[..., Any] | str
+    requires: Requirements[Call] = lambda call: {}
+    requires_of_auto: Requirements[Call] = lambda call: {}
     platforms: tuple[str, ...] = ()
-    find_missing: Callable[[], str] = lambda: ""
+    probe: str = ""
+
+    def load(self) -> Any:
+        """Return the implementation."""
+        return _imported(self.function) if isinstance(self.function, str) else self.function
+
+    def find_missing(self) -> list[str]:
+        """Return a sentence on a missing library, if one is missing."""
+        return [text for text in [_imported(self.probe)()] if text] if self.probe else []
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A selected row.
+    """A selected row and the reason of the selection."""
 
-    Attributes:
-      name: Name of the row.
-      reason: Reason of the selection.
-      load: Function that returns the implementation.
-    """
-
-    name: str
+    row: Implementation[Any]
     reason: str
-    load: Callable[..., Any] = dataclasses.field(repr=False, compare=False)
 
-    def describe(self, operation: str) -> str:
-        """Return one log line: `attention backend: xla (auto: cpu has no fused kernel)`."""
-        return f"{operation}: {self.name} ({self.reason})"
+    @property
+    def name(self) -> str:
+        """Name of the row."""
+        return self.row.name
 
 
-def select_auto(table: Sequence[Implementation[Call]], call: Call, *, platform: str) -> Choice:
-    """Return the first row of a table that supports a call on a platform.
+def select(
+    table: Sequence[Implementation[Call]],
+    name: str,
+    call: Call,
+    *,
+    platform: str,
+    operation: str,
+    field: str,
+    owner: str | None = None,
+) -> Choice:
+    """Return the row with a name, or for `auto` the first one that supports a call.
 
-    The last row supports all calls on all platforms.
+    The last row that `auto` reaches supports all calls.
+
+    Raises:
+      UnsupportedBackendError: The named row does not support the call, or is not installed.
     """
+    if name != "auto":
+        row = find_row(table, name, platform=platform)
+        unmet = unmet_requirements(table, name, call, platform=platform) or row.find_missing()
+        place = {"field": field, "value": name, "owner": owner}
+        check_supported(unmet, operation=operation, alternative=f"{field}='auto'", **place)
+        return Choice(row, "as requested")
     reasons: list[str] = []
     for row in table:
         if row.platforms and platform not in row.platforms:
             continue
         unmet = _unmet({**row.requires(call), **row.requires_of_auto(call)})
-        if unmet:
-            reasons.append(f"{row.name} requires {'; '.join(unmet)}")
-        elif missing := row.find_missing():
-            reasons.append(missing)
-        else:
-            fits = f"{row.name} supports this call on {platform}"
-            first = fits if row.platforms else f"{platform} has no fused kernel"
-            return Choice(row.name, f"auto: {'; '.join(reasons) or first}", row.load)
-    raise AssertionError("the last row of a table supports all calls")
+        missing = [] if unmet else row.find_missing()
+        if not unmet and not missing:
+            break
+        reasons += [f"{row.name} requires {'; '.join(unmet)}"] if unmet else missing
+    fits = f"{row.name} supports this call on {platform}"
+    first = fits if row.platforms else f"{platform} has no fused kernel"
+    return Choice(row, f"auto: {'; '.join(reasons) or first}")
 
 
 def find_row(
@@ -102,5 +129,19 @@ def unmet_requirements(
     return _unmet(row.requires(call))
 
 
-def _unmet(requirements: Requirements) -> list[str]:
+def check_supported(unmet: list[str], *, operation: str, alternative: str, **place: Any) -> None:
+    """Raise `UnsupportedBackendError` if there are unmet requirements; `place` names the field."""
+    if unmet:
+        hint, expected = f"Use {alternative}.", "; ".join(unmet)
+        raise UnsupportedBackendError(
+            f"unsupported {operation}", expected=expected, hint=hint, **place
+        )
+
+
+def _unmet(requirements: Mapping[str, bool]) -> list[str]:
     return [requirement for requirement, is_unmet in requirements.items() if is_unmet]
+
+
+def _imported(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)

@@ -30,6 +30,7 @@ from layerkit.ops.attention.dot_product import (
     dot_product_attention,
 )
 from layerkit.ops.attention.masks import AttentionMask, first_tokens
+from layerkit.ops.attention.tokamax import find_missing_tokamax
 
 PAGE = Path(__file__).parents[5] / "docs" / "attention_backends.md"
 BATCH = 2
@@ -70,6 +71,7 @@ class Column:
 COLUMNS = {
     "xla": Column("xla", "cpu", length=16),
     "cudnn (GPU)": Column("cudnn", "gpu", length=128, head_dim=64, dtype=jnp.bfloat16),
+    "tokamax (GPU)": Column("tokamax", "gpu", length=128, head_dim=64, dtype=jnp.bfloat16),
     "pallas (GPU)": Column("pallas", "gpu", length=48),
     "pallas (TPU)": Column("pallas", "tpu", length=256),
     "ring": Column("xla", "cpu", length=16, ring=True),
@@ -216,10 +218,11 @@ def verdict(cell_name, column_name):
     call = describe_call(
         *inputs, AttentionOptions(**learned, **options, platform=column.platform, **ring)
     )
+    call = dataclasses.replace(call, device_kind="NVIDIA H100 80GB HBM3")
     names = ["xla", column.backend] if column.ring else [column.backend]
     if unmet := next(filter(None, (unmet_requirements(name, call) for name in names)), None):
         return f"requires {'; '.join(unmet)}"
-    return {"xla": "yes", "cudnn": "lowered"}.get(
+    return {"xla": "yes", "cudnn": "lowered", "tokamax": "compiled"}.get(
         "ring" if column.ring else column.backend, "equals xla"
     )
 
@@ -257,16 +260,26 @@ Experiments of `lm` have the field `--fdl.ATTENTION_BACKEND=cudnn`.
 | `auto` (default) | the first fused kernel that supports the call, otherwise `xla`; see below |
 | `xla` | plain JAX operations; supports every feature and materializes the logits |
 | `cudnn` | NVIDIA's fused kernel, called through `jax.nn.dot_product_attention` |
+| `tokamax` | fused kernels of [Tokamax][5] for Hopper and Blackwell GPUs; an [extra][6] |
 | `pallas` | a fused Pallas kernel: [flash_gpu.py][1] on GPUs, JAX's splash attention on TPUs |
 
 The fused kernels do not materialize the logits, and each supports some features only. A backend
 that is selected by name raises an error with all unmet requirements.
 
-`auto` tries cuDNN, then Pallas on GPUs, and Pallas on TPUs. It logs its choice and the reason:
+`auto` tries cuDNN, Tokamax and then Pallas on GPUs, and Pallas on TPUs. The start report of a run
+names its choice and the reason, and a library that would have been preferred:
 
 ```
-attention backend: pallas (auto: cudnn requires no segments or padding)
+attention backend: tokamax (auto: cudnn requires no segments or padding)
+attention backend: pallas (auto: cudnn requires no segments or padding; tokamax is not installed:
+    install layerkit[kernels], with Python 3.12 or later)
 ```
+
+`tokamax` reads a document as a run of consecutive tokens: padding inside of a document would split
+it. `pallas` is written in Pallas' Triton backend on GPUs, which JAX 0.12 deprecates. Once JAX has
+removed it, `auto` skips the row, and Tokamax runs a bias by distance, too
+([decision](decisions/0014-kernels-from-libraries.md)). JAX 0.10 and Python 3.11 have no Tokamax
+and use `pallas`.
 
 On GPUs `auto` does not select Pallas in float32, because the kernel then computes its products
 without tensor cores and takes minutes to compile
@@ -296,7 +309,9 @@ the table: `xla` computes a block of logits at a time, and `pallas` runs the fus
 
 On one H200, 2026-11-27, a step of GPT-3 126M with 8 rows of 2048 tokens took 52.0 ms with cuDNN,
 57.1 ms with Pallas and 148.1 ms with `xla` ([commands](benchmarks.md#gpus)). This was before the
-changes that made the [step on an H100](results.md#measured-one-gpu) faster.
+changes that made the [step on an H100](results.md#measured-one-gpu) faster. The step with packed
+rows, compiled for an H100 by JAX 0.12.0.1 (2026-11-29), has a peak of 11.6 GB with Tokamax and with
+Pallas, and of 41.0 GB with `xla`.
 
 The biases of T5 and ALiBi (`relative_bias_tpl`) and of classes derived from them depend on the
 distance of query and key alone. In rows in order, layers pass one number per distance
@@ -314,26 +329,31 @@ backward pass, for 2 rows of 2048 tokens, 2 heads of 64 and a learned bias, is
 (`nox -s compilers -- packages/layerkit/tests/ops/attention/pallas/test_kernels_compile.py -k
 learned_bias -s`).
 
-[1]: ../packages/layerkit/src/layerkit/ops/attention/pallas/flash_gpu.py
-[2]: ../packages/layerkit/src/layerkit/ops/attention/pallas/flash_gpu_bias.py
+[1]: ../packages/layerkit/src/layerkit/ops/triton/flash_gpu.py
+[2]: ../packages/layerkit/src/layerkit/ops/triton/flash_gpu_bias.py
 [3]: ../packages/layerkit/src/layerkit/ops/attention/pallas/flash_tpu_bias.py
 [4]: ../packages/layerkit/src/layerkit/ops/attention/pallas/kernel_blocks.py
+[5]: https://github.com/openxla/tokamax
+[6]: install.md
 
 ## Supported features
 
 - **equals xla**: a test shows that values and gradients equal those of `xla`, with the kernel in
   Pallas' interpret mode on a CPU, or the ring on simulated devices.
 - **lowered**: a test lowers forward and backward pass for NVIDIA GPUs.
+- **compiled**: tests compile the kernels to machine code for an H100 and a B200, forward and
+  backward, and show that masks, sinks, caps and biases reach Tokamax as `xla` computes them, with
+  array code in place of its kernels. No kernel of Tokamax was run.
 - **requires**: not supported; the cell lists the requirements as the error does.
 
-On a machine with a GPU, `python3 start.py gpu` compares values and gradients of both GPU columns
+On a machine with a GPU, `python3 start.py gpu` compares values and gradients of the GPU columns
 with array code in float32 (`test_supported_cell_equals_float32_on_gpu`). Elsewhere no test runs a
 kernel on an accelerator. `test_kernels_compile.py` compiles all kernels, forward and backward, for
-a TPU v5p and an H100, if libtpu or JAX's CUDA plugin is installed. On TPUs a bfloat16 query is
-rounded once more after scaling, unless the scale is a power of two.
+a TPU v5p, an H100 and a B200, if libtpu or JAX's CUDA plugin is installed. On TPUs a bfloat16
+query is rounded once more after scaling, unless the scale is a power of two.
 
 Each row is causal self-attention with two heads, changed in one respect, in float32 (bfloat16 for
-cuDNN) unless the row names a dtype.
+cuDNN and Tokamax) unless the row names a dtype.
 Sizes: {sizes}.
 "Unknown order" means that the positions of tokens are arbitrary arrays, so that the mask cannot be
 derived from row indices. "Memory" is cross-attention. The table is generated by
@@ -346,7 +366,7 @@ ACCEPTED = [
     pytest.param(cell, column, id=f"{name}-{column_name}")
     for column_name, column in COLUMNS.items()
     for name, cell in CELLS.items()
-    if column_name not in ("xla", "cudnn (GPU)") and verdict(name, column_name) == "equals xla"
+    if verdict(name, column_name) == "equals xla"
 ]
 
 
@@ -361,10 +381,10 @@ def test_page_equals_table():
 # On a GPU, kernels run on rows of many blocks, in a dtype of tensor cores.
 ON_GPU = [
     pytest.param(cell, column, id=f"{name}-{backend}")
-    for backend in ("cudnn", "pallas")
+    for backend in ("cudnn", "tokamax", "pallas")
     for column in [Column(backend, "gpu", length=512, head_dim=64, dtype=jnp.bfloat16)]
     for name, cell in CELLS.items()
-    if verdict(name, f"{backend} (GPU)") in ("lowered", "equals xla")
+    if verdict(name, f"{backend} (GPU)") in ("lowered", "compiled", "equals xla")
 ]
 
 
@@ -384,6 +404,8 @@ def values_and_gradients(inputs, learned, options):
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
 @pytest.mark.parametrize(("cell", "column"), ON_GPU)
 def test_supported_cell_equals_float32_on_gpu(cell, column):
+    if column.backend == "tokamax" and (missing := find_missing_tokamax()):
+        pytest.skip(missing)
     inputs, learned, options = arguments(cell, column)
     kernel = jax.jit(lambda *x: values_and_gradients(*x, options | {"backend": column.backend}))
     ours = jax.tree.leaves(kernel(inputs, learned))

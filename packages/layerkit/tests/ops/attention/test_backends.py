@@ -7,13 +7,14 @@ import dataclasses
 import pytest
 
 from layerkit.errors import ConfigError
-from layerkit.ops.attention import cudnn
+from layerkit.ops import triton
+from layerkit.ops.attention import cudnn, tokamax
 from layerkit.ops.attention.backends import (
     BACKEND_NAMES,
     AttentionCall,
-    UnsupportedBackendError,
     select_backend,
 )
+from layerkit.ops.implementations import UnsupportedBackendError
 
 # A call that every kernel supports; each row of the tables changes something about it.
 FUSABLE = AttentionCall(
@@ -24,6 +25,7 @@ FUSABLE = AttentionCall(
     num_queries=128,
     num_keys=128,
     is_causal=True,
+    device_kind="NVIDIA H100 80GB HBM3",
 )
 ON_TPU = {"platform": "tpu"}
 RING = {"num_length_shards": 2, "uses_ring": True}
@@ -48,6 +50,20 @@ CUDNN_UNSUPPORTED = [
     {"has_prefix": True},
     {"has_dropout": True},
     {"split_problem": "3 heads over 2 devices"},
+]
+TOKAMAX_UNSUPPORTED = [
+    {"platform": "tpu"},
+    {"device_kind": "NVIDIA A100-SXM4-40GB"},
+    {"device_kind": "NVIDIA B200", "head_dim": 256, "value_dim": 256},
+    {"dtype": "float32"},
+    {"head_dim": 60},
+    {"value_dim": 512},
+    {"num_queries": 48, "num_keys": 48},
+    {"num_queries": 64},
+    {"is_in_row_order": False},
+    {"num_length_shards": 2},
+    {"has_prefix": True},
+    {"has_dropout": True},
 ]
 PALLAS_UNSUPPORTED = [
     {"platform": "cpu"},
@@ -84,9 +100,15 @@ RING_UNSUPPORTED = [
 
 @pytest.fixture(autouse=True)
 def installed(monkeypatch):
-    """Let the libraries of kernels be installed; return a function that removes cuDNN."""
-    monkeypatch.setattr(cudnn, "has_cudnn", lambda: True)
-    return lambda: monkeypatch.setattr(cudnn, "has_cudnn", lambda: False)
+    """Let cuDNN be installed and Tokamax not; return a function that changes both."""
+
+    def install(*, cudnn_is_here, tokamax_is_here):
+        missing = "" if tokamax_is_here else "tokamax is not installed"
+        monkeypatch.setattr(cudnn, "has_cudnn", lambda: cudnn_is_here)
+        monkeypatch.setattr(tokamax, "find_missing_tokamax", lambda: missing)
+
+    install(cudnn_is_here=True, tokamax_is_here=False)
+    return install
 
 
 def name_change(change):
@@ -114,9 +136,7 @@ def name_change(change):
 )
 def test_pallas_runs_supported_calls_if_selected_by_name(change):
     call = dataclasses.replace(FUSABLE, **change)
-    assert (
-        select_backend("pallas", call).describe("attention") == "attention: pallas (as requested)"
-    )
+    assert select_backend("pallas", call).reason == "as requested"
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
@@ -144,6 +164,7 @@ def test_auto_selects_pallas_for_training_that_cudnn_does_not_support(platform, 
     ("name", "change"),
     [
         *(pytest.param("cudnn", c, id=f"cudnn,{name_change(c)}") for c in CUDNN_UNSUPPORTED),
+        *(pytest.param("tokamax", c, id=f"tokamax,{name_change(c)}") for c in TOKAMAX_UNSUPPORTED),
         *(pytest.param("pallas", c, id=f"pallas,{name_change(c)}") for c in PALLAS_UNSUPPORTED),
     ],
 )
@@ -153,12 +174,42 @@ def test_kernel_raises_for_an_unsupported_call(raises, name, change):
 
 
 def test_auto_reports_a_missing_library_only_where_it_decides(raises, installed):
-    installed()
-    assert select_backend("auto", FUSABLE).reason == "auto: cuDNN is not installed"
     packed = dataclasses.replace(FUSABLE, has_segments=True)
-    assert select_backend("auto", packed).reason == "auto: cudnn requires no segments or padding"
+    reason = "auto: cudnn requires no segments or padding; tokamax is not installed"
+    assert select_backend("auto", packed).reason == reason
+    installed(cudnn_is_here=False, tokamax_is_here=True)
+    reason = "auto: cuDNN is not installed"
+    chosen = select_backend("auto", FUSABLE)
+    assert (chosen.name, chosen.reason) == ("tokamax", reason)
     with raises(UnsupportedBackendError, field="backend", value="cudnn"):
         select_backend("cudnn", FUSABLE)
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, "cudnn"),
+        ({"has_segments": True, "window": 8}, "tokamax"),
+        ({"has_sinks": True, "has_logit_cap": True}, "tokamax"),
+        ({"is_causal": False, "has_segments": True}, "tokamax"),
+        ({"head_dim": 192, "value_dim": 128, "device_kind": "NVIDIA GB200"}, "tokamax"),
+        ({"bias_dtype": "float32"}, "tokamax"),
+        ({"bias_dtype": "float32", "has_distance_bias": True}, "pallas"),
+        ({"has_segments": True, "device_kind": "NVIDIA A100-SXM4-40GB"}, "pallas"),
+        ({"has_segments": True, "num_length_shards": 2, "uses_ring": True}, "pallas"),
+    ],
+    ids=str,
+)
+def test_auto_prefers_libraries_to_own_kernels(installed, change, expected):
+    installed(cudnn_is_here=True, tokamax_is_here=True)
+    assert select_backend("auto", dataclasses.replace(FUSABLE, **change)).name == expected
+
+
+def test_auto_selects_tokamax_where_jax_has_no_triton(installed, monkeypatch):
+    installed(cudnn_is_here=True, tokamax_is_here=True)
+    monkeypatch.setattr(triton, "find_missing_triton", lambda: "no Triton")
+    biased = dataclasses.replace(FUSABLE, bias_dtype="float32", has_distance_bias=True)
+    assert select_backend("auto", biased).name == "tokamax"
 
 
 @pytest.mark.parametrize("change", RING_UNSUPPORTED, ids=name_change)

@@ -20,9 +20,9 @@ from layerkit.errors import ConfigError
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
 from layerkit.layers.transformer.stacks import StackedTransformerRepeated
 from layerkit.models.language_model import LanguageModel
-from layerkit.ops.attention.backends import UnsupportedBackendError
 from layerkit.ops.attention.dot_product import AttentionOptions, dot_product_attention
 from layerkit.ops.attention.masks import AttentionMask, first_tokens
+from layerkit.ops.implementations import UnsupportedBackendError
 
 BATCH, LENGTH, HEADS, KV_HEADS = 2, 16, 4, 2
 SEGMENTS = jnp.asarray(np.repeat([[1, 1, 2, 0], [1, 2, 2, 3]], 4, axis=1), jnp.int32)

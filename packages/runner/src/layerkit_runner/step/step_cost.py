@@ -103,8 +103,11 @@ def _equation_flops(eqn: core.JaxprEqn, outer: str, *, share: float) -> _Terms:
         share = 0.5
     elif rows := _ROWS_IN_USE.search(name_stack):
         share = int(rows[1]) / int(rows[2])
-    if eqn.primitive.name in _CONTRACTIONS:
-        yield scope, float(_CONTRACTIONS[eqn.primitive.name](eqn)) * share
+    # Kernels of libraries that give no cost estimate are in a function with a known name.
+    if count := _CONTRACTIONS.get(eqn.primitive.name) or _CONTRACTIONS.get(
+        eqn.params.get("name", "")
+    ):
+        yield scope, float(count(eqn)) * share
         return
     if eqn.primitive.name == "pallas_call" and eqn.params["cost_estimate"] is not None:
         # The bounds of loops in a kernel are often known only at run time.
@@ -174,12 +177,12 @@ def _conv_flops(eqn: core.JaxprEqn) -> int:
 
 
 def _fused_attention_flops(eqn: core.JaxprEqn) -> int:
-    """Count two products, queries with keys and weights with values, in one cuDNN call.
+    """Count two products, queries with keys and weights with values, in one call of a kernel.
 
     Layout 0 is [batch, length, heads, head_dim], layout 1 [batch, heads, length, head_dim].
     """
     query, key = map(_shape, eqn.invars[:2])
-    length_axis = 1 if eqn.params["layout"] == 0 else 2
+    length_axis = -3 if eqn.params.get("layout", 0) == 0 else -2
     return 2 * 2 * math.prod(query) * key[length_axis]
 
 
@@ -203,6 +206,8 @@ _CONTRACTIONS: dict[str, Callable[[core.JaxprEqn], int]] = {
     "dot_product_attention_fp8_fwd_wrapper": _fused_attention_flops,
     "dot_product_attention_bwd_wrapper": _fused_attention_gradient_flops,
     "dot_product_attention_fp8_bwd_wrapper": _fused_attention_gradient_flops,
+    "tokamax_attention": _fused_attention_flops,
+    "tokamax_attention_gradients": _fused_attention_gradient_flops,
 }
 
 

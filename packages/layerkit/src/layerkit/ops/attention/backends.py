@@ -2,40 +2,32 @@
 
 `xla` is array code that supports every call on every platform and holds the logits `[batch, heads,
 queries, keys]` in memory. The fused kernels never hold them (Dao et al., 2022, arXiv:2205.14135)
-and support some calls only: `cudnn` is NVIDIA's kernel; `pallas` is one kernel for GPUs and one for
-TPUs. `BACKENDS` is their table; see `layerkit.ops.implementations`. docs/attention_backends.md
-shows what the tests prove of each row.
+and support some calls only: `cudnn` is NVIDIA's kernel; `tokamax` is a library of kernels for
+GPUs; `pallas` is one kernel for GPUs, whose end `layerkit.ops.triton` states, and one for TPUs.
+`BACKENDS` is their table; see `layerkit.ops.implementations`. docs/attention_backends.md shows what
+the tests prove of each row.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
+import re
 from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
 
-from layerkit.base.sharding import model_device
 from layerkit.config.checks import check_choice
-from layerkit.errors import ConfigError
 from layerkit.ops import implementations
 from layerkit.ops.implementations import (
     GPU_PLATFORMS,
     Choice,
     Implementation,
-    find_row,
-    select_auto,
+    check_supported,
+    select,
 )
 
-BackendName = Literal["auto", "xla", "cudnn", "pallas"]
+BackendName = Literal["auto", "xla", "cudnn", "tokamax", "pallas"]
 BACKEND_NAMES = get_args(BackendName)
-
-
-class UnsupportedBackendError(ConfigError):
-    """A backend, or a kind of context parallelism, that does not support the requested attention.
-
-    `expected` lists every requirement that is not met.
-    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +36,7 @@ class AttentionCall:
 
     Attributes:
       platform: JAX's name of the platform that runs it: `cpu`, `gpu`, `cuda` or `tpu`.
+      device_kind: JAX's name of the kind of device, such as `NVIDIA H100 80GB HBM3`.
       dtype: Dtype of queries, keys and values.
       head_dim: Size of a head of queries and keys.
       value_dim: Size of a head of values.
@@ -73,6 +66,7 @@ class AttentionCall:
     value_dim: int
     num_queries: int
     num_keys: int
+    device_kind: str = ""
     is_causal: bool = False
     is_in_row_order: bool = True
     window: int | None = None
@@ -130,16 +124,15 @@ def select_backend(name: str, call: AttentionCall) -> Choice:
     """
     check_choice(None, BACKEND_NAMES, backend=name)
     if call.uses_ring:
-        option = {"context_parallel": "ring"}
-        _check(
-            unmet_requirements("xla", call), option, "context_parallel='all_gather' or 'ulysses'"
+        check_supported(
+            unmet_requirements("xla", call),
+            operation="attention",
+            alternative="context_parallel='all_gather' or 'ulysses'",
+            field="context_parallel",
+            value="ring",
         )
-    if name == "auto":
-        return select_auto(BACKENDS, call, platform=call.platform)
-    row = find_row(BACKENDS, name, platform=call.platform)
-    unmet = unmet_requirements(name, call) or [text for text in [row.find_missing()] if text]
-    _check(unmet, {"backend": name}, "backend='xla' or 'auto'")
-    return Choice(name, "as requested", row.load)
+    place = {"operation": "attention", "field": "backend"}
+    return select(BACKENDS, name, call, platform=call.platform, **place)
 
 
 def unmet_requirements(name: str, call: AttentionCall) -> list[str]:
@@ -148,18 +141,6 @@ def unmet_requirements(name: str, call: AttentionCall) -> list[str]:
     Each entry is a noun phrase. The list is empty if the backend supports the call.
     """
     return implementations.unmet_requirements(BACKENDS, name, call, platform=call.platform)
-
-
-def _check(unmet: list[str], option: dict[str, str], alternative: str) -> None:
-    if unmet:
-        ((field, value),) = option.items()
-        raise UnsupportedBackendError(
-            "unsupported attention",
-            field=field,
-            value=value,
-            expected="; ".join(unmet),
-            hint=f"Use {alternative}.",
-        )
 
 
 def _half_precision(call: AttentionCall) -> dict[str, bool]:
@@ -194,6 +175,11 @@ def _fused_requirements(call: AttentionCall) -> dict[str, bool]:
         "no dropout": call.has_dropout,
         f"an even split over devices ({call.split_problem})": call.split_problem != "",
     }
+
+
+def _same_tokens(call: AttentionCall) -> dict[str, bool]:
+    requirement = "as many keys as queries, the same tokens in row order, where keys are masked"
+    return {requirement: call.may_have_empty_rows}
 
 
 def _whole_rows(call: AttentionCall) -> dict[str, bool]:
@@ -251,6 +237,33 @@ def _cudnn_requirements(call: AttentionCall) -> dict[str, bool]:
     }
 
 
+def _tokamax_requirements(call: AttentionCall) -> dict[str, bool]:
+    kind, sizes = call.device_kind, (call.head_dim, call.value_dim)
+    is_blackwell = re.match(r"NVIDIA G?B\d{3}", kind) is not None
+    # The backward pass holds blocks of keys and values in shared memory.
+    most = 320 if is_blackwell else 512
+    return {
+        f"a Hopper or Blackwell GPU instead of {kind}": (
+            not is_blackwell and not re.match(r"NVIDIA G?H\d+", kind)
+        ),
+        **_half_precision(call),
+        f"heads of multiples of 8, {most} together, instead of {sizes[0]} and {sizes[1]}": (
+            sum(sizes) > most or any(size % 8 for size in sizes)
+        ),
+        f"lengths of a multiple of 64 instead of {call.num_queries} and {call.num_keys}": (
+            call.num_queries % 64 + call.num_keys % 64 > 0
+        ),
+        **_same_tokens(call),
+        **_whole_rows(call),
+        **_fused_requirements(call),
+    }
+
+
+def _no_distance_bias(call: AttentionCall) -> dict[str, bool]:
+    requirement = "no bias by distance, of which it makes an array for all pairs"
+    return {requirement: call.has_distance_bias}
+
+
 def _pallas_gpu_requirements(call: AttentionCall) -> dict[str, bool]:
     dtype, sizes = jnp.dtype(call.dtype), (call.head_dim, call.value_dim)
     queries, keys = call.queries_per_part, call.keys_per_part
@@ -281,72 +294,49 @@ def _pallas_tpu_requirements(call: AttentionCall) -> dict[str, bool]:
         "positions that are known to be in row order with a causal mask or a window": (
             is_masked and not call.is_in_row_order
         ),
-        "as many keys as queries, the same tokens in row order, where keys are masked": (
-            call.may_have_empty_rows
-        ),
+        **_same_tokens(call),
         **_bias_by_distance(call),
         **_fused_requirements(call),
     }
 
 
-def _load_xla(options: Any) -> Any:
-    from layerkit.ops.attention.blockwise import BlockwiseAttention
-
-    return BlockwiseAttention(options.scale, options.logit_cap)
-
-
-def _load_cudnn(options: Any) -> Any:
-    from layerkit.ops.attention.cudnn import cudnn_attention
-
-    return functools.partial(cudnn_attention, scale=options.scale)
-
-
-def _load_triton(options: Any) -> Any:
-    from layerkit.ops.attention.pallas.flash_gpu import FlashAttention
-
-    return FlashAttention(*_kernel_fields(options))
-
-
-def _load_splash(options: Any) -> Any:
-    from layerkit.ops.attention.pallas.flash_tpu import SplashAttention
-
-    return SplashAttention(*_kernel_fields(options))
-
-
-def _kernel_fields(options: Any) -> tuple[Any, ...]:
-    kind = model_device(options.sharding).device_kind
-    return options.scale, options.logit_cap, options.kernel_blocks, kind, options.interpret
-
-
-def _find_missing_cudnn() -> str:
-    from layerkit.ops.attention import cudnn
-
-    return "" if cudnn.has_cudnn() else "cuDNN is not installed"
-
-
-# `load` takes `layerkit.ops.attention.dot_product.AttentionOptions`. All but cuDNN's return a
-# `layerkit.ops.attention.ring.PartAttention`; that of `xla` is used in rings alone.
+_TOKAMAX: Implementation[AttentionCall] = Implementation(
+    name="tokamax",
+    function="layerkit.ops.attention.tokamax.TokamaxAttention",
+    requires=_tokamax_requirements,
+    platforms=GPU_PLATFORMS,
+    probe="layerkit.ops.attention.tokamax.find_missing_tokamax",
+)
+# Those of `pallas` and `xla` are a `layerkit.ops.attention.ring.PartAttention`; that of `xla` is
+# used in rings alone.
 BACKENDS: tuple[Implementation[AttentionCall], ...] = (
     Implementation(
         name="cudnn",
-        load=_load_cudnn,
+        function="layerkit.ops.attention.cudnn.cudnn_attention",
         requires=_cudnn_requirements,
         platforms=GPU_PLATFORMS,
-        find_missing=_find_missing_cudnn,
+        probe="layerkit.ops.attention.cudnn.find_missing_cudnn",
     ),
+    dataclasses.replace(_TOKAMAX, requires_of_auto=_no_distance_bias),
     Implementation(
         name="pallas",
-        load=_load_triton,
+        function="layerkit.ops.triton.flash_gpu.FlashAttention",
         requires=_pallas_gpu_requirements,
         # It computes products of float32 without tensor cores, and takes minutes to compile.
         requires_of_auto=_half_precision,
         platforms=GPU_PLATFORMS,
+        probe="layerkit.ops.triton.find_missing_triton",
     ),
+    _TOKAMAX,
     Implementation(
         name="pallas",
-        load=_load_splash,
+        function="layerkit.ops.attention.pallas.flash_tpu.SplashAttention",
         requires=_pallas_tpu_requirements,
         platforms=("tpu",),
     ),
-    Implementation(name="xla", load=_load_xla, requires=_xla_requirements),
+    Implementation(
+        name="xla",
+        function="layerkit.ops.attention.blockwise.BlockwiseAttention",
+        requires=_xla_requirements,
+    ),
 )

@@ -22,8 +22,8 @@ from collections.abc import Callable
 import jax
 
 from layerkit.base.sharding import BoundSharding
-from layerkit.ops.attention.backends import UnsupportedBackendError
 from layerkit.ops.attention.sharded_kernel import QUERY_AXES, find_split_problem, key_axes
+from layerkit.ops.implementations import UnsupportedBackendError
 
 
 def gather_keys(

@@ -47,3 +47,8 @@ def has_cudnn() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def find_missing_cudnn() -> str:
+    """Return a sentence if cuDNN is not installed, else ""."""
+    return "" if has_cudnn() else "cuDNN is not installed"

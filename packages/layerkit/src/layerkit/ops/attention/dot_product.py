@@ -55,7 +55,7 @@ class AttentionOptions:
       zero_fully_masked_rows: True for an output of exactly 0 where a query may attend no key;
         otherwise it is the mean of all values, or 0 in kernels. With `sinks`, which then take all
         probability, it is 0 in all cases.
-      backend: `auto`, `xla`, `cudnn` or `pallas`; see `layerkit.ops.attention.backends`.
+      backend: `auto`, `xla`, `cudnn`, `tokamax` or `pallas`; see `layerkit.ops.attention.backends`.
       platform: JAX's name of the platform that runs it; "" for that of the mesh, of `sharding` or
         of a surrounding `jax.shard_map`, or without a mesh JAX's default.
       sharding: Sharding of the model for attention of whole rows: kernels run on the rows and
@@ -138,7 +138,7 @@ def dot_product_attention(
         return ulysses_attention(attend, query, key, value, sharding)
     call = describe_call(query, key, value, options)
     chosen = select_backend(options.backend, call)
-    _LOG.info(chosen.describe("attention backend"))
+    _LOG.info("attention backend: %s (%s)", chosen.name, chosen.reason)
     if sharding is not None and call.uses_ring:
         from layerkit.ops.attention.ring import ring_attention
 
@@ -147,7 +147,7 @@ def dot_product_attention(
             key,
             value,
             mask=options.mask,
-            attention=chosen.load(options),
+            attention=_kernel(chosen, options),
             sharding=sharding,
             sinks=options.sinks,
         )
@@ -180,6 +180,7 @@ def describe_call(
     num_shards = options.num_length_shards
     return AttentionCall(
         platform=options.platform,
+        device_kind=model_device(sharding).device_kind,
         dtype=query.dtype,
         head_dim=query.shape[-1],
         value_dim=value.shape[-1],
@@ -216,7 +217,7 @@ def _run_kernel(
     """Run the fused kernel of a backend on the shard of each device."""
     from layerkit.ops.attention.sharded_kernel import run_kernel_on_mesh
 
-    kernel, prepare, num_shards = chosen.load(options), None, options.num_length_shards
+    kernel, prepare, num_shards = _kernel(chosen, options), None, options.num_length_shards
     if options.platform == "tpu" and num_shards > 1:
         prepare = functools.partial(kernel.kernel, query, key, options.mask, num_shards=num_shards)
     return run_kernel_on_mesh(
@@ -227,9 +228,19 @@ def _run_kernel(
         sharding=options.sharding,
         mask=options.mask,
         sinks=options.sinks,
-        bias=options.dense_bias if chosen.name == "cudnn" else options.bias,
+        bias=options.bias if chosen.name == "pallas" else options.dense_bias,
         prepare=prepare,
     )
+
+
+def _kernel(chosen: Choice, options: AttentionOptions) -> Any:
+    kernel = chosen.row.load()
+    if chosen.name == "cudnn":
+        return functools.partial(kernel, scale=options.scale)
+    if chosen.name == "xla":
+        return kernel(options.scale, options.logit_cap)
+    kind = model_device(options.sharding).device_kind
+    return kernel(options.scale, options.logit_cap, options.kernel_blocks, kind, options.interpret)
 
 
 def _check_shapes(

@@ -1,7 +1,7 @@
 """Products of sorted rows with one weight per group of rows.
 
 - `pallas` is a kernel on TPUs and GPUs: JAX's megablox (the method of Gale et al., 2022,
-  MegaBlocks, arXiv:2211.15841) and `layerkit.ops.moe.grouped_matmul_gpu`.
+  MegaBlocks, arXiv:2211.15841) and `layerkit.ops.triton.grouped_matmul_gpu`.
 - `ragged_dot` is JAX's grouped product. XLA multiplies every row by the weights of every group on
   CPUs and GPUs, and on TPUs in the gradient of the weights.
 - `blocks` aligns groups to multiples of a block and multiplies block after block in a loop, so that
@@ -22,13 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from layerkit.config.checks import require
 from layerkit.ops.implementations import (
     GPU_PLATFORMS,
     Implementation,
     find_row,
-    select_auto,
-    unmet_requirements,
+    select,
 )
 
 # Largest tiles of (rows, contracted dimension, outputs) of megablox, in bfloat16; those of
@@ -99,16 +97,18 @@ def select_grouped_matmul(name: str, *, platform: str, dtype: Any, owner: str) -
       owner: Name of the layer for error messages.
 
     Raises:
-      ConfigError: The named implementation does not support the product.
+      UnsupportedBackendError: The named implementation does not support the product.
     """
-    dtype = jnp.dtype(dtype)
-    if name == "auto":
-        choice = select_auto(GROUPED_MATMULS, dtype, platform=platform)
-        return GroupedMatmul(choice.name, platform, choice.reason)
-    unmet = unmet_requirements(GROUPED_MATMULS, name, dtype, platform=platform)
-    expected = f"'auto', since it needs {'; '.join(unmet)}"
-    require(not unmet, owner, "grouped_matmul", name, expected)
-    return GroupedMatmul(name, platform, "as requested")
+    choice = select(
+        GROUPED_MATMULS,
+        name,
+        jnp.dtype(dtype),
+        platform=platform,
+        operation="grouped product",
+        field="grouped_matmul",
+        owner=owner,
+    )
+    return GroupedMatmul(choice.name, platform, choice.reason)
 
 
 def block_size(num_rows: int, num_groups: int) -> int:
@@ -187,7 +187,11 @@ def _ragged_dot(rows: jax.Array, w: jax.Array, groups: RowGroups, *, interpret: 
 def _triton(rows: jax.Array, w: jax.Array, groups: RowGroups, *, interpret: bool) -> jax.Array:
     """Multiply rows by the kernel for GPUs, with dimensions padded to multiples of its tiles."""
     # Pallas takes long to import.
-    from layerkit.ops.moe.grouped_matmul_gpu import BlocksOfRows, KernelOptions, grouped_matmul_gpu
+    from layerkit.ops.triton.grouped_matmul_gpu import (
+        BlocksOfRows,
+        KernelOptions,
+        grouped_matmul_gpu,
+    )
 
     num_groups, dims, out_dims = w.shape
     group_of_block, num_used = _blocks(groups.sizes, groups.block, rows.shape[0] // groups.block)
@@ -295,16 +299,17 @@ def _dtype_in(*supported: Any) -> Callable[[Any], dict[str, bool]]:
 GROUPED_MATMULS: tuple[Implementation[Any], ...] = (
     Implementation(
         name="pallas",
-        load=lambda: _megablox,
+        function=_megablox,
         requires=_dtype_in(jnp.bfloat16, jnp.float32),
         platforms=("tpu",),
     ),
     Implementation(
         name="pallas",
-        load=lambda: _triton,
+        function=_triton,
         requires=_dtype_in(jnp.bfloat16, jnp.float16),
         platforms=GPU_PLATFORMS,
+        probe="layerkit.ops.triton.find_missing_triton",
     ),
-    Implementation(name="blocks", load=lambda: _multiply_blocks),
-    Implementation(name="ragged_dot", load=lambda: _ragged_dot),
+    Implementation(name="blocks", function=_multiply_blocks),
+    Implementation(name="ragged_dot", function=_ragged_dot),
 )

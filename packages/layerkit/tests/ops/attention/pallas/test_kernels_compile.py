@@ -1,12 +1,15 @@
 """Kernels are lowered, and where the compilers are installed compiled, for hardware not here.
 
 What is lowered or compiled is a step forward and backward, on a mesh of two by two devices. The
-compilers come with `pip install libtpu` and `pip install jax-cuda12-plugin jax-cuda12-pjrt`.
+compilers come with `pip install libtpu` and `pip install jax-cuda12-plugin jax-cuda12-pjrt`. With
+the extra `layerkit[kernels]` GPUs run Tokamax where they run own kernels in Triton without it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
 import re
 
 import jax
@@ -42,11 +45,16 @@ DEVICES = {
     "cuda": AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=132, platform="gpu"),
     "tpu": AbstractDevice("TPU v5", num_cores=1, platform="tpu"),
 }
-FUSED = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}
+TRITON = "__gpu$xla.gpu.triton"
+CUDNN = "__cudnn$fmhaSoftmax"
+# Targets of the kernels that `auto` selects where cuDNN does not support the call.
+HAS_TOKAMAX = importlib.util.find_spec("tokamax") is not None
+NO_CUDNN = "mosaic_gpu" if HAS_TOKAMAX else TRITON
+FUSED = {"cuda": NO_CUDNN, "b200": NO_CUDNN, "tpu": "tpu_custom_call"}
 KERNELS = [
-    ("cudnn", "cuda", "causal", "__cudnn$fmhaSoftmax"),
-    ("cudnn", "cuda", "window", "__cudnn$fmhaSoftmax"),
-    ("pallas", "cuda", "everything", FUSED["cuda"]),
+    ("cudnn", "cuda", "causal", CUDNN),
+    ("cudnn", "cuda", "window", CUDNN),
+    ("pallas", "cuda", "everything", TRITON),
     ("pallas", "tpu", "everything", FUSED["tpu"]),
 ]
 
@@ -79,10 +87,13 @@ def planned_devices(absent_devices):
     """Return a function from a platform to the sharding of a mesh of two by two absent devices."""
 
     def bind(platform):
-        grid = np.array(absent_devices(platform)).reshape(2, 2)
-        return BoundSharding(Mesh(grid, ("data", "tensor")))
+        devices = absent_devices(platform)
+        if platform != "tpu":
+            stack.enter_context(jax.default_device(devices[0]))  # Tokamax asks for its kind.
+        return BoundSharding(Mesh(np.array(devices).reshape(2, 2), ("data", "tensor")))
 
-    return bind
+    with contextlib.ExitStack() as stack:
+        yield bind
 
 
 @pytest.fixture
@@ -122,7 +133,38 @@ def test_kernels_compile_for_their_hardware(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+@pytest.mark.parametrize("platform", ["cuda", "b200", "tpu"])
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.usefixtures("as_if_cudnn_were_here")
+def test_auto_compiles_a_fused_kernel_in_each_training_case(planned_devices, platform, call):
+    sharding = planned_devices(platform)
+    program = gradients(call, sharding=sharding)
+    text = program.lower(*abstract(sharding)).compile().as_text()
+    is_cudnn = platform != "tpu" and call in ("causal", "window")
+    assert (CUDNN if is_cudnn else FUSED[platform]) in text
+    assert "all-gather" not in text
+    assert f"{LENGTH},{LENGTH}]" not in text  # no logits
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not HAS_TOKAMAX, reason="needs layerkit[kernels]")
+@pytest.mark.parametrize("platform", ["cuda", "b200"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_tokamax_compiles_masks_both_ways_and_biases(planned_devices, platform, has_bias):
+    sharding = planned_devices(platform)
+
+    def total(query, key, value, segments):
+        bias = DistanceBias(jnp.zeros((1, 4, 2 * LENGTH - 1))) if has_bias else None
+        mask = AttentionMask.bidirectional_mask(BATCH, LENGTH, segment_ids=segments)
+        options = AttentionOptions(mask=mask, bias=bias, sharding=sharding, backend="tokamax")
+        return jnp.sum(dot_product_attention(query, key, value, options).astype(jnp.float32))
+
+    program = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+    assert NO_CUDNN in program.lower(*abstract(sharding)).compile().as_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("platform", ["cuda", "b200", "tpu"])
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(256, 256), (192, 128)])
 @pytest.mark.usefixtures("as_if_cudnn_were_here")
 def test_auto_compiles_a_fused_kernel_for_large_and_unequal_heads(
@@ -132,7 +174,8 @@ def test_auto_compiles_a_fused_kernel_for_large_and_unequal_heads(
     sharding = planned_devices(platform)
     program = gradients("everything", sharding=sharding)
     text = program.lower(*abstract(sharding, head_dim, value_dim)).compile().as_text()
-    assert FUSED[platform] in text
+    # The kernels of Tokamax for Blackwell hold no heads of 256.
+    assert (TRITON if (platform, head_dim) == ("b200", 256) else FUSED[platform]) in text
     assert "all-gather" not in text
 
 
@@ -147,7 +190,8 @@ def test_split_packed_rows_compile_a_fused_kernel(planned_devices, platform, way
     sharding = BoundSharding(Mesh(devices, ("data", "context")))
     program = gradients("packed", sharding=sharding, context_parallel=way)
     text = program.lower(*abstract(sharding, length=1024)).compile().as_text()
-    assert FUSED[platform] in text
+    # A ring needs a kernel that returns the sums of a part.
+    assert (TRITON if (platform, way) == ("cuda", "ring") else FUSED[platform]) in text
     assert collective in text
     gathered = re.findall(r"= (\w+)\S* all-gather(?:-start)?\(", text)
     assert set(gathered) <= {"s32"}  # the segments, for whole rows
@@ -193,7 +237,7 @@ def test_auto_compiles_a_fused_kernel_for_a_learned_bias(planned_devices, platfo
     programs = {backend: compiled(backend) for backend in ("auto", "xla")}
     pairs = f"{length},{length}]"
     fused = programs["auto"].as_text()
-    assert FUSED[platform] in fused
+    assert {"cuda": TRITON}.get(platform, FUSED[platform]) in fused
     assert pairs not in fused and pairs in programs["xla"].as_text()
     temporary = {
         backend: program.memory_analysis().temp_size_in_bytes / 2**20

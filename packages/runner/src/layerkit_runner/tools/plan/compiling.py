@@ -60,13 +60,17 @@ class CompiledStep:
     unreadable: str | None = None
 
 
-def tracing_for(device: jax.Device) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def tracing_for(device: jax.Device) -> Iterator[None]:
     """Return a context in which steps are traced and lowered for a device of another machine.
 
-    Pallas kernels ask for the kind of device. Without this context they get that of this machine.
+    Kernels ask for the kind of device, those of Tokamax for JAX's default device. Without this
+    context they get that of this machine.
     """
     kind = AbstractDevice(device.device_kind, num_cores=None, platform=device.platform)
-    return use_abstract_mesh(AbstractMesh((), (), abstract_device=kind))
+    mesh = AbstractMesh((), (), abstract_device=kind)
+    with use_abstract_mesh(mesh), jax.default_device(device):
+        yield
 
 
 def compile_step(lowered: Any, *, platform: str, is_here: bool) -> CompiledStep:

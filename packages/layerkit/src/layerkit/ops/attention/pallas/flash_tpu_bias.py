@@ -3,7 +3,7 @@
 JAX's splash attention has no bias. Its older flash attention reads a dense bias, with one number
 for each pair of query and key. These kernels read one number per distance (`DistanceBias`) and make
 the bias of a block from the numbers of its distances: a row of the block is the row above, shifted
-by one. The method is that of `layerkit.ops.attention.pallas.flash_gpu`, FlashAttention-2 (Dao,
+by one. The method is that of `layerkit.ops.triton.flash_gpu`, FlashAttention-2 (Dao,
 2023, arXiv:2307.08691).
 
 A separate kernel computes the gradient of a learned bias. It visits the blocks on one diagonal of

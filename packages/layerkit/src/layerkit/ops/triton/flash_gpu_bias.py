@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from layerkit.ops.attention.pallas.flash_gpu_kernels import (
+from layerkit.ops.attention.pallas.kernel_blocks import GpuTile
+from layerkit.ops.triton.flash_gpu_kernels import (
     BackwardInputs,
     KernelOptions,
     block_logits,
     call_kernel,
     logit_gradients,
 )
-from layerkit.ops.attention.pallas.kernel_blocks import GpuTile
 
 
 def bias_tile_gradients(options: KernelOptions, inputs: BackwardInputs) -> jax.Array:

@@ -1,6 +1,6 @@
 """Pallas kernels of attention on GPUs, for the Triton backend: forward and backward.
 
-`layerkit.ops.attention.pallas.flash_gpu` describes the method and calls them.
+`layerkit.ops.triton.flash_gpu` describes the method and calls them.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ Each group begins at a block of rows and ends at one (`RowGroups.block`), so tha
 multiplied by the weights of one group and needs no masks. One kernel multiplies rows by weights; a
 second one computes the gradients of weights and sums over the blocks of each group. Blocks without
 a group are skipped.
-
-JAX 0.12 deprecates the Triton backend of Pallas in favor of Mosaic GPU; a later version removes it.
 """
 
 from __future__ import annotations

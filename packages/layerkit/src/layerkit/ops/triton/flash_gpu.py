@@ -8,8 +8,6 @@ and values, where a program sums over all query heads of its key head without re
 Positions and segments are read as arrays, so a row or a cache may begin at any position. Blocks of
 other documents are skipped, and if positions are in row order those outside the causal triangle or
 the window, too. A query that sees no key reads 0.
-
-JAX 0.12 deprecates the Triton backend of Pallas in favor of Mosaic GPU; a later version removes it.
 """
 
 from __future__ import annotations
@@ -23,8 +21,9 @@ from jax.experimental import pallas as pl
 
 from layerkit.ops.attention.distance_bias import DistanceBias, sum_diagonals
 from layerkit.ops.attention.masks import AttentionMask
-from layerkit.ops.attention.pallas.flash_gpu_bias import bias_tile_gradients
-from layerkit.ops.attention.pallas.flash_gpu_kernels import (
+from layerkit.ops.attention.pallas.kernel_blocks import FusedAttention, Passes, gpu_tiles
+from layerkit.ops.triton.flash_gpu_bias import bias_tile_gradients
+from layerkit.ops.triton.flash_gpu_kernels import (
     BackwardInputs,
     KernelOptions,
     MaskArrays,
@@ -32,7 +31,6 @@ from layerkit.ops.attention.pallas.flash_gpu_kernels import (
     key_gradients,
     query_gradient,
 )
-from layerkit.ops.attention.pallas.kernel_blocks import FusedAttention, Passes, gpu_tiles
 
 
 class FlashAttention(FusedAttention):

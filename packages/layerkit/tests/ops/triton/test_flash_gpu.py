@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend import core
 
-from layerkit.ops.attention.backends import UnsupportedBackendError, select_backend
+from layerkit.ops.attention.backends import select_backend
 from layerkit.ops.attention.dot_product import AttentionOptions, describe_call, xla_attention
 from layerkit.ops.attention.masks import AttentionMask
-from layerkit.ops.attention.pallas.flash_gpu import FlashAttention
 from layerkit.ops.attention.pallas.kernel_math import overlapping_blocks
+from layerkit.ops.implementations import UnsupportedBackendError
+from layerkit.ops.triton.flash_gpu import FlashAttention
 
 BATCH, LENGTH, HEADS, KV_HEADS = 2, 48, 4, 2  # three blocks of 16
 SEGMENTS = jnp.asarray(np.repeat([[1, 1, 2, 3, 3, 0], [1, 2, 2, 2, 2, 2]], 8, axis=1), jnp.int32)
