@@ -309,3 +309,29 @@ def test_rows_and_heads_split_over_devices_equal_one_device(kind, sizes):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=3e-5, rtol=1e-5), of_split, gradients
     )
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_states_are_float32_in_bfloat16_and_padding_keeps_them(kind):
+    config = LAYERS[kind]
+    layer, params = with_weights(config)
+    narrow = config.clone(fprop_dtype=jnp.bfloat16).Instantiate()
+    segments = np.ones((3, 20), np.int32)
+    segments[:, 11:] = 0
+
+    @jax.jit
+    def states(x, segments=None):
+        def mix(layer):
+            start = layer.initial_state(3)
+            return layer.mix(x, start, segments=segments)[1]
+
+        return [mix(one.bind({PARAMS: params})) for one in (layer, narrow)]
+
+    wide, low = states(X, segments)
+    assert low["state"].dtype == jnp.float32
+    assert low["key_history"].dtype == jnp.bfloat16
+    size = np.abs(wide["state"]).max()
+    np.testing.assert_allclose(low["state"], wide["state"], atol=0.03 * size)
+    alone, _ = states(X[:, :11])
+    for name, value in alone.items():
+        np.testing.assert_allclose(wide[name], value, atol=2e-6, err_msg=name)
