@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_experiments.recipes.mixers import Mixer, hybrid_decoder
 
 
 class HybridText(LocalText):
     """The quickstart with three gated delta nets to each layer with attention (Qwen3-Next)."""
+
+    reduced_fields: ClassVar[Mapping[str, Any]] = {"NUM_LAYERS": 4}
 
     MIXERS: tuple[Mixer, ...] = (
         "gated_delta_net",

@@ -13,7 +13,12 @@ from layerkit.base.base_layer import CACHE, WeightHParams
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import BeamSearch, SampleDecoder, SpeculativeDecoder
 from layerkit.errors import ConfigError
-from layerkit.layers import MultiTokenPrediction, StackedTransformerRepeated, Transformer
+from layerkit.layers import (
+    MultiTokenPrediction,
+    StackedTransformer,
+    StackedTransformerRepeated,
+    Transformer,
+)
 from layerkit.layers.recurrent.token_mixer import TokenMixer
 from layerkit.models.language_model import LanguageModel
 from layerkit.ops.attention.masks import AttentionMask, row_positions
@@ -130,3 +135,30 @@ def test_mixer_rejects_masks_and_prefixes_with_later_tokens(raises):
             prefix_lengths=jnp.ones(2, jnp.int32),
             method="extend_step",
         )
+
+
+def test_layers_of_one_branch_equal_a_layer_of_both():
+    """A layer with a mixer alone and one with a feed-forward alone, as in Nemotron-H."""
+    mixer = MovingAverage.HParams.config()
+    both, params = with_weights(StackedTransformer.HParams.config(
+        input_dims=8, hidden_dims=16, num_layers=1,
+        layer_tpl=Transformer.HParams.config(attention_tpl=mixer),
+    ))  # fmt: skip
+    layers = (
+        Transformer.HParams.config(attention_tpl=mixer, feed_forward_tpl=None),
+        Transformer.HParams.config(attention_tpl=None),
+    )
+    apart = StackedTransformer(input_dims=8, hidden_dims=16, num_layers=2, block_tpls=layers)
+    branches = params["layers_0"]
+    split = {
+        f"layers_{index}": {name: branches[name] for name in branches if name.startswith(branch)}
+        for index, branch in enumerate(("attention", "feed_forward"))
+    }
+    x = jax.random.normal(jax.random.key(2), (2, 5, 8))
+    inputs = {"mask": AttentionMask.causal_mask(2, 5), "positions": row_positions(2, 5)}
+    expected = both.apply({"params": params}, x, **inputs)
+    np.testing.assert_allclose(apart.apply({"params": split}, x, **inputs), expected, atol=1e-6)
+    _, cache = apart.apply({"params": split}, 2, 5, method="init_cache", mutable=[CACHE])
+    more = {"time_step": jnp.int32(0), "positions": inputs["positions"], "mutable": [CACHE]}
+    cached, _ = apart.apply({"params": split, **cache}, x, method="extend_step", **more)
+    np.testing.assert_allclose(cached, expected, atol=1e-6)

@@ -156,12 +156,12 @@ class Transformer(BaseLayer):
       parallel_shares_norm: True for one norm before all parallel branches (GPT-J, PaLM); False for
         one norm for each (GPT-NeoX).
       attention_tpl: Self-attention, or another mixer of tokens with the same methods, such as a
-        `TokenMixer`. It gets the sizes above that it has fields for.
+        `TokenMixer`. It gets the sizes above that it has fields for. None for none (Nemotron-H).
       cross_attention_tpl: Attention of a decoder to a memory, after self-attention; None for no
         cross attention.
       allow_skip_cross_attention: True to leave out cross attention where there is no memory, as
         for examples without a source; False to raise an error.
-      feed_forward_tpl: Feed-forward block, dense or a mixture of experts.
+      feed_forward_tpl: Feed-forward block, dense or a mixture of experts; None for none (Mamba).
       residual_weight: Factor of the output of each branch in its residual sum (Granite).
       feed_forward_residual_weight: Further factor of the output of the feed-forward block; 0.5 in
         the two half steps of a Conformer (Gulati et al., 2020, arXiv:2005.08100).
@@ -180,9 +180,10 @@ class Transformer(BaseLayer):
     """
 
     used_only_if: ClassVar[Conditions] = {
-        "parallel_shares_norm": "parallel",
+        "parallel_shares_norm": ("parallel", "attention_tpl"),
         "allow_skip_cross_attention": "cross_attention_tpl",
-        "feed_forward_norm_tpl": "not parallel_shares_norm",
+        "feed_forward_norm_tpl": ("not parallel_shares_norm", "feed_forward_tpl"),
+        "feed_forward_residual_weight": "feed_forward_tpl",
     }
 
     input_dims: int = 0
@@ -195,10 +196,10 @@ class Transformer(BaseLayer):
     norm_policy: NormPolicy = "pre"
     parallel: bool = False
     parallel_shares_norm: bool = False
-    attention_tpl: Config[BaseLayer] = sub_config_field(MultiHeadAttention.HParams)
+    attention_tpl: Config[BaseLayer] | None = sub_config_field(MultiHeadAttention.HParams)
     cross_attention_tpl: Config[BaseLayer] | None = sub_config_field(None)
     allow_skip_cross_attention: bool = False
-    feed_forward_tpl: Config[BaseLayer] = sub_config_field(TransformerFeedForward.HParams)
+    feed_forward_tpl: Config[BaseLayer] | None = sub_config_field(TransformerFeedForward.HParams)
     residual_weight: float = 1.0
     feed_forward_residual_weight: float = 1.0
     layer_input_tpl: Config[BaseLayer] | None = sub_config_field(None)
@@ -217,10 +218,13 @@ class Transformer(BaseLayer):
             "dim_per_head": self.dim_per_head,
         }
         wide = {"input_dims": self.input_dims, "hidden_dims": self.hidden_dims}
-        self._create_branch("attention", self.attention_tpl, **heads)
-        if self.cross_attention_tpl is not None:
-            self._create_branch("cross_attention", self.cross_attention_tpl, **heads)
-        self._create_branch("feed_forward", self.feed_forward_tpl, **wide)
+        for name, sizes in (
+            ("attention", heads),
+            ("cross_attention", heads),
+            ("feed_forward", wide),
+        ):
+            if (template := getattr(self, f"{name}_tpl")) is not None:
+                self._create_branch(name, template, **sizes)
         if self.layer_input_tpl is not None:
             self.create_child("layer_input", self.layer_input_tpl, input_dims=self.input_dims)
         if self.has_output_scale:
@@ -278,17 +282,18 @@ class Transformer(BaseLayer):
         is_valid = droppath_rate is None or not self.droppath_rate
         expected = "0, since the stack sets the rate of each layer"
         require(is_valid, self, "droppath_rate", self.droppath_rate, expected)
-        attention = partial(
-            self.attention, mask=mask, positions=positions, **drop_none(bias=bias, kv=kv)
-        )
-        branches: _Branches = {"attention": attention}
+        branches: _Branches = {}
+        if self.attention_tpl is not None:
+            inputs = {"mask": mask, "positions": positions, **drop_none(bias=bias, kv=kv)}
+            branches["attention"] = partial(self.attention, **inputs)
         if memory is not None:
             branches["cross_attention"] = partial(
                 self.cross_attention, memory=memory, mask=memory_mask
             )
         segments = mask.query_segments
         is_token = None if segments is None else segments != 0
-        branches["feed_forward"] = partial(self.feed_forward, **drop_none(is_token=is_token))
+        if self.feed_forward_tpl is not None:
+            branches["feed_forward"] = partial(self.feed_forward, **drop_none(is_token=is_token))
         branches = self._order_branches(branches, mask=mask)
         return self._add_branches(x, branches, droppath_rate=droppath_rate, layer_input=layer_input)
 
@@ -302,8 +307,9 @@ class Transformer(BaseLayer):
             attention are computed; None without it.
         """
         self._check_memory(memory=memory)
-        self.attention.init_cache(batch_size, max_length)
-        if hasattr(self.feed_forward, "init_cache"):
+        if self.attention_tpl is not None:
+            self.attention.init_cache(batch_size, max_length)
+        if self.feed_forward_tpl is not None and hasattr(self.feed_forward, "init_cache"):
             self.feed_forward.init_cache(batch_size, max_length)
         if memory is not None:
             self.cross_attention.init_cache(memory)
@@ -337,15 +343,17 @@ class Transformer(BaseLayer):
           `[batch, t, dims]` in the compute dtype.
         """
         self._check_memory(memory_mask=memory_mask)
-        step = partial(self.attention.extend_step, time_step=time_step, positions=positions)
-        branches: _Branches = {
-            "attention": partial(step, **drop_none(bias=bias, prefix_lengths=prefix_lengths, kv=kv))
-        }
+        branches: _Branches = {}
+        if self.attention_tpl is not None:
+            inputs = drop_none(bias=bias, prefix_lengths=prefix_lengths, kv=kv)
+            inputs |= {"time_step": time_step, "positions": positions}
+            branches["attention"] = partial(self.attention.extend_step, **inputs)
         if memory_mask is not None:
             branches["cross_attention"] = partial(
                 self.cross_attention.extend_step, mask=memory_mask
             )
-        branches["feed_forward"] = self.feed_forward
+        if self.feed_forward_tpl is not None:
+            branches["feed_forward"] = self.feed_forward
         return self._add_branches(x, self._order_branches(branches), layer_input=layer_input)
 
     def _order_branches(
