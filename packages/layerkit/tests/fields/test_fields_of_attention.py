@@ -114,7 +114,11 @@ EXAMPLES = [
         {"input_dims": DIMS, "num_heads": 4},
         whole_and_cached,
         position_tpl=PositionalEmbedding.HParams.config(max_timescale=100.0),
-        **{**SELF_ATTENTION, "qk_clip": Change(100.0, refusal="no effect")},
+        **{
+            **SELF_ATTENTION,
+            "qk_clip": Change(100.0, refusal="no effect"),
+            "context_parallel": Change("ring", refusal="no bias"),
+        },
     ),
     of(
         CrossAttention,

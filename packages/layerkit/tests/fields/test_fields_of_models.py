@@ -68,8 +68,8 @@ SPEECH = NestedMap(
     src=NestedMap(
         features=jnp.tile(NUMBERS[:, None], (1, 16, 1)),
         paddings=jnp.zeros((BATCH, 16)),
-        waveform=jnp.ones((BATCH, 1600)),
-        lengths=jnp.full(BATCH, 1600),
+        waveform=jnp.ones((BATCH, 2400)),
+        lengths=jnp.full(BATCH, 2400),
     ),
     tgt=NestedMap(labels=IDS[:, :2] % 7 + 1, paddings=jnp.zeros((BATCH, 2))),
 )
@@ -82,8 +82,8 @@ SPEECH_FIELDS = {
     "encoder_tpl": ENCODER,
 }
 SPEECH_CHANGES = {
-    "frontend_tpl": None,
-    "augmenter_tpl": None,
+    "frontend_tpl": Config(L.LogMel, num_bins=8, power=1.0),
+    "augmenter_tpl": Config(L.SpectrumAugmenter, time_mask_count=1),
     "encoder_tpl": ENCODER.clone(is_causal=True),
 }
 
