@@ -217,11 +217,16 @@ class SingleTask(Configurable):
             loss = WeightedScalar(loss.value + aux, loss.weight)
         metrics[self.loss_name] = WeightedScalar.of(loss.value, loss.weight)
         maxima = context.batch_max(result.step_maxima) if result.step_maxima else None
+        params = state.params
+        if self.train.variable_norm_summary:
+            # XLA for GPUs copies the new weights if one kernel reads the old ones for this norm and
+            # writes the new ones in their place.
+            var_norm, params = jax.lax.optimization_barrier((global_norm(trained), params))
         with self.declared_weights() as stacks, spread_by(context.optimizer_layout):
             update = learner.update(
                 context.batch_sum(result.gradients),
                 state.opt_state,
-                state.params,
+                params,
                 step=state.step,
                 loss=metrics[self.loss_name].value,
                 ema=state.ema,
@@ -237,7 +242,7 @@ class SingleTask(Configurable):
         if maxima is not None:
             scalars["max_logit"] = jax.tree.reduce(jnp.maximum, jax.tree.map(jnp.max, maxima))
         if self.train.variable_norm_summary:
-            scalars["learning/var_norm"] = global_norm(trained)
+            scalars["learning/var_norm"] = var_norm
         scalars |= scalars_and_marks(result.summaries, context, verbosity=self.summary_verbosity)
         metrics |= step_metrics(self.task_metrics, metrics, scalars)
         statistics = (
