@@ -44,7 +44,8 @@ PROGRAM = """HloModule test, is_scheduled=true
   %i = s32[] get-tuple-element(%state), index=0
   %stack = f32[3,4]{1,0} get-tuple-element(%state), index=1
   %product = f32[4]{0} fusion(%stack, %i), calls=%square, metadata={op_name="square"}
-  %stored = f32[3,4]{1,0} fusion(%stack, %product, %i), calls=%update, metadata={op_name="store"}
+  %storing = f32[3,4] fusion-start(%stack, %product, %i), calls=%update, metadata={op_name="store"}
+  %stored = f32[3,4]{1,0} fusion-done(%storing)
   ROOT %next = (s32[], f32[3,4]{1,0}) tuple(%i, %stored)
 }
 

@@ -16,6 +16,7 @@ from layerkit_runner.tools.plan.collectives import type_bytes
 from layerkit_runner.tools.plan.hlo import Instruction, instructions
 from layerkit_runner.tools.plan.live_memory import traced_name
 
+_FUSIONS = ("fusion", "fusion-start")  # the compiler of JAX 0.12 starts copies asynchronously
 _RUNS = ("while", "call", "conditional", "async-start")
 _NO_ACCESS = (*_RUNS, "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all")
 # Memory without contents, for results that are written part by part.
@@ -59,9 +60,10 @@ def memory_traffic(hlo_text: str) -> list[MemoryAccess]:
             continue
         operands = [named[name] for name in dict.fromkeys(one.operands)]
         parts = [dataclasses.replace(operand, opcode="parameter") for operand in operands]
-        parts = bodies[one.called[0]] if one.opcode == "fusion" else [*parts, one]
-        # The type of a start has its operands and its results.
-        size = type_bytes(one.type) if one.opcode.endswith("-start") else _fused_bytes(parts)
+        parts = bodies[one.called[0]] if one.opcode in _FUSIONS else [*parts, one]
+        # The type of another start has its operands and its results.
+        is_start = one.opcode.endswith("-start") and one.opcode not in _FUSIONS
+        size = type_bytes(one.type) if is_start else _fused_bytes(parts)
         size, is_copy = size * one.executions, all(map(_moves, parts))
         accesses.append(MemoryAccess(size, is_copy, one.executions, one.type, traced_name(one)))
     return sorted(accesses, key=lambda access: -access.bytes)
