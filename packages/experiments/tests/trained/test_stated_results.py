@@ -43,8 +43,9 @@ def metrics(folder: Path, *, dataset: str | None = None) -> list[dict[str, Any]]
     return [r for r in records if "event" not in r and r.get("dataset") == dataset]
 
 
-def test_classifier_learns_the_digits(tmp_path: Path):
-    run("--exp=vision.digits.Digits", f"--job_log_dir={tmp_path}")
+@pytest.mark.parametrize("name", ["Digits", "DigitsViT"])
+def test_classifier_learns_the_digits(name: str, tmp_path: Path):
+    run(f"--exp=vision.digits.{name}", f"--job_log_dir={tmp_path}")
     assert metrics(tmp_path, dataset="heldout")[-1]["accuracy"] > 0.95
 
 

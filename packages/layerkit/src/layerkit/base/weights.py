@@ -254,7 +254,8 @@ def draw_boxed(
         scale /= math.sqrt(fan_out)
     if init.method == "constant":
         ones = (1,) * (len(weight.shape) - 1)
-        value = jnp.broadcast_to(jnp.asarray(scale).reshape(-1, *ones), weight.shape)
+        values = jnp.asarray(scale).reshape((-1, *ones) if weight.shape else ())
+        value = jnp.broadcast_to(values, weight.shape)
     else:
         # Without an explicit dtype, JAX's x64 mode would draw other numbers.
         draw = _DISTRIBUTIONS[init.method]

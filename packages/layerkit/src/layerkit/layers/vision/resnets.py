@@ -149,9 +149,11 @@ class ResNet(BaseLayer):
         expected = f"a number for each of {len(self.channels)} stages (channels)"
         require(len(self.blocks) == len(self.channels), self, "blocks", self.blocks, expected)
         dims = self.channels[0] // target_of(self.block_tpl).contraction
+        # The few channels of an image cannot be split.
+        entry = self.conv_tpl.clone(weight_axes=(None, self.conv_tpl.weight_axes[1]))
         self.create_child(
             "entryflow_conv",
-            self.conv_tpl,
+            entry,
             input_dims=self.image_channels,
             output_dims=dims,
             kernel_size=(self.entry_kernel, self.entry_kernel),
