@@ -26,6 +26,8 @@ LAYERS = {
         num_key_heads=4, num_value_heads=4, gate_rank=5, **SIZES
     ),
 }
+# Every ordinary run compares all kinds with transformers and with their recurrences.
+KINDS = ["delta", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mamba2", "kimi"))]
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(3, 20, DIMS)).astype(np.float32)
 
@@ -46,7 +48,7 @@ def whole(layer, params, x, segments=None):
     return layer.apply({PARAMS: params}, x, mask=mask, positions=row_positions(batch, length))
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_packed_rows_equal_separate_rows(kind):
     layer, params = with_weights(LAYERS[kind])
     segments = np.ones((1, 20), np.int32)
@@ -57,7 +59,7 @@ def test_packed_rows_equal_separate_rows(kind):
         np.testing.assert_allclose(packed[:, part], run(X[:1, part]), atol=2e-6)
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_prompt_and_cached_steps_equal_the_whole_rows(kind):
     layer, params = with_weights(LAYERS[kind])
     expected = jax.jit(lambda x: whole(layer, params, x))(X)
@@ -102,7 +104,10 @@ def token_by_token(query, key, value, log_decay, beta, segments, state):
 @pytest.mark.parametrize(
     ("groups", "channels", "delta"), [(1, 1, False), (2, 1, True), (4, 24, True)]
 )
-@pytest.mark.parametrize(("length", "chunk_size", "parts"), [(37, 8, 1), (64, 32, 2)])
+@pytest.mark.parametrize(
+    ("length", "chunk_size", "parts"),
+    [(64, 32, 2), pytest.param(37, 8, 1, marks=pytest.mark.slow)],
+)
 def test_chunks_equal_the_recurrence_token_by_token(
     groups, channels, delta, length, chunk_size, parts
 ):
@@ -311,7 +316,7 @@ def test_rows_and_heads_split_over_devices_equal_one_device(kind, sizes):
     )
 
 
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_states_are_float32_in_bfloat16_and_padding_keeps_them(kind):
     config = LAYERS[kind]
     layer, params = with_weights(config)

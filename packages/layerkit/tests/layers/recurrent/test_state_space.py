@@ -32,7 +32,9 @@ def complex_of(params, name):
     return np.asarray(params[f"{name}_re"], np.complex128) + 1j * np.asarray(params[f"{name}_im"])
 
 
-@pytest.mark.parametrize("poles", ["linear", "legs", "lagt"])
+@pytest.mark.parametrize(
+    "poles", ["lagt", *(pytest.param(p, marks=pytest.mark.slow) for p in ("linear", "legs"))]
+)
 def test_s4d_equals_a_convolution_with_its_kernel(poles):
     layer, params = with_weights(S4D, poles)
     a = poles_of(poles, STATES)[:, None]
