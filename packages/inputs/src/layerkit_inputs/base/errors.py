@@ -10,10 +10,8 @@ message has the command that installs it. This module loads neither NumPy nor JA
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -38,27 +36,33 @@ _EXTRA_OF = {
 }
 
 
-@contextlib.contextmanager
-def naming_input(label: str) -> Iterator[None]:
-    """Record the label of an input, such as `LocalText 'train'`, in its errors.
+class naming_input:  # noqa: N801
+    """A context that records the label of an input, such as `LocalText 'train'`, in its errors.
 
     StopIteration is no error.
 
     A `UserError` without an owner gets the label as its owner. Errors of values and files keep
     their text, and reports add the label by `input_of`. Other errors get a note, which tracebacks
-    show.
+    show. Each batch passes several of these contexts, so they are no generators.
     """
-    try:
-        yield
-    except Exception as error:
-        # An input that reads another input does not replace the label of that input.
-        if input_of(error) is None and not isinstance(error, StopIteration):
-            setattr(error, _ATTRIBUTE, label)
+
+    def __init__(self, label: str) -> None:
+        """Store the label."""
+        self._label = label
+
+    def __enter__(self) -> None:
+        """Enter the context."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        """Record the label in the error of the block, unless it has that of a source."""
+        if not isinstance(error, Exception) or isinstance(error, StopIteration):
+            return
+        if input_of(error) is None:
+            setattr(error, _ATTRIBUTE, self._label)
             if isinstance(error, UserError):
-                error.owner = error.owner or label
+                error.owner = error.owner or self._label
             elif not isinstance(error, (OSError, ValueError)):
-                error.add_note(f"In input {label}")
-        raise
+                error.add_note(f"In input {self._label}")
 
 
 def input_of(error: BaseException) -> str | None:

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 _SECONDS_TO_WRITE = 2.0
 _SECONDS_TO_LEAVE = 10.0
@@ -139,8 +139,7 @@ _STDERR = 2
 _STOPPED_SECONDS = 30.0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Phase:
+class _Phase(NamedTuple):
     name: str
     since: float
     limit: float
@@ -171,16 +170,25 @@ def _longest(seconds: float) -> float:
     return max(STARTING_SECONDS, STARTING_TIMES * seconds)
 
 
-@contextlib.contextmanager
-def phase(name: str, **about: bool) -> Iterator[None]:
-    """Report a phase of this thread, and at its end that of the outer block; see `progress`."""
-    global _current
-    outer = _current
-    progress(name, **about)
-    try:
-        yield
-    finally:
-        _current = dataclasses.replace(outer, since=time.monotonic())
+class phase:  # noqa: N801
+    """A context that reports a phase of this thread, and at its end that of the outer block.
+
+    It takes the arguments of `progress`. Each step has several, so it is no generator.
+    """
+
+    def __init__(self, name: str, **about: bool) -> None:
+        """Store the arguments of `progress`."""
+        self._name, self._about = name, about
+
+    def __enter__(self) -> None:
+        """Report the phase."""
+        self._outer = _current
+        progress(self._name, **self._about)
+
+    def __exit__(self, *error: object) -> None:
+        """Report the phase of the outer block."""
+        global _current
+        _current = _Phase(self._outer.name, time.monotonic(), self._outer.limit)
 
 
 @contextlib.contextmanager
@@ -238,7 +246,7 @@ def _watch(seconds: float, ended: threading.Event, process: str) -> None:
             )
             phase = _current
             if checked - before > pause + _STOPPED_SECONDS:
-                _current = dataclasses.replace(phase, since=checked)  # continued after Ctrl-Z
+                _current = phase._replace(since=checked)  # continued after Ctrl-Z
             elif time.monotonic() - phase.since > phase.limit:
                 _end(phase, process)
     finally:

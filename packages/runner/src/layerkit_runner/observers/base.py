@@ -345,17 +345,21 @@ class _Caller:
         self._is_started = not observer.in_background
         self._phase = phase
         self._hook = "start"  # the hook that runs, or ran last
+        self._hooks = {
+            hook
+            for hook, default in vars(Observer).items()
+            if getattr(getattr(observer, hook), "__func__", None) is not default
+        }
 
     def call(self, hook: str, *args: Any) -> None:
         self._is_started |= hook == "start"
         if self._background is not None:
             self._background.raise_failure()
-        method = getattr(self.observer, hook)
-        if getattr(method, "__func__", None) is getattr(Observer, hook) or not self._is_started:
+        if hook not in self._hooks or not self._is_started:
             return
         if self._background is None:
             with self._phase(f"{type(self.observer).__name__}.{hook}"):
-                method(*args)
+                getattr(self.observer, hook)(*args)
             return
         # The program may change its dicts after the report.
         copies = [dict(arg) if isinstance(arg, Mapping) else arg for arg in args]

@@ -418,5 +418,8 @@ def due_programs(
     programs: Sequence[BaseProgram], step: int, interval: int | None
 ) -> list[BaseProgram]:
     """Return the programs due after `step` steps, by their own interval or by `interval`."""
-    intervals = [(program, program.interval_steps or interval) for program in programs]
-    return [program for program, every in intervals if every is not None and step % every == 0]
+    return [
+        program
+        for program in programs
+        if (every := program.interval_steps or interval) is not None and step % every == 0
+    ]
