@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from flax.traverse_util import unflatten_dict
 
-from layerkit_runner.checkpointing import folders, integrity, stored_state
+from layerkit_runner.checkpointing import folders, integrity, replicas, stored_state
 from layerkit_runner.checkpointing.errors import naming_damage
 from layerkit_runner.checkpointing.policy import CheckpointPolicy, Evaluations, SavedStep
 from layerkit_runner.distributed.cluster import gather_results
@@ -131,6 +131,7 @@ def read_step(
     """
     content: stored_state.RestoredCheckpoint | None = None
     problem: Exception | None = None
+    readings: dict[stored_state.LeafPath, replicas.Reading] = {}
     # Before any file is opened, since opening a pipe would wait for ever.
     findings = integrity.merge(lambda: integrity.find_irregular(path))
     if findings:
@@ -138,7 +139,9 @@ def read_step(
     with futures.ThreadPoolExecutor(1) as verifiers:
         verifying = verifiers.submit(integrity.verify_own, path) if verifies else None
         try:
-            content = _read_unverified(path, step, target, **options)
+            in_turns = stored_state.format_of(path / _STATE) is stored_state.StateFormat.TENSORSTORE
+            readings = replicas.assign(stored_state.named_leaves(target), in_turns=in_turns)
+            content = _read_unverified(path, step, target, readings, **options)
         except Exception as error:  # which damage may have caused
             problem = error
     # Processes agree on the damage before any of them raises another error.
@@ -151,13 +154,20 @@ def read_step(
             raise problem
 
     gather_results(raise_problem)
-    return findings, content
+    assert content is not None
+    leaves = []
+    for name in stored_state.named_leaves(target):
+        leaf = content.state.pop(name, None)  # Devices have no room for two states.
+        leaves.append(readings[name].broadcast(leaf) if name in readings else leaf)
+    state = jax.tree.unflatten(jax.tree.structure(target), leaves)
+    return findings, dataclasses.replace(content, state=state)
 
 
 def _read_unverified(
     path: epath.Path,
     step: int,
     target: Any,
+    readings: Mapping[stored_state.LeafPath, replicas.Reading],
     *,
     leave_out: Sequence[str] = (),
     cast_dtypes: bool = False,
@@ -171,10 +181,14 @@ def _read_unverified(
     stored, empty = stored_state.start_empty(stored, targets)
     stored_targets = {name: spec for name, spec in targets.items() if name not in empty}
     stored_state.check_match(stored, stored_targets, where=where, cast_dtypes=cast_dtypes)
-    read = read_state(path / _STATE, stored_targets) | empty
+    own = {
+        name: readings[name].local if name in readings else spec
+        for name, spec in stored_targets.items()
+    }
+    own = {name: spec for name, spec in own.items() if spec is not None}
     return stored_state.RestoredCheckpoint(
         step=step,
-        state=jax.tree.unflatten(jax.tree.structure(target), [read[leaf] for leaf in targets]),
+        state=read_state(path / _STATE, own) | empty,
         input_states=folders.read_input_states(path) if with_input_states else {},
         metadata=about["user"],
         casts=stored_state.cast_lines(stored, stored_targets),
@@ -185,6 +199,8 @@ def read_state(
     state_directory: epath.Path, targets: Mapping[stored_state.LeafPath, Any]
 ) -> dict[stored_state.LeafPath, jax.Array]:
     """Read the leaves of a stored state, in either format."""
+    if not targets:
+        return {}
     if stored_state.format_of(state_directory) is stored_state.StateFormat.MSGPACK:
         with naming_damage(state_directory / stored_state.STATE_FILE):
             return stored_state.read_msgpack(state_directory, targets)
