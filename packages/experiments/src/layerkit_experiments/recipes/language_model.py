@@ -34,7 +34,6 @@ from layerkit_experiments.recipes.training import (
     TrainedExperiment,
     train_config,
 )
-from layerkit_experiments.recipes.width_transfer import WidthTransfer
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.step.task import SingleTask
 
@@ -411,6 +410,10 @@ class LmExperiment(TrainedExperiment, abstract=True):
         train = train_config(self, self.learner())
         model = quantized(self, self.model())
         task: Config = SingleTask.HParams.config(name="lm", model=model, train=train)
+        if self.WIDTH_TRANSFER is None:
+            return task
+        from layerkit_experiments.recipes.width_transfer import WidthTransfer
+
         return WidthTransfer.apply(self, task)
 
     def validate(self) -> None:

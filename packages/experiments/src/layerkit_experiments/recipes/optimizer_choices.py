@@ -9,24 +9,17 @@ another size. `--fdl.task.train.learner.optimizer.NAME=VALUE` sets an argument w
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import optax
-
 from layerkit.config import Config, Partial
 from layerkit.errors import ConfigError
 from layerkit_experiments.recipes.schedule_choices import ScheduleChoice
-from layerkit_runner.optim import adamw_variants
 from layerkit_runner.optim.learner import AuxiliaryOptimizer
-from layerkit_runner.optim.matrix.matrices import all_but_matrices
-from layerkit_runner.optim.matrix.muon import muon
-from layerkit_runner.optim.matrix.psgd import psgd
-from layerkit_runner.optim.matrix.shampoo import shampoo
-from layerkit_runner.optim.matrix.soap import soap
-from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 
+_OPTIM = "layerkit_runner.optim"
 _ADAFACTOR = {"decay_method": "pow", "quantized_dtype": "float32"}
 _ADAM = {"b1": "ADAM_BETA1", "b2": "ADAM_BETA2", "eps": "ADAM_EPSILON"}
 
@@ -35,7 +28,8 @@ class OptimizerChoice(NamedTuple):
     """An optimizer in place of AdamW, and what it takes from the fields of an experiment.
 
     Attributes:
-      function: Function of `learning_rate`, `weight_decay` and `mask` that makes the optimizer.
+      function: `MODULE.NAME` of a function of `learning_rate`, `weight_decay` and `mask` that makes
+        the optimizer. Its module is imported when an experiment chooses it.
       fields: Names of fields by argument of `function`, or of `wrapped` if there is one.
       arguments: Other arguments.
       wrapped: Optimizer without weight decay that `function` takes as `optimizer`; None for none.
@@ -46,10 +40,10 @@ class OptimizerChoice(NamedTuple):
       only_matrices: True if AdamW trains the weights that are no matrices.
     """
 
-    function: Callable[..., Any]
+    function: str
     fields: Mapping[str, str] = MappingProxyType(_ADAM)
     arguments: Mapping[str, Any] = MappingProxyType({})
-    wrapped: Callable[..., Any] | None = None
+    wrapped: str | None = None
     rate: float = 1.0
     decay: float = 1.0
     keeps_rate: bool = False
@@ -85,6 +79,7 @@ class OptimizerChoice(NamedTuple):
         """
         mask, rate = learner.optimizer.mask, learner.learning_rate
         if self.only_matrices:
+            all_but_matrices = _import(f"{_OPTIM}.matrix.matrices.all_but_matrices")
             others = OPTIMIZERS["adamw"].config(experiment, mask)
             learner.auxiliary_optimizers = [
                 AuxiliaryOptimizer.HParams.config(
@@ -105,9 +100,9 @@ class OptimizerChoice(NamedTuple):
         fields = {name: getattr(experiment, field) for name, field in self.fields.items()}
         values = {**fields, **self.arguments}
         if self.wrapped is not None:
-            values = {"optimizer": Partial(self.wrapped, **values)}
+            values = {"optimizer": Partial(_import(self.wrapped), **values)}
         decay = self.decay * experiment.WEIGHT_DECAY
-        return Partial(self.function, **values, weight_decay=decay, mask=mask)
+        return Partial(_import(self.function), **values, weight_decay=decay, mask=mask)
 
     def unread_fields(self) -> list[str]:
         """Return the fields of AdamW that nothing reads."""
@@ -132,24 +127,42 @@ class OptimizerChoice(NamedTuple):
         return [f"optimizer    {', '.join(filter(None, parts))}"]
 
 
+def _import(function: str) -> Callable[..., Any]:
+    module, _, name = function.rpartition(".")
+    imported: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return imported
+
+
 # Sources of the factors: Lion, Chen et al., 2023, section 5 (rates 3 to 10 times smaller, decay as
 # much larger); Sophia, the page of its code (rate of AdamW, twice its decay). The papers of the
 # others compare them with AdamW at similar rates.
 OPTIMIZERS: Mapping[str, OptimizerChoice] = MappingProxyType(
     {
-        "adamw": OptimizerChoice(optax.adamw),
-        "lion": OptimizerChoice(optax.lion, {}, rate=0.1, decay=10.0),
-        "ademamix": OptimizerChoice(adamw_variants.ademamix, {**_ADAM, "num_steps": "MAX_STEPS"}),
-        "adafactor": OptimizerChoice(sharded_adafactor, {"beta1": "ADAM_BETA1"}, _ADAFACTOR),
-        "sophia": OptimizerChoice(adamw_variants.sophia, {}, decay=2.0),
-        "mars": OptimizerChoice(adamw_variants.mars, {"eps": "ADAM_EPSILON"}),
-        "schedule_free": OptimizerChoice(adamw_variants.schedule_free_adamw, keeps_rate=True),
-        "cautious_adamw": OptimizerChoice(adamw_variants.cautious, wrapped=optax.adam),
-        "muon": OptimizerChoice(muon, {}, only_matrices=True),
-        "normuon": OptimizerChoice(muon, {}, {"variant": "normuon"}, only_matrices=True),
-        "adamuon": OptimizerChoice(muon, {}, {"variant": "adamuon"}, only_matrices=True),
-        "psgd": OptimizerChoice(psgd, {}, only_matrices=True),
-        "shampoo": OptimizerChoice(shampoo, {}, only_matrices=True),
-        "soap": OptimizerChoice(soap, {}, only_matrices=True),
+        "adamw": OptimizerChoice("optax.adamw"),
+        "lion": OptimizerChoice("optax.lion", {}, rate=0.1, decay=10.0),
+        "ademamix": OptimizerChoice(
+            f"{_OPTIM}.adamw_variants.ademamix", {**_ADAM, "num_steps": "MAX_STEPS"}
+        ),
+        "adafactor": OptimizerChoice(
+            f"{_OPTIM}.sharded_adafactor.sharded_adafactor", {"beta1": "ADAM_BETA1"}, _ADAFACTOR
+        ),
+        "sophia": OptimizerChoice(f"{_OPTIM}.adamw_variants.sophia", {}, decay=2.0),
+        "mars": OptimizerChoice(f"{_OPTIM}.adamw_variants.mars", {"eps": "ADAM_EPSILON"}),
+        "schedule_free": OptimizerChoice(
+            f"{_OPTIM}.adamw_variants.schedule_free_adamw", keeps_rate=True
+        ),
+        "cautious_adamw": OptimizerChoice(
+            f"{_OPTIM}.adamw_variants.cautious", wrapped="optax.adam"
+        ),
+        "muon": OptimizerChoice(f"{_OPTIM}.matrix.muon.muon", {}, only_matrices=True),
+        "normuon": OptimizerChoice(
+            f"{_OPTIM}.matrix.muon.muon", {}, {"variant": "normuon"}, only_matrices=True
+        ),
+        "adamuon": OptimizerChoice(
+            f"{_OPTIM}.matrix.muon.muon", {}, {"variant": "adamuon"}, only_matrices=True
+        ),
+        "psgd": OptimizerChoice(f"{_OPTIM}.matrix.psgd.psgd", {}, only_matrices=True),
+        "shampoo": OptimizerChoice(f"{_OPTIM}.matrix.shampoo.shampoo", {}, only_matrices=True),
+        "soap": OptimizerChoice(f"{_OPTIM}.matrix.soap.soap", {}, only_matrices=True),
     }
 )

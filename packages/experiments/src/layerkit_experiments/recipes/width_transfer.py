@@ -89,8 +89,7 @@ class WidthTransfer(NamedTuple):
           ConfigError: The model is no decoder or scales its embeddings, or no rule is known for the
             optimizer.
         """
-        if (base := experiment.WIDTH_TRANSFER) is None:
-            return task
+        base = experiment.WIDTH_TRANSFER
         owner, model = type(experiment).__qualname__, task.model
         check_sizes(owner, WIDTH_TRANSFER=base)
         expected = "None, since the model is no decoder with lm_tpl"
