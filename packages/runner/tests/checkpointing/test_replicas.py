@@ -22,8 +22,10 @@ if count > 1:
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy, StateFormat
 
-mesh = jax.make_mesh((count, 2), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 form = StateFormat(form)
+# With msgpack, as under pmap, a process holds two replicas.
+shape = (count, 2) if form is StateFormat.TENSORSTORE else (2 * count, 1)
+mesh = jax.make_mesh(shape, ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
 specs = {"whole": P(), "split": P("fsdp"), "half": P(None, "fsdp"), "bits": P(), "own": P("data")}
 if form is StateFormat.MSGPACK:
     specs = dict.fromkeys(specs, P())

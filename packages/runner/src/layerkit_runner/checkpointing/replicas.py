@@ -77,7 +77,10 @@ def assign(targets: Mapping[LeafPath, Any], *, in_turns: bool = True) -> dict[Le
 
 
 def _replica_axis(target: Any) -> str | None:
-    """Return a mesh axis along which whole processes hold replicas of an array, if there is one."""
+    """Return a mesh axis along which other processes hold replicas of an array, if there is one.
+
+    A process may hold several replicas, but not parts of some that it shares with others.
+    """
     sharding = target.sharding
     if not isinstance(sharding, NamedSharding) or sharding.memory_kind == HOST_MEMORY:
         return None
@@ -89,7 +92,7 @@ def _replica_axis(target: Any) -> str | None:
     mesh = sharding.mesh
     processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
     for at, axis in enumerate(mesh.axis_names):
-        replicas = [set(part.flat) for part in np.moveaxis(processes, at, 0)]
+        replicas = {frozenset(part.flat) for part in np.moveaxis(processes, at, 0)}
         is_disjoint = sum(map(len, replicas)) == len(set().union(*replicas))
         if len(replicas) > 1 and is_disjoint and axis not in used:
             return axis
