@@ -30,6 +30,7 @@ def test_mixers_are_those_of_the_period():
 def test_reduced_form_learns_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     sizes = {"NUM_LAYERS": 4, "MODEL_DIMS": 32, "HIDDEN_DIMS": 64, "PERCORE_BATCH_SIZE": 1.0}
     steps = {"MAX_STEPS": 20, "CHECKPOINT_EVERY_N_STEPS": 20, "SUMMARY_INTERVAL_STEPS": 1}
+    steps["EVAL_INTERVAL_STEPS"] = None
     words = [f"--fdl.{name}={value}" for name, value in (sizes | steps).items()]
     flags = ["--exp=lm.hybrid.HybridText", "--reduced", "--noenable_summary_writer"]
     assert cli.main([*flags, f"--job_log_dir={tmp_path}", *words]) == 0
