@@ -368,13 +368,14 @@ def release(session: nox.Session) -> None:
 
 @nox.session(python="3.10")
 def pax_reference(session: nox.Session) -> None:
-    """Record weights, settings and runs of paxml 1.4.0 in the tests of the experiments."""
+    """Record weights, settings, runs and public names of paxml 1.4.0 for the tests."""
     session.install("paxml==1.4.0", "jaxlib==0.4.26", "scipy<1.13")
     folder = "packages/experiments/tests/pax"
     session.run("python", "scripts/pax_images.py", folder)
     for part in ("weights", "runs"):
         session.run("python", "scripts/pax_reference.py", part, folder)
     session.run("python", "scripts/pax_translations.py", folder)
+    session.run("python", "scripts/praxis_names.py", "integration_tests/praxis_names.json")
 
 
 @nox.session

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,18 @@ def test_defaults_of_the_page_on_pax_are_those_of_both_libraries():
         value = getattr(getattr(module, owner).HParams.config(), field)
         value = target_of(value).__name__ if isinstance(value, Config) else value
         assert str(value) == default, f"{owner}.{field}"
+
+
+def test_every_class_of_praxis_has_a_row():
+    script = runpy.run_path(str(ROOT / "scripts/praxis_names.py"))
+    names = json.loads((ROOT / "integration_tests/praxis_names.json").read_text())
+    assert script["find_undocumented"](names, PAX) == []
+    without = PAX.replace("`MLPBlock`", "").replace("`quantization.utils`", "")
+    missing = script["find_undocumented"](names, without)
+    assert missing[0] == "layers.linears.MLPBlock"
+    assert set(missing[1:]) == {
+        f"layers.quantization.utils.{name}" for name in names["layers.quantization.utils"]
+    }
 
 
 def test_every_documented_flag_and_mode_is_known():
