@@ -12,6 +12,7 @@ import pytest
 from layerkit.decoding.logit_processors import (
     BannedIds,
     CountPenalty,
+    EpsilonCutoff,
     LogitBias,
     MinP,
     MinSteps,
@@ -78,6 +79,10 @@ PAIRS = {
     **{f"top {k}": (TopK(k=k), theirs("TopKLogitsWarper", k)) for k in (1, 4, 11, 50)},
     **{f"top p {p}": (TopP(p=p), theirs("TopPLogitsWarper", p)) for p in (0.05, 0.6, 0.95, 1.0)},
     **{f"min p {p}": (MinP(p=p), theirs("MinPLogitsWarper", p)) for p in (0.0, 0.2, 1.0)},
+    **{
+        f"epsilon {p}": (EpsilonCutoff(epsilon=p), theirs("EpsilonLogitsWarper", p))
+        for p in (1e-6, 0.05, 0.9)
+    },
 }
 
 
@@ -87,7 +92,7 @@ def test_processor_equals_that_of_hugging_face(name):
     np.testing.assert_allclose(processed(ours), by_hugging_face(theirs), rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in PAIRS if name[:3] in ("top", "min")])
+@pytest.mark.parametrize("name", [name for name in PAIRS if name[:3] in ("top", "min", "eps")])
 def test_ties_stay_together_as_in_hugging_face_or_in_order_of_ids(name):
     ours, theirs = PAIRS[name]
     found, expected = processed(ours, TIES), by_hugging_face(theirs, TIES)

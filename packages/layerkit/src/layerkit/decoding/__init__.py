@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from layerkit.decoding.decoder import Prompts as Prompts
     from layerkit.decoding.logit_processors import BannedIds as BannedIds
     from layerkit.decoding.logit_processors import CountPenalty as CountPenalty
+    from layerkit.decoding.logit_processors import EpsilonCutoff as EpsilonCutoff
     from layerkit.decoding.logit_processors import LogitBias as LogitBias
     from layerkit.decoding.logit_processors import LogitProcessor as LogitProcessor
     from layerkit.decoding.logit_processors import MinP as MinP

@@ -341,6 +341,23 @@ class MinP(LogitProcessor):
         return jnp.where(probs >= smallest, logits, -jnp.inf)
 
 
+class EpsilonCutoff(LogitProcessor):
+    """Exclusion of tokens less likely than a constant (Hewitt et al., 2022, arXiv:2210.15191).
+
+    Attributes:
+      epsilon: Smallest probability to keep. The most likely token is always kept.
+    """
+
+    epsilon: float = 0.0
+
+    def __call__(self, logits: jax.Array, rows: RowsSoFar) -> jax.Array:
+        """Exclude unlikely tokens."""
+        del rows
+        probs = jax.nn.softmax(logits)
+        smallest = jnp.minimum(self.epsilon, jnp.max(probs, axis=-1, keepdims=True))
+        return jnp.where(probs >= smallest, logits, -jnp.inf)
+
+
 def keep_top_p(logits: jax.Array, p: jax.Array | float) -> jax.Array:
     """Exclude all but the fewest most likely tokens of total probability p.
 
