@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from accelerator_case import target_of
 
-from layerkit.ops.attention.cudnn import has_cudnn
+from layerkit.ops.attention.cudnn import find_missing_cudnn
 from layerkit_runner.errors import UsageError
 from layerkit_runner.tools.plan.targets import target_devices
 
@@ -67,7 +67,7 @@ def environment(target: str | None, num_devices: int) -> dict[str, Any]:
         "devices": [device.device_kind for device in devices],
         "here": target is None,
         **more,
-        "has_cudnn": has_cudnn(),
+        "has_cudnn": not find_missing_cudnn(),
         "versions": versions(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "date": datetime.date.today().isoformat(),

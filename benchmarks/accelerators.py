@@ -250,7 +250,7 @@ def main() -> int:
     for name, value in found.items():
         print(f"{name}: {value}")
     if not found["has_cudnn"] and "TPU" not in found["devices"][0]:
-        print("note: cuDNN is not installed; its cases are not supported, and auto selects xla")
+        print("note: cuDNN is not installed; its cases are not supported")
     columns = _MEASURED_COLUMNS if args.target is None else _COMPILED_COLUMNS
     print(_CASE_COLUMNS + columns, flush=True)
     with args.json.open("a") if args.json else contextlib.nullcontext() as file:

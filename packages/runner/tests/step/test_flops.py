@@ -290,7 +290,7 @@ def test_a_transformer_costs_six_flops_per_weight_and_token_plus_attention():
 )
 def test_grouped_products_count_the_rows_in_use(name, platform):
     # A quarter of the buffer of 256 rows is in use if routing is balanced.
-    matmul = GroupedMatmul(name, platform, "test", interpret=True)
+    matmul = GroupedMatmul(name, platform, interpret=True)
     groups = RowGroups(jnp.full((4,), 16, jnp.int32), matmul.block_size(64, 4), 64)
 
     def loss(rows, w):

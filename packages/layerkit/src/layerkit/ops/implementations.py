@@ -1,4 +1,4 @@
-"""Tables of the implementations of an operation, and the choice of a row with its reason.
+"""Tables of the implementations of an operation, and the choice of a row, which is logged.
 
 An operation, such as attention or the grouped product of experts, has one table. `auto` selects the
 first row that supports the call and whose library is installed, so the order of the rows is the
@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from layerkit.errors import ConfigError
+
+_LOG = logging.getLogger(__name__)
 
 Call = TypeVar("Call")
 # A function of a call that returns noun phrases, and whether the call fails each.
@@ -40,7 +43,7 @@ class Implementation(Generic[Call]):
       requires: Requirements of a call.
       requires_of_auto: Further requirements, without which `auto` skips the row.
       platforms: JAX's names of the platforms that run it; () for all.
-      probe: Dotted name of a function that returns a sentence on a missing library, or "".
+      probe: Dotted name of a function that returns how to install a missing library, or "".
     """
 
     name: str
@@ -54,22 +57,9 @@ class Implementation(Generic[Call]):
         """Return the implementation."""
         return _imported(self.function) if isinstance(self.function, str) else self.function
 
-    def find_missing(self) -> list[str]:
-        """Return a sentence on a missing library, if one is missing."""
-        return [text for text in [_imported(self.probe)()] if text] if self.probe else []
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """A selected row and the reason of the selection."""
-
-    row: Implementation[Any]
-    reason: str
-
-    @property
-    def name(self) -> str:
-        """Name of the row."""
-        return self.row.name
+    def missing(self) -> str:
+        """Return how to install a missing library, or ""."""
+        return _imported(self.probe)() if self.probe else ""
 
 
 def select(
@@ -81,32 +71,36 @@ def select(
     operation: str,
     field: str,
     owner: str | None = None,
-) -> Choice:
-    """Return the row with a name, or for `auto` the first one that supports a call.
+) -> Implementation[Call]:
+    """Return the row with a name, or for `auto` the first one that supports a call; log the reason.
 
     The last row that `auto` reaches supports all calls.
 
     Raises:
       UnsupportedBackendError: The named row does not support the call, or is not installed.
     """
-    if name != "auto":
-        row = find_row(table, name, platform=platform)
-        unmet = unmet_requirements(table, name, call, platform=platform) or row.find_missing()
-        place = {"field": field, "value": name, "owner": owner}
-        check_supported(unmet, operation=operation, alternative=f"{field}='auto'", **place)
-        return Choice(row, "as requested")
     reasons: list[str] = []
-    for row in table:
-        if row.platforms and platform not in row.platforms:
-            continue
-        unmet = _unmet({**row.requires(call), **row.requires_of_auto(call)})
-        missing = [] if unmet else row.find_missing()
-        if not unmet and not missing:
-            break
-        reasons += [f"{row.name} requires {'; '.join(unmet)}"] if unmet else missing
-    fits = f"{row.name} supports this call on {platform}"
-    first = fits if row.platforms else f"{platform} has no fused kernel"
-    return Choice(row, f"auto: {'; '.join(reasons) or first}")
+    if name == "auto":
+        for row in table:
+            if row.platforms and platform not in row.platforms:
+                continue
+            if unmet := _unmet({**row.requires(call), **row.requires_of_auto(call)}):
+                reasons.append(f"{row.name} requires {'; '.join(unmet)}")
+            elif missing := row.missing():
+                reasons.append(missing)
+            else:
+                break
+        fits = f"{row.name} supports this call on {platform}"
+        first = fits if row.platforms else f"{platform} has no fused kernel"
+        reason = f"auto: {'; '.join(reasons) or first}"
+    else:
+        row, reason = find_row(table, name, platform=platform), "as requested"
+        unmet = unmet_requirements(table, name, call, platform=platform)
+        place = {"field": field, "value": name, "owner": owner}
+        unmet = unmet or list(filter(None, [row.missing()]))
+        check_supported(unmet, operation=operation, alternative=f"{field}='auto'", **place)
+    _LOG.info("%s: %s (%s)", operation, row.name, reason)
+    return row
 
 
 def find_row(

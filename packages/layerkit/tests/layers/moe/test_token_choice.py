@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from layerkit.base.base_layer import AUX_LOSS, CACHE, NON_TRAINABLE, SUMMARIES
 from layerkit.base.weights import logical_axes
@@ -160,6 +161,17 @@ def test_capacity_drops_the_same_choices_as_loops():
     np.testing.assert_allclose(output, expected, atol=1e-5)
     assert np.any(expected != by_loops(variables["params"], X, k=2))
     assert 0.0 < updates[SUMMARIES]["fraction_dropped"][0] < 0.5
+
+
+def test_platform_of_the_products_is_that_of_a_surrounding_mesh(caplog):
+    """A plan of data-parallel training traces the model in a `shard_map` over planned devices."""
+    layer, gpu = make(), AbstractDevice("NVIDIA H100", num_cores=132, platform="gpu")
+    weights = jax.eval_shape(layer.init, KEY)
+    caplog.set_level("INFO", "layerkit")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
+        jax.eval_shape(layer.apply, weights, X)
+    reason = "auto: pallas requires bfloat16 or float16 instead of float32"
+    assert caplog.messages == [f"grouped matmul: blocks ({reason})"]
 
 
 def test_dropless_equals_a_large_capacity_and_all_experts():

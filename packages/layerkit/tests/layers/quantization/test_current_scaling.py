@@ -76,7 +76,7 @@ def test_group_of_weights_equals_its_members(scheme):
 @pytest.mark.parametrize("implementation", ["ragged_dot", "blocks"])
 def test_rows_of_each_group_equal_numpy(scheme, implementation):
     sizes = [8, 0, 24]
-    matmul = GroupedMatmul(implementation, "cpu", "")
+    matmul = GroupedMatmul(implementation, "cpu")
     groups = RowGroups(np.array(sizes, np.int32), block=8, num_balanced=32)
     product = RowsProduct(groups, matmul, num_rows=32)
     rows, w, g = draw(0, 32, 16), draw(1, 3, 16, 8), draw(2, 32, 8)

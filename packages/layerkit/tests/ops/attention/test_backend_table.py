@@ -272,12 +272,13 @@ names its choice and the reason, and a library that would have been preferred:
 ```
 attention backend: tokamax (auto: cudnn requires no segments or padding)
 attention backend: pallas (auto: cudnn requires no segments or padding; tokamax is not installed:
-    install layerkit[kernels], with Python 3.12 or later)
+    pip install tokamax==0.0.17, in Python 3.12 or later)
 ```
 
-`tokamax` reads a document as a run of consecutive tokens: padding inside of a document would split
-it. `pallas` is written in Pallas' Triton backend on GPUs, which JAX 0.12 deprecates. Once JAX has
-removed it, `auto` skips the row, and Tokamax runs a bias by distance, too
+`tokamax` reads a document as a run of consecutive tokens. A row in which padding or another
+document splits one gives NaN, because which tokens a document has is known at run time only; other
+backends support such rows. `pallas` is written in Pallas' Triton backend on GPUs, which JAX 0.12
+deprecates. Once JAX has removed it, `auto` skips the row, and Tokamax runs a bias by distance, too
 ([decision](decisions/0014-kernels-from-libraries.md)). JAX 0.10 and Python 3.11 have no Tokamax
 and use `pallas`.
 

@@ -238,7 +238,7 @@ def test_platform_is_that_of_a_surrounding_mesh(caplog):
     mask = AttentionMask.causal_mask(2, 64, segment_ids=jnp.ones((2, 64), jnp.int32))
     attend = lambda x: dot_product_attention(x, x, x, AttentionOptions(mask=mask))  # noqa: E731
     gpu = AbstractDevice("NVIDIA H100", num_cores=132, platform="gpu")
-    with caplog.at_level("INFO", "layerkit.attention"):
+    with caplog.at_level("INFO", "layerkit"):
         with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=gpu)):
             jax.eval_shape(attend, array)
         jax.eval_shape(attend, array)

@@ -6,16 +6,23 @@ The last two need the extra `layerkit[kernels]`, and programs need JAX's CUDA pl
 from __future__ import annotations
 
 import importlib.util
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layerkit.ops.attention import tokamax
 from layerkit.ops.attention.distance_bias import DistanceBias
 from layerkit.ops.attention.dot_product import AttentionOptions, xla_attention
 from layerkit.ops.attention.masks import AttentionMask
-from layerkit.ops.attention.tokamax import TokamaxAttention, key_ranges
+from layerkit.ops.attention.tokamax import (
+    TokamaxAttention,
+    find_split_documents,
+    key_ranges,
+)
 
 needs_tokamax = pytest.mark.skipif(
     importlib.util.find_spec("tokamax") is None, reason="needs layerkit[kernels]"
@@ -44,6 +51,13 @@ MASKS = {
 }
 
 
+@pytest.mark.skipif(tokamax.find_missing_tokamax() == "", reason="Tokamax is installed")
+def test_command_that_installs_tokamax_has_the_version_of_the_extra():
+    (version,) = re.findall("pip install tokamax==([0-9.]+),", tokamax.find_missing_tokamax())
+    project = Path(__file__).parents[3] / "pyproject.toml"
+    assert f'"tokamax>={version},<' in project.read_text()
+
+
 @pytest.mark.parametrize("name", [name for name in MASKS if name != "none"])
 def test_ranges_of_keys_equal_the_mask(name):
     mask = MASKS[name]
@@ -55,6 +69,36 @@ def test_ranges_of_keys_equal_the_mask(name):
     if mask.causal:
         allowed &= keys <= queries
     np.testing.assert_array_equal(allowed, np.broadcast_to(mask.dense(), allowed.shape))
+
+
+@pytest.mark.parametrize(
+    ("segments", "window", "is_split"),
+    [
+        ([1, 1, 2, 2, 0, 0], None, False),
+        ([0, 2, 2, 0, 1, 0], None, False),  # Padding in several places is no document.
+        ([1, 1, 0, 1, 1, 0], None, True),
+        ([1, 1, 2, 2, 1, 1], None, True),
+        ([1, 1, 2, 2, 1, 1], 3, False),  # The window hides the first tokens.
+        ([1, 1, 2, 2, 1, 1], 4, True),
+    ],
+)
+def test_split_documents_are_those_whose_ranges_would_be_wrong(segments, window, is_split):
+    ids = jnp.asarray([segments])
+    assert find_split_documents(ids, window) == is_split
+    mask = AttentionMask.causal_mask(1, 6, segment_ids=ids).within(window)
+    start, _ = key_ranges(mask)
+    ranges = (np.arange(6) >= np.asarray(start)[..., None]) & np.tri(6, dtype=bool)
+    equal = (ranges == mask.dense()).all(axis=-1)
+    assert equal[..., np.array(segments) != 0].all() != is_split
+
+
+@needs_tokamax
+@pytest.mark.usefixtures("array_code")
+def test_rows_with_split_documents_are_nan():
+    segments = SEGMENTS.at[1, 5].set(0)
+    x = jnp.ones((BATCH, LENGTH, 2, DIMS))
+    read = TokamaxAttention(1.0)(x, x, x, mask=causal(segment_ids=segments))
+    assert np.isfinite(read[0]).all() and np.isnan(read[1]).all()
 
 
 @pytest.fixture

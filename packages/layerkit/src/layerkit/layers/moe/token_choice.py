@@ -14,13 +14,13 @@ the outputs of whole rows.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 
 from layerkit.base.base_layer import CACHE
+from layerkit.base.sharding import model_device
 from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_positive
 from layerkit.config.hparams import Conditions
@@ -31,8 +31,6 @@ from layerkit.layers.moe.routing import BaseRouter, Routing, TopKRouter
 from layerkit.ops.moe.expert_parallel import Dropless, run_on_mesh
 from layerkit.ops.moe.grouped_matmul import RowsProduct, select_grouped_matmul
 from layerkit.ops.moe.slots import capacity_of, capacity_slots, from_slots, to_slots, weighted_sum
-
-_LOG = logging.getLogger(__name__)
 
 # Largest number of experts whose loads are all reported. Beyond it, only the extremes are.
 _MAX_LOAD_SUMMARIES = 64
@@ -159,12 +157,10 @@ class MoeFeedForward(BaseMoeFeedForward):
 
     def _run_dropless(self, x: jax.Array, routing: Routing) -> jax.Array:
         sharding = self.inherited("sharding")
-        mesh = None if sharding is None else sharding.mesh
-        platform = jax.default_backend() if mesh is None else mesh.devices.flat[0].platform
+        mesh, platform = sharding and sharding.mesh, model_device(sharding).platform
         matmul = select_grouped_matmul(
             self.grouped_matmul, platform=platform, dtype=x.dtype, owner=self.path_name
         )
-        _LOG.info(matmul.describe())
         activation, variables = self.activation.unbind()
 
         def apply(rows: jax.Array, grouped: RowsProduct, arrays: dict[str, jax.Array]) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Selection of the attention backend by a pure function that reports the reason.
+"""Selection of the attention backend by the properties of a call.
 
 `xla` is array code that supports every call on every platform and holds the logits `[batch, heads,
 queries, keys]` in memory. The fused kernels never hold them (Dao et al., 2022, arXiv:2205.14135)
@@ -17,14 +17,9 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 
 from layerkit.config.checks import check_choice
-from layerkit.ops import implementations
-from layerkit.ops.implementations import (
-    GPU_PLATFORMS,
-    Choice,
-    Implementation,
-    check_supported,
-    select,
-)
+from layerkit.ops import implementations, triton
+from layerkit.ops.attention.pallas.kernel_blocks import HOPPER
+from layerkit.ops.implementations import GPU_PLATFORMS, Implementation, check_supported, select
 
 BackendName = Literal["auto", "xla", "cudnn", "tokamax", "pallas"]
 BACKEND_NAMES = get_args(BackendName)
@@ -111,8 +106,8 @@ class AttentionCall:
         return has_mask and not self.is_self_attention
 
 
-def select_backend(name: str, call: AttentionCall) -> Choice:
-    """Return the backend that runs a call: the named one, or for `auto` the first of `BACKENDS`.
+def select_backend(name: str, call: AttentionCall) -> Implementation[AttentionCall]:
+    """Return the row that runs a call: the named one, or for `auto` the first that can; log why.
 
     Args:
       name: One of `BACKEND_NAMES`.
@@ -131,7 +126,7 @@ def select_backend(name: str, call: AttentionCall) -> Choice:
             field="context_parallel",
             value="ring",
         )
-    place = {"operation": "attention", "field": "backend"}
+    place = {"operation": "attention backend", "field": "backend"}
     return select(BACKENDS, name, call, platform=call.platform, **place)
 
 
@@ -239,15 +234,17 @@ def _cudnn_requirements(call: AttentionCall) -> dict[str, bool]:
 def _tokamax_requirements(call: AttentionCall) -> dict[str, bool]:
     kind, sizes = call.device_kind, (call.head_dim, call.value_dim)
     is_blackwell = re.match(r"NVIDIA G?B\d{3}", kind) is not None
-    # The backward pass holds blocks of keys and values in shared memory.
-    most = 320 if is_blackwell else 512
     return {
         f"a Hopper or Blackwell GPU instead of {kind}": (
-            not is_blackwell and not re.match(r"NVIDIA G?H\d+", kind)
+            not is_blackwell and not HOPPER.match(kind)
         ),
         **_half_precision(call),
-        f"heads of multiples of 8, {most} together, instead of {sizes[0]} and {sizes[1]}": (
-            sum(sizes) > most or any(size % 8 for size in sizes)
+        f"heads of multiples of 8 and at most 256 instead of {sizes[0]} and {sizes[1]}": (
+            max(sizes) > 256 or any(size % 8 for size in sizes)
+        ),
+        # Its backward pass holds blocks of both in shared memory.
+        f"values no larger than keys, 320 together, on {kind} instead of {sizes[1]}": (
+            is_blackwell and (sum(sizes) > 320 or sizes[1] > sizes[0])
         ),
         f"lengths of a multiple of 64 instead of {call.num_queries} and {call.num_keys}": (
             call.num_queries % 64 + call.num_keys % 64 > 0
@@ -260,7 +257,7 @@ def _tokamax_requirements(call: AttentionCall) -> dict[str, bool]:
 
 def _no_distance_bias(call: AttentionCall) -> dict[str, bool]:
     requirement = "no bias by distance, of which it makes an array for all pairs"
-    return {requirement: call.has_distance_bias}
+    return {requirement: call.has_distance_bias and not triton.find_missing_triton()}
 
 
 def _pallas_gpu_requirements(call: AttentionCall) -> dict[str, bool]:
@@ -299,24 +296,24 @@ def _pallas_tpu_requirements(call: AttentionCall) -> dict[str, bool]:
     }
 
 
-_TOKAMAX: Implementation[AttentionCall] = Implementation(
-    name="tokamax",
-    function="layerkit.ops.attention.tokamax.TokamaxAttention",
-    requires=_tokamax_requirements,
-    platforms=GPU_PLATFORMS,
-    probe="layerkit.ops.attention.tokamax.find_missing_tokamax",
-)
-# Those of `pallas` and `xla` are a `layerkit.ops.attention.ring.PartAttention`; that of `xla` is
-# used in rings alone.
+# The functions are subclasses of `FusedAttention`. Those of `pallas` and `xla` are also a
+# `layerkit.ops.attention.ring.PartAttention`; that of `xla` is used in rings alone.
 BACKENDS: tuple[Implementation[AttentionCall], ...] = (
     Implementation(
         name="cudnn",
-        function="layerkit.ops.attention.cudnn.cudnn_attention",
+        function="layerkit.ops.attention.cudnn.CudnnAttention",
         requires=_cudnn_requirements,
         platforms=GPU_PLATFORMS,
         probe="layerkit.ops.attention.cudnn.find_missing_cudnn",
     ),
-    dataclasses.replace(_TOKAMAX, requires_of_auto=_no_distance_bias),
+    Implementation(
+        name="tokamax",
+        function="layerkit.ops.attention.tokamax.TokamaxAttention",
+        requires=_tokamax_requirements,
+        requires_of_auto=_no_distance_bias,
+        platforms=GPU_PLATFORMS,
+        probe="layerkit.ops.attention.tokamax.find_missing_tokamax",
+    ),
     Implementation(
         name="pallas",
         function="layerkit.ops.triton.flash_gpu.FlashAttention",
@@ -326,7 +323,6 @@ BACKENDS: tuple[Implementation[AttentionCall], ...] = (
         platforms=GPU_PLATFORMS,
         probe="layerkit.ops.triton.find_missing_triton",
     ),
-    _TOKAMAX,
     Implementation(
         name="pallas",
         function="layerkit.ops.attention.pallas.flash_tpu.SplashAttention",

@@ -9,23 +9,15 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.ops.attention.masks import MASKED_LOGIT, AttentionMask
+from layerkit.ops.attention.pallas.kernel_blocks import FusedAttention
 from layerkit.ops.losses import soft_cap
 
 # A block has a length between these limits that divides the part, or else the length of the part.
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 512
 
 
-@dataclasses.dataclass(frozen=True)
-class BlockwiseAttention:
-    """A `layerkit.ops.attention.ring.PartAttention` for every platform, dtype and mask.
-
-    Attributes:
-      scale: Factor of the products of queries and keys.
-      logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
-    """
-
-    scale: float
-    logit_cap: float | None = None
+class BlockwiseAttention(FusedAttention):
+    """A `layerkit.ops.attention.ring.PartAttention` for every platform, dtype and mask."""
 
     def forward(
         self, query: jax.Array, key: jax.Array, value: jax.Array, mask: AttentionMask

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -33,7 +32,7 @@ from layerkit.errors import ConfigError
 from layerkit.ops.attention.backends import AttentionCall, BackendName, select_backend
 from layerkit.ops.attention.distance_bias import DistanceBias, LogitBias
 from layerkit.ops.attention.masks import MASKED_LOGIT, AttentionMask
-from layerkit.ops.implementations import Choice
+from layerkit.ops.implementations import Implementation
 from layerkit.ops.losses import soft_cap
 
 ContextParallel = Literal["all_gather", "ring", "ulysses"]
@@ -101,9 +100,6 @@ class AttentionOptions:
         return self.bias.dense() if isinstance(self.bias, DistanceBias) else self.bias
 
 
-_LOG = logging.getLogger("layerkit.attention")
-
-
 def dot_product_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, options: AttentionOptions
 ) -> jax.Array:
@@ -138,7 +134,6 @@ def dot_product_attention(
         return ulysses_attention(attend, query, key, value, sharding)
     call = describe_call(query, key, value, options)
     chosen = select_backend(options.backend, call)
-    _LOG.info("attention backend: %s (%s)", chosen.name, chosen.reason)
     if sharding is not None and call.uses_ring:
         from layerkit.ops.attention.ring import ring_attention
 
@@ -212,7 +207,11 @@ def _find_split_problem(query: Any, key: Any, sharding: BoundSharding | None) ->
 
 
 def _run_kernel(
-    chosen: Choice, query: jax.Array, key: jax.Array, value: jax.Array, options: AttentionOptions
+    chosen: Implementation[AttentionCall],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    options: AttentionOptions,
 ) -> jax.Array:
     """Run the fused kernel of a backend on the shard of each device."""
     from layerkit.ops.attention.sharded_kernel import run_kernel_on_mesh
@@ -233,14 +232,10 @@ def _run_kernel(
     )
 
 
-def _kernel(chosen: Choice, options: AttentionOptions) -> Any:
-    kernel = chosen.row.load()
-    if chosen.name == "cudnn":
-        return functools.partial(kernel, scale=options.scale)
-    if chosen.name == "xla":
-        return kernel(options.scale, options.logit_cap)
+def _kernel(chosen: Implementation[AttentionCall], options: AttentionOptions) -> Any:
     kind = model_device(options.sharding).device_kind
-    return kernel(options.scale, options.logit_cap, options.kernel_blocks, kind, options.interpret)
+    fields = options.scale, options.logit_cap, options.kernel_blocks, kind, options.interpret
+    return chosen.load()(*fields)
 
 
 def _check_shapes(

@@ -35,7 +35,8 @@ class AttentionMask:
       query_positions: int32 `[batch, queries]`.
       key_positions: int32 `[batch, keys]`.
       query_segments: int32 `[batch, queries]`, or None for a single segment without padding. The
-        backend `tokamax` reads a segment as a run of tokens, which padding inside would end.
+        backend `tokamax` reads a segment as a run of tokens, and gives NaN in rows where padding or
+        another segment splits one.
       key_segments: int32 `[batch, keys]`; None if `query_segments` is None.
       key_in_prefix: bool `[batch, keys]`, True for keys that all queries attend although the mask
         is causal (prefix language models; Raffel et al., 2020, arXiv:1910.10683); None for no

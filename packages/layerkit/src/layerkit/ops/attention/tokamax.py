@@ -6,7 +6,7 @@ keys. They know no attention sinks: here the sink joins the sum of each softmax
 afterwards, and the backward pass, which reads that sum, then gives the exact gradients.
 
 The public function of Tokamax has no such masks, so this module calls the operations below it, and
-`pyproject.toml` bounds the version.
+`pyproject.toml` and `find_missing_tokamax` bound the version.
 """
 
 from __future__ import annotations
@@ -62,9 +62,16 @@ class TokamaxAttention(FusedAttention):
           mask: Mask of self-attention in row order; None for all pairs.
           bias: `[batch or 1, heads or 1, queries, keys]`; None for no bias.
           sinks: `[heads]`; None for no sinks.
+
+        Returns:
+          `[batch, queries, heads, value_dim]`, NaN in rows of `find_split_documents`: which tokens
+          a document has is known at run time only.
         """
         options = _Options(self.scale, self.logit_cap, mask is not None and mask.causal)
         ranges = (None, None) if mask is None else key_ranges(mask)
+        if mask is not None and mask.query_segments is not None:
+            is_split = find_split_documents(mask.query_segments, mask.window)
+            query = jnp.where(is_split[:, None, None, None], jnp.nan, query)
         return _attend(options, _Inputs(query, key, value, bias, ranges), sinks)
 
 
@@ -90,6 +97,20 @@ def key_ranges(mask: AttentionMask) -> tuple[jax.Array | None, jax.Array | None]
         end = jnp.minimum(length if end is None else end, positions + mask.window)
     end = None if mask.causal else end
     return start if start is None else start[:, None], end if end is None else end[:, None]
+
+
+def find_split_documents(segments: jax.Array, window: int | None) -> jax.Array:
+    """Return whether a document sees its tokens before other ones or padding, bool `[batch]`.
+
+    Args:
+      segments: Number of each token's document, int32 `[batch, length]`; 0 is padding.
+      window: Number of positions back that a query sees, itself included; None for all.
+    """
+    order = jnp.argsort(segments, axis=1)  # The order of the row within a document.
+    sorted_segments, steps = jnp.take_along_axis(segments, order, axis=1), jnp.diff(order, axis=1)
+    is_same = (jnp.diff(sorted_segments, axis=1) == 0) & (sorted_segments[:, 1:] != 0)
+    is_seen = (steps > 1) & (steps < (segments.shape[1] if window is None else window))
+    return jnp.any(is_same & is_seen, axis=1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -175,7 +196,7 @@ def _bind(options: _Options, inputs: Any) -> tuple[Any, ...]:
 
 @functools.cache
 def find_missing_tokamax() -> str:
-    """Return a sentence on how to install Tokamax, or "" if it is installed."""
+    """Return how to install Tokamax, or "" if it is installed."""
     if importlib.util.find_spec("tokamax") is not None:
         return ""
-    return "tokamax is not installed: install layerkit[kernels], with Python 3.12 or later"
+    return "tokamax is not installed: pip install tokamax==0.0.17, in Python 3.12 or later"

@@ -22,12 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from layerkit.ops.implementations import (
-    GPU_PLATFORMS,
-    Implementation,
-    find_row,
-    select,
-)
+from layerkit.ops.implementations import GPU_PLATFORMS, Implementation, find_row, select
 
 # Largest tiles of (rows, contracted dimension, outputs) of megablox, in bfloat16; those of
 # MaxText. They fill most of the vector memory that XLA gives a kernel.
@@ -41,18 +36,12 @@ class GroupedMatmul:
     Attributes:
       name: `pallas`, `ragged_dot` or `blocks`.
       platform: JAX's name of the platform that runs it.
-      reason: Reason of the selection.
       interpret: True to run the kernels in interpret mode on any device, for tests.
     """
 
     name: str
     platform: str
-    reason: str
     interpret: bool = False
-
-    def describe(self) -> str:
-        """Return one log line: `grouped matmul: blocks (auto: cpu has no fused kernel)`."""
-        return f"grouped matmul: {self.name} ({self.reason})"
 
     def block_size(self, num_rows: int, num_groups: int) -> int:
         """Return the block to which groups are aligned, about a quarter of a mean group or 1.
@@ -88,7 +77,7 @@ class GroupedMatmul:
 
 
 def select_grouped_matmul(name: str, *, platform: str, dtype: Any, owner: str) -> GroupedMatmul:
-    """Return the named implementation of the products of experts, or that of `auto`.
+    """Return the named implementation of the products of experts, or that of `auto`; log why.
 
     Args:
       name: `auto` or the name of a row of `GROUPED_MATMULS`.
@@ -99,16 +88,16 @@ def select_grouped_matmul(name: str, *, platform: str, dtype: Any, owner: str) -
     Raises:
       UnsupportedBackendError: The named implementation does not support the product.
     """
-    choice = select(
+    row = select(
         GROUPED_MATMULS,
         name,
         jnp.dtype(dtype),
         platform=platform,
-        operation="grouped product",
+        operation="grouped matmul",
         field="grouped_matmul",
         owner=owner,
     )
-    return GroupedMatmul(choice.name, platform, choice.reason)
+    return GroupedMatmul(row.name, platform)
 
 
 def block_size(num_rows: int, num_groups: int) -> int:
@@ -170,18 +159,6 @@ class RowsProduct:
     def __call__(self, rows: jax.Array, w: jax.Array) -> jax.Array:
         """Multiply `[rows, in]` by `[groups, in, out]`: `[rows, out]`."""
         return self.matmul(rows, w, self.groups)
-
-
-def _multiply_blocks(
-    rows: jax.Array, w: jax.Array, groups: RowGroups, *, interpret: bool
-) -> jax.Array:
-    del interpret
-    return _blocked_matmul(rows, w, groups.sizes, groups.block)
-
-
-def _ragged_dot(rows: jax.Array, w: jax.Array, groups: RowGroups, *, interpret: bool) -> jax.Array:
-    del interpret
-    return jax.lax.ragged_dot(rows, w, groups.sizes)
 
 
 def _triton(rows: jax.Array, w: jax.Array, groups: RowGroups, *, interpret: bool) -> jax.Array:
@@ -310,6 +287,12 @@ GROUPED_MATMULS: tuple[Implementation[Any], ...] = (
         platforms=GPU_PLATFORMS,
         probe="layerkit.ops.triton.find_missing_triton",
     ),
-    Implementation(name="blocks", function=_multiply_blocks),
-    Implementation(name="ragged_dot", function=_ragged_dot),
+    Implementation(
+        name="blocks",
+        function=lambda rows, w, groups, **_: _blocked_matmul(rows, w, groups.sizes, groups.block),
+    ),
+    Implementation(
+        name="ragged_dot",
+        function=lambda rows, w, groups, **_: jax.lax.ragged_dot(rows, w, groups.sizes),
+    ),
 )

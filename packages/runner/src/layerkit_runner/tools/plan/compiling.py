@@ -15,7 +15,6 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
-from layerkit.ops.attention.cudnn import has_cudnn
 from layerkit_runner.step.step_cost import temporary_bytes
 
 # This changes the machine code, which is never run, and not the program.
@@ -136,11 +135,6 @@ def compiler_notes(step: CompiledStep, *, platform: str, is_here: bool) -> Itera
             "compiled without a GPU: no kernels were timed against each other (autotuning), and the"
             " workspace of cuDNN's kernels is not counted"
         )
-        if not has_cudnn():
-            yield (
-                "cuDNN is not installed on this machine, so attention is planned without it. To"
-                " plan with it: pip install nvidia-cudnn-cu12, which needs no GPU"
-            )
     if platform == "cpu":
         yield (
             "compiled for CPU: bfloat16 is computed in float32, gradients are summed by all-reduce,"

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class FusedAttention:
-    """The options of a fused kernel of attention.
+    """The options of a fused kernel of attention, of which a kernel may read some only.
 
     Attributes:
       scale: Factor of the products of queries and keys.
@@ -88,7 +88,7 @@ class GpuTile(NamedTuple):
         return 4 if max(self.queries, self.keys) <= 64 else 8
 
 
-_HOPPER = re.compile(r"NVIDIA G?H\d+")
+HOPPER = re.compile(r"NVIDIA G?H\d+")
 # By the largest size of a head.
 _HOPPER_TILES = {
     64: Passes(*[GpuTile(64, 64, stages=3)] * 3),
@@ -118,7 +118,7 @@ def gpu_tiles(
     in_float32 = jnp.dtype(dtype) == jnp.float32
     size = 64 if largest_dim <= 128 and not in_float32 else 32
     tiles = Passes(*[GpuTile(*(most or (size, size)))] * 3)
-    if most is None and not in_float32 and _HOPPER.match(device_kind):
+    if most is None and not in_float32 and HOPPER.match(device_kind):
         fitting = [dim for dim in _HOPPER_TILES if dim >= largest_dim]
         tiles = _HOPPER_TILES[min(fitting)] if fitting else tiles
     return Passes(
