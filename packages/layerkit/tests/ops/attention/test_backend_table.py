@@ -317,9 +317,9 @@ Pallas, and of 41.0 GB with `xla`.
 The biases of T5 and ALiBi (`relative_bias_tpl`) and of classes derived from them depend on the
 distance of query and key alone. In rows in order, layers pass one number per distance
 (`DistanceBias`), and the Pallas kernels read these. A bias that is an array of a number for
-each pair runs on `xla`, or in cuDNN if it has the dtype of the queries. The gradient of a
-learned bias is computed by a kernel of its own ([GPUs][2], [TPUs][3]), without atomic
-additions, so that it is the same in each run. The temporary memory of a compiled forward and
+each pair runs on `tokamax` or `xla`, or in cuDNN if it has the dtype of the queries. The
+gradient of a learned bias is computed by a kernel of its own ([GPUs][2], [TPUs][3]), without
+atomic additions, so that it is the same in each run. The temporary memory of a compiled forward and
 backward pass, for 2 rows of 2048 tokens, 2 heads of 64 and a learned bias, is
 
 | | `xla` | `pallas` |

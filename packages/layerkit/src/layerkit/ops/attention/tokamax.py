@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,23 +21,8 @@ import jax.numpy as jnp
 from layerkit.ops.attention.masks import AttentionMask
 from layerkit.ops.attention.pallas.kernel_blocks import FusedAttention
 
-
-class _Options(NamedTuple):
-    """Static options of an attention."""
-
-    scale: float
-    logit_cap: float | None
-    is_causal: bool
-
-
-class _Inputs(NamedTuple):
-    """Arrays of an attention, with the ranges of keys that `key_ranges` returns."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    bias: jax.Array | None
-    ranges: tuple[jax.Array | None, jax.Array | None]
+# (scale, logit_cap, is_causal) of an attention.
+_Options = tuple[float, float | None, bool]
 
 
 class TokamaxAttention(FusedAttention):
@@ -67,12 +52,12 @@ class TokamaxAttention(FusedAttention):
           `[batch, queries, heads, value_dim]`, NaN in rows of `find_split_documents`: which tokens
           a document has is known at run time only.
         """
-        options = _Options(self.scale, self.logit_cap, mask is not None and mask.causal)
+        options = self.scale, self.logit_cap, mask is not None and mask.causal
         ranges = (None, None) if mask is None else key_ranges(mask)
         if mask is not None and mask.query_segments is not None:
             is_split = find_split_documents(mask.query_segments, mask.window)
             query = jnp.where(is_split[:, None, None, None], jnp.nan, query)
-        return _attend(options, _Inputs(query, key, value, bias, ranges), sinks)
+        return _attend(options, sinks, query, key, value, bias, ranges)
 
 
 def key_ranges(mask: AttentionMask) -> tuple[jax.Array | None, jax.Array | None]:
@@ -114,11 +99,11 @@ def find_split_documents(segments: jax.Array, window: int | None) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(options: _Options, inputs: _Inputs, sinks: jax.Array | None) -> jax.Array:
-    return _forward(options, inputs, sinks)[0]
+def _attend(options: _Options, sinks: jax.Array | None, *inputs: Any) -> jax.Array:
+    return _forward(options, sinks, *inputs)[0]
 
 
-def _forward(options: _Options, inputs: _Inputs, sinks: jax.Array | None) -> tuple[jax.Array, Any]:
+def _forward(options: _Options, sinks: jax.Array | None, *inputs: Any) -> tuple[jax.Array, Any]:
     out, (largest, total) = tokamax_attention(options, *inputs)
     if sinks is not None:
         # The softmax of [batch, heads, queries] with one more logit, relative to the new maximum.
@@ -142,9 +127,7 @@ def _backward(options: _Options, residuals: Any, out_gradient: jax.Array) -> Any
         weight = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - largest) / total
         products = (out.astype(jnp.float32) * out_gradient.astype(jnp.float32)).sum(axis=-1)
         of_sinks = -(weight * jnp.swapaxes(products, 1, 2)).sum(axis=(0, 2)).astype(sinks.dtype)
-    return _Inputs(
-        changes["q"], changes["k"], changes["v"], changes.get("bias"), (None, None)
-    ), of_sinks
+    return of_sinks, *(changes.get(name) for name in ("q", "k", "v", "bias")), (None, None)
 
 
 _attend.defvjp(_forward, _backward)
@@ -178,15 +161,16 @@ def _bind(options: _Options, inputs: Any) -> tuple[Any, ...]:
     from tokamax._src.ops.attention import base, pallas_mosaic_gpu
 
     query, key, value, bias, (start, end) = inputs
+    scale, logit_cap, is_causal = options
     operation = pallas_mosaic_gpu.PallasMosaicGpuFlashAttention()
     bound = operation.bind(
         query,
         key,
         value,
         bias=bias,
-        logits_scale=options.scale,
-        logits_soft_cap=options.logit_cap,
-        mask=base.Mask(k_start=start, k_end=end, is_causal=options.is_causal),
+        logits_scale=scale,
+        logits_soft_cap=logit_cap,
+        mask=base.Mask(k_start=start, k_end=end, is_causal=is_causal),
     )
     keywords = {name: value for name, value in bound.kwargs.items() if name != "return_residuals"}
     # Without a configuration Tokamax looks for measured ones and warns of each shape without.
