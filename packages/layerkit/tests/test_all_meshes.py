@@ -2,7 +2,8 @@
 
 Eight is an ordered product of six sizes in 56 ways. The model uses each mesh axis: grouped queries
 with rotary positions on packed rows (tensor, context), a mixture of experts with auxiliary losses
-and a shared expert (expert), repeated layers (fsdp), and a pipeline on meshes with stages.
+and a shared expert (expert), repeated layers (fsdp), logits in chunks, and a pipeline on meshes
+with stages.
 `nox -s meshes` runs all meshes, those with tensor also under sequence parallelism. The default
 tests run two, whose combinations of axes no other test of a whole model covers.
 """
@@ -66,6 +67,7 @@ def language_model(num_stages, capacity_factor):
         num_experts=8, num_shared_experts=1, capacity_factor=capacity_factor
     )
     config.lm_tpl.stack_tpl = stack
+    config.lm_tpl.softmax_tpl.chunk_size = 6
     return config.Instantiate().clone(train=True)
 
 

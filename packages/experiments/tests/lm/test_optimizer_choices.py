@@ -176,7 +176,7 @@ def test_updates_equal_numpy(boxes: Any, name: str, limit: float | None):
 
 @pytest.mark.slow
 def test_sophia_estimates_the_hessian_of_the_task_in_microbatches():
-    fields = {"OPTIMIZER": "sophia", "GRADIENT_ACCUMULATION_STEPS": 2}
+    fields = {"OPTIMIZER": "sophia", "GRADIENT_ACCUMULATION_STEPS": 2, "SOFTMAX_CHUNK_SIZE": 5}
     task = resolve(Dense(**fields)).task.Instantiate()
     ids = jax.random.randint(jax.random.key(1), (4, 9), 3, 259)
     batch = NestedMap(ids=ids[:, :-1], labels=ids[:, 1:], weights=jnp.ones((4, 8)))

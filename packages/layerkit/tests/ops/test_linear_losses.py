@@ -12,6 +12,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 
 from layerkit.base.sharding import BoundSharding
 from layerkit.base.weights import is_box
+from layerkit.errors import ConfigError
 from layerkit.layers.basic.embeddings import FullSoftmax, SharedEmbeddingSoftmax
 from layerkit.ops.linear_losses import TokenChunks
 
@@ -199,11 +200,31 @@ def test_chunks_are_equal_and_at_most_chunk_size(caplog):
     with caplog.at_level("INFO", "layerkit"):
         args = make_weights(layer), hidden, labels, weights
         jax.eval_shape(lambda *args: mean_loss(layer, *args), *args)
+        # A chunk has a position of each device.
+        sharding = BoundSharding(Mesh(np.reshape(jax.devices()[:4], (4,)), ("context",)))
+        layer = layer.clone(sharding=sharding, chunk_size=1)
+        jax.eval_shape(lambda: mean_loss(layer, args[0], *make_batch(length=8)))
     # Nine positions need two chunks of at most eight: five and four, not eight and one.
-    assert caplog.messages == ["logits: 0.0 GB, 2 chunks of 5 positions (chunk_size)"]
+    start = "logits: 0.0 GB, 2 chunks of"
+    assert caplog.messages == [
+        f"{start} 5 positions (chunk_size)",
+        f"{start} 4 positions (chunk_size)",
+    ]
     x = np.arange(BATCH * 9 * 2).reshape(BATCH, 9, 2)
     chunks = TokenChunks(2)
     np.testing.assert_array_equal(chunks.join(chunks.split(x), *x.shape[:2]), x)
+
+
+@pytest.mark.parametrize("name", ["labels", "class_probabilities", "weights"])
+def test_wrong_lengths_are_errors_where_chunks_would_pad_them(name):
+    layer = FullSoftmax(input_dims=DIMS, num_classes=CLASSES, chunk_size=5)
+    hidden, labels, weights = make_batch()
+    batch = {"labels": labels, "weights": weights}
+    if name == "class_probabilities":
+        batch = {"class_probabilities": np.ones((BATCH, LENGTH, CLASSES)), "labels": None}
+    batch[name] = batch[name][:, :-1]
+    with pytest.raises(ConfigError, match=rf"shape of {name}=\[2, 9\b.*Expected \[2, 10\b"):
+        layer.apply(make_weights(layer), hidden, **batch)
 
 
 @pytest.mark.slow

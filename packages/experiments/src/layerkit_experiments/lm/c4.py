@@ -176,7 +176,6 @@ class C4SpmdPipelineGpt3Small(Pipelined, LmExperiment, abstract=True):
     ATTENTION_BIAS = True
     FEED_FORWARD_BIAS = True
     NORM_EPSILON = 1e-5
-    SOFTMAX_CHUNK_SIZE = 512
     INIT_STD = 0.006
     CHECKPOINT_POLICY = "full"
     FPROP_DTYPE = "bfloat16"

@@ -38,7 +38,6 @@ class Jaxformer1B(MixtureOfExperts, Pipelined, LmExperiment):
     NORM = "rms_norm"
     VOCAB_SIZE = 100_277
     MAX_SEQ_LEN = 1024
-    SOFTMAX_CHUNK_SIZE = 256
     NUM_EXPERTS = 8
     NUM_SHARED_EXPERTS = 2
     CAPACITY_FACTOR = 1.5

@@ -32,7 +32,6 @@ class Llama2(LmExperiment, abstract=True):
     CHECKPOINT_POLICY = "full"
     VOCAB_SIZE = 32000
     MAX_SEQ_LEN = 4096
-    SOFTMAX_CHUNK_SIZE = 1024
     EOS_ID: int | None = 2
     LEARNING_RATE = 3e-4
     ADAM_EPSILON = 1e-5

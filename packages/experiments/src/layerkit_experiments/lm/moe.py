@@ -49,7 +49,6 @@ class Glam(MixtureOfExperts, LmExperiment, abstract=True):
     EXPERT_PERIOD = 2
     # As many slots as choices, so that balanced routing drops nothing.
     CAPACITY_FACTOR = 2.0
-    SOFTMAX_CHUNK_SIZE = 256
     FPROP_DTYPE = "bfloat16"
     CHECKPOINT_POLICY = "full"
     LEARNING_RATE = 0.01
@@ -105,6 +104,7 @@ class Glam64B64E(Glam):
     HIDDEN_DIMS = 32768
     NUM_HEADS = 128
     DIMS_PER_HEAD = 128
+    SOFTMAX_CHUNK_SIZE = 256  # 3 GB of a chip are free
     PERCORE_BATCH_SIZE = 1.0
     ICI_MESH_SHAPE = [1, 16, 8, 8]
 

@@ -314,7 +314,7 @@ class LmExperiment(TrainedExperiment, abstract=True):
     SOFTMAX_LOGIT_CAP: float | None = None
     """Bound of the logits of tokens; None for no bound."""
     SOFTMAX_CHUNK_SIZE: int | None = None
-    """Positions with logits in memory at a time; None for all, or 512 from 65,536 tokens on."""
+    """Positions with logits in memory at a time; None for 1 GiB of logits per device."""
     ATTENTION_BACKEND: BackendName = "auto"
     DROPOUT_RATE: float = 0.0
     INPUT_DROPOUT_RATE: float | None = None

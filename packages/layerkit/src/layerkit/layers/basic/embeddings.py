@@ -146,7 +146,8 @@ class ClassSoftmax(BaseLayer):
       chunk_size: Number of positions of each row whose logits are in memory at once while the loss
         is computed; None for as many as have logits of at most 1 GiB per device. Chunks cost no
         further product with `w`, except for losses with a gradient of each token of its own, such
-        as those of preferences, which compute the logits twice. Use few large chunks.
+        as those of preferences, which compute the logits twice. Use few large chunks. Their loss
+        has no `jax.jvp`, but its gradient has one.
       weight_axes: Logical axes of `w`.
       bias_axes: Logical axes of `b`.
       activation_axes: Logical axes of the logits; None leaves their layout to the compiler.
@@ -302,14 +303,21 @@ class ClassSoftmax(BaseLayer):
             losses = (soft_cross_entropy if is_soft else cross_entropy)(logits, targets, **options)
             return losses.loss, (losses, compare(logits, *arrays))
 
-        chunks, head = self._chunks(hidden), self.head()
-        if chunks.num_chunks == 1:
+        def run_whole(hidden: jax.Array, head: Any, weights: jax.Array, *arrays: Any) -> Any:
             losses, outputs = compute(self._multiply(hidden, head[0]), head[1], *arrays)
             return weighted_mean(losses, weights), outputs
+
+        chunks, inputs = self._chunks(hidden), (hidden, self.head(), weights, *arrays)
+        if chunks.num_chunks == 1:
+            loss, outputs = run_whole(*inputs)
+            return loss, outputs
+        # Padding of chunks would hide wrong lengths.
+        jax.eval_shape(run_whole, *inputs)
         weights = weights.astype(jnp.float32)
         total = jnp.sum(weights)
         shares = weights / jnp.where(total > 0, total, 1.0)
-        return map_logits(compute, self._scale(hidden), head, shares, *arrays, chunks=chunks)
+        hidden = self._scale(hidden)
+        return map_logits(compute, hidden, self.head(), shares, *arrays, chunks=chunks)
 
     def _chunks(self, hidden: jax.Array) -> TokenChunks:
         """Return the split of the tokens, and log it if there are several chunks."""
@@ -323,7 +331,7 @@ class ClassSoftmax(BaseLayer):
         count = math.ceil(num_bytes / _LARGEST_LOGITS)
         if self.chunk_size is not None:
             count = math.ceil(length / self.chunk_size)
-        count = max(1, min(count, length))
+        count = max(1, min(count, length // chunks.shards[1]))
         if count > 1:
             positions, size = math.ceil(length / count), num_bytes / 1e9
             reason = "auto: above 1.1 GB" if self.chunk_size is None else "chunk_size"
