@@ -2,9 +2,8 @@
 
 The logits of a language model are its largest array. `map_logits` holds those of one chunk of the
 tokens at a time. The mean of the losses keeps its gradients from the forward pass, since only a
-factor of all of them comes later; a step has three products with the head, as with all logits in
-memory (Hsu et al., 2024, Liger Kernel, arXiv:2410.10989). Losses with a gradient of each token of
-its own, such as those of preferences, need a second pass and one more product.
+factor of all of them comes later (Hsu et al., 2024, Liger Kernel, arXiv:2410.10989). Losses with a
+gradient of each token of its own, such as those of preferences, need a second pass.
 """
 
 from __future__ import annotations
@@ -87,9 +86,8 @@ class TokenChunks(NamedTuple):
         return x.reshape(batch, columns * in_columns * num, *rest)[:, :length]
 
     def _sizes(self, batch: int, length: int) -> tuple[int, int, int, int, int]:
-        rows, columns, *_ = self.shards
-        positions = math.ceil(length / (self.num_chunks * columns))
-        return rows, batch // rows, columns, positions, self.num_chunks
+        rows, columns, num = *self.shards[:2], self.num_chunks
+        return rows, batch // rows, columns, math.ceil(length / (num * columns)), num
 
 
 def map_logits(
@@ -103,9 +101,9 @@ def map_logits(
     """Return the weighted sum of losses, a float32 scalar, and outputs `[batch, length, ...]`.
 
     Args:
-      function: Function from float32 products with the head `[..., tokens, num_classes]`, the bias
-        and chunks of `arrays` to losses `[..., tokens]` and a tree of outputs `[..., tokens, ...]`.
-        It computes each token separately.
+      function: Function from float32 products with the head plus the bias, `[..., tokens,
+        num_classes]`, and chunks of `arrays` to losses `[..., tokens]` and a tree of outputs
+        `[..., tokens, ...]`. It computes each token separately.
       hidden: `[batch, length, dims]` in the compute dtype.
       head: Vectors of the classes, `[num_classes, dims]`, and a bias `[num_classes]` or None. Their
         gradients are summed in float32.
@@ -158,25 +156,27 @@ def _scan_chunks(
     weighted losses (0) and of the leaves of the outputs (from 1).
     """
     hidden, (vectors, bias), weights, arrays = inputs
-    vectors, (_, _, vocab) = vectors.astype(hidden.dtype), chunks.axes
+    vectors, vocab = vectors.astype(hidden.dtype), chunks.axes[2]
 
-    def copy_to_shards(x: jax.Array, *axes: str | None) -> jax.Array:
-        copies = jnp.broadcast_to(x.astype(jnp.float32), (*chunks.shards[:2], *x.shape))
-        return chunks.sharding.constrain(copies, (*chunks.axes[:2], *axes))
+    def zeros_of_shards(x: jax.Array, *axes: str | None) -> jax.Array:
+        zeros = jnp.zeros_like(x, jnp.float32)
+        zeros = jnp.broadcast_to(zeros, (*chunks.shards[:2], *x.shape))
+        return chunks.sharding.constrain(zeros, (*chunks.axes[:2], *axes))
 
     def run_chunk(sums: Any, chunk: Any) -> tuple[Any, Any]:
         hidden, weights, arrays, cotangents = chunk
 
-        def weigh_losses(*inputs: Any) -> tuple[list[jax.Array], Any]:
-            logits, bias, weights = inputs
-            losses, outputs = function(logits, bias, *arrays)
+        def weigh_losses(logits: jax.Array, weights: jax.Array) -> tuple[list[jax.Array], Any]:
+            losses, outputs = function(logits, *arrays)
             results = jnp.where(weights != 0, losses, 0.0) * weights, outputs
             leaves = jax.tree.leaves(results)
             return [leaves[number] for number in cotangents], results
 
         logits = class_logits(hidden, vectors)
-        _, pull, results = jax.vjp(weigh_losses, logits, bias, weights, has_aux=True)
-        by_logit, by_bias, by_weight = pull([*cotangents.values()])
+        logits = logits if bias is None else logits + bias.astype(jnp.float32)
+        _, pull, results = jax.vjp(weigh_losses, logits, weights, has_aux=True)
+        by_logit, by_weight = pull([*cotangents.values()])
+        by_bias = None if bias is None else jnp.sum(by_logit, axis=-2)
         by_logit = by_logit.astype(hidden.dtype)
         by_hidden = jnp.einsum("...v,vd->...d", by_logit, vectors)
         # GPUs add the sum so far within this product.
@@ -187,8 +187,8 @@ def _scan_chunks(
         return sums, (results, by_hidden, by_weight)
 
     # The sums of each shard of the tokens are added after the last chunk.
-    bias = jax.tree.map(lambda x: copy_to_shards(x[None], None, vocab), bias)
-    zeros = copy_to_shards(jnp.zeros_like(vectors), vocab, None), jax.tree.map(jnp.zeros_like, bias)
+    by_bias = None if bias is None else zeros_of_shards(bias, vocab)
+    zeros = zeros_of_shards(vectors, vocab, None), by_bias
     parts = jax.tree.map(chunks.split, (hidden, weights, arrays, cotangents))
     sums, by_chunk = jax.lax.scan(run_chunk, zeros, parts)
     (losses, outputs), *by_token = jax.tree.map(lambda x: chunks.join(x, *weights.shape), by_chunk)
@@ -196,5 +196,4 @@ def _scan_chunks(
     by_head = jax.tree.map(
         lambda x, like: jnp.sum(x.reshape(-1, *like.shape), axis=0), sums, inputs[1]
     )
-    by_hidden, by_weight = by_token
-    return (jnp.sum(losses), outputs), (by_hidden, by_head, by_weight)
+    return (jnp.sum(losses), outputs), (by_token[0], by_head, by_token[1])

@@ -262,7 +262,7 @@ class ClassSoftmax(BaseLayer):
 
         This method works also where Flax's layers cannot be called, such as in a loop of JAX.
         """
-        return self._finish(self._multiply(hidden, head[0]), head[1])
+        return self._finish(self._multiply(hidden, head))
 
     def token_losses(
         self,
@@ -298,13 +298,13 @@ class ClassSoftmax(BaseLayer):
         names = ("label_smoothing", "z_loss_weight", "entropy_loss_weight")
         options = {name: getattr(self, name) for name in names[is_soft:]}
 
-        def compute(product: jax.Array, bias: Any, targets: jax.Array, *arrays: Any) -> Any:
-            logits = self._finish(product, bias)
+        def compute(products: jax.Array, targets: jax.Array, *arrays: Any) -> Any:
+            logits = self._finish(products)
             losses = (soft_cross_entropy if is_soft else cross_entropy)(logits, targets, **options)
             return losses.loss, (losses, compare(logits, *arrays))
 
         def run_whole(hidden: jax.Array, head: Any, weights: jax.Array, *arrays: Any) -> Any:
-            losses, outputs = compute(self._multiply(hidden, head[0]), head[1], *arrays)
+            losses, outputs = compute(self._multiply(hidden, head), *arrays)
             return weighted_mean(losses, weights), outputs
 
         chunks, inputs = self._chunks(hidden), (hidden, self.head(), weights, *arrays)
@@ -338,24 +338,23 @@ class ClassSoftmax(BaseLayer):
             _LOG.info(f"logits: {size:.1f} GB, {count} chunks of {positions} positions ({reason})")
         return chunks._replace(num_chunks=count)
 
-    def _multiply(self, hidden: jax.Array, vectors: jax.Array) -> jax.Array:
-        tokens = merge_tokens(self, self._scale(hidden))
-        product = class_logits(tokens, self.cast(vectors))
-        return product.reshape(*hidden.shape[:-1], self.num_classes)
+    def _multiply(self, hidden: jax.Array, head: tuple[jax.Array, jax.Array | None]) -> jax.Array:
+        tokens, (vectors, bias) = merge_tokens(self, self._scale(hidden)), head
+        products = class_logits(tokens, self.cast(vectors))
+        products = products.reshape(*hidden.shape[:-1], self.num_classes)
+        return products if bias is None else products + bias.astype(jnp.float32)
 
     def _scale(self, hidden: jax.Array) -> jax.Array:
         check_last_axis(self, hidden, input_dims=self.input_dims)
         hidden = self.cast(hidden)
         return hidden if self.logit_scale is None else hidden * self.logit_scale
 
-    def _finish(self, logits: jax.Array, bias: jax.Array | None) -> jax.Array:
-        """Return the logits of products with the head, `[..., num_classes]`."""
+    def _finish(self, logits: jax.Array) -> jax.Array:
+        """Constrain and cap products with the head, `[..., num_classes]`."""
         if self.activation_axes is not None:
             *names, classes = self.activation_axes
             names += [None] * (logits.ndim - len(self.activation_axes))
             logits = self.constrain(logits, *names, classes)
-        if bias is not None:
-            logits += bias.astype(jnp.float32)
         return soft_cap(logits, self.logit_soft_cap)
 
 
