@@ -272,7 +272,7 @@ def _unrolled(network: BaseLayer, sharding: BoundSharding | None) -> tuple[BaseL
             continue
         stack = getattr(network, child)
         if model_device(sharding).platform == "cpu":
-            is_faster = is_unrolled_by_default(sharding, stack.num_layers)
+            is_faster = is_unrolled_by_default(sharding, stack.num_layers, is_training=False)
         else:
             is_faster = _copies_fit(variables.get(PARAMS, {}).get(child), sharding)
         if not is_faster:

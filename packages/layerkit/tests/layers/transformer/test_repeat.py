@@ -20,9 +20,13 @@ from layerkit.errors import ConfigError
 from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.basic.linears import Linear
 from layerkit.layers.transformer.repeat import Repeat
+from layerkit.layers.transformer.stacks import StackedTransformer
+from layerkit.layers.transformer.transformer import Transformer
+from layerkit.ops.attention.masks import AttentionMask
 
 KEY = jax.random.key(0)
 X = np.array([[1.0, -2.0], [0.5, 0.25], [3.0, 1.0]], np.float32)
+LINEAR = Linear.HParams.config(input_dims=2, output_dims=2)
 MESH = jax.sharding.Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("data", "fsdp", "tensor"))
 
 
@@ -190,17 +194,45 @@ def test_few_copies_are_unrolled_on_one_cpu(num_devices, copies, is_loop):
     np.testing.assert_allclose(layer.apply(variables, X), loop.apply(variables, X), rtol=1e-6)
 
 
+class TwoLayers(StackedTransformer):
+    """A period of a pattern, here of feed-forward layers that read the input alone."""
+
+    num_layers: int = 2
+    input_dims: int = 2
+    hidden_dims: int = 2
+    layer_tpl: Any = sub_config_field(Transformer.HParams, attention_tpl=None)
+
+    def fprop(self, x):
+        mask = AttentionMask.causal_mask(*x.shape[:2])
+        return super().fprop(x, mask=mask, positions=jnp.arange(x.shape[1])[None])
+
+
+PERIOD = TwoLayers.HParams.config()
+
+
 @pytest.mark.parametrize(
-    ("copies", "remat", "is_loop"),
-    [(24, "none", False), (25, "none", True), ((2, 3), "none", True), (3, "full", True)],
+    ("copies", "sub", "fields", "is_loop"),
+    [
+        (24, LINEAR, {"train": True}, False),
+        (25, LINEAR, {"train": True}, True),
+        (3, LINEAR, {}, True),  # without a backward pass
+        ((2, 3), LINEAR, {"train": True}, True),
+        (3, LINEAR, {"train": True, "remat": "full"}, True),
+        (2, PERIOD, {"train": True}, False),
+        (2, PERIOD.clone(remat="full"), {"train": True}, True),
+        (13, PERIOD, {"train": True}, True),
+    ],
 )
-def test_few_copies_without_rematerialization_are_unrolled_on_gpus(copies, remat, is_loop):
+def test_few_layers_without_rematerialization_are_unrolled_in_training_on_gpus(
+    copies, sub, fields, is_loop
+):
     kind = AbstractDevice("NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
-    layer = repeated(copies, remat=remat)
-    variables = layer.init(KEY)
+    layer = repeated(copies, sub, **fields)
+    variables = jax.eval_shape(layer.init, KEY)
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=kind)):
-        program = jax.jit(layer.apply).trace(variables, X).lower(lowering_platforms=("cuda",))
-    assert ("stablehlo.while" in program.as_text()) is is_loop
+        program = jax.jit(layer.apply).trace(variables, X[None])
+        program = program.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("stablehlo.while" in program) is is_loop
 
 
 @pytest.mark.parametrize("shape", [(5,), (2, 2)])

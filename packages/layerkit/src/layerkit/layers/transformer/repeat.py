@@ -42,9 +42,10 @@ class Repeat(BaseLayer):
         (2, 3) runs six copies, copy i with the weights at [i // 3, i % 3], as in a circular
         pipeline.
       remat: Name of the rematerialization policy of each copy; see `layerkit.ops.remat`.
-      unroll: Number of copies in one iteration of the (innermost) loop. None for all of up to 12
-        copies on a single CPU, or 24 on GPUs, without rematerialization, and else 1. A loop copies
-        what it saves for the backward pass; on GPUs, more so with several copies in an iteration.
+      unroll: Number of copies in one iteration of the (innermost) loop. None for all copies, if
+        they have up to 12 layers on a single CPU, or 24 in training on GPUs, without
+        rematerialization, and else 1. A loop copies what it saves for the backward pass; on GPUs,
+        more so with several copies in an iteration.
     """
 
     sub_tpl: Config[BaseLayer] = sub_config_field(None)
@@ -140,10 +141,16 @@ class Repeat(BaseLayer):
         if self.unroll is not None:
             return self.unroll
         # Outside of loops, XLA's CPU backend merges the recomputation with the first computation.
-        if self.remat != "none" or is_in_remat() or len(self.stacked_shape) > 1:
+        # A copy may be a stack, whose layers have a policy of their own.
+        has_remat = {self.remat, getattr(self.sub_tpl, "remat", "none")} != {
+            "none"
+        } or is_in_remat()
+        if has_remat or len(self.stacked_shape) > 1:
             return 1
         (copies,) = self.stacked_shape
-        return copies if is_unrolled_by_default(self.inherited("sharding"), copies) else 1
+        layers = copies * getattr(self.sub_tpl, "num_layers", 1)
+        sharding, is_training = self.inherited("sharding"), bool(self.inherited("train"))
+        return copies if is_unrolled_by_default(sharding, layers, is_training=is_training) else 1
 
     def _scan(self, body: Any, *, unroll: int = 1) -> Any:
         """Return `body(sub, carry, own)` as a scan, or as nested scans, outermost axis first."""
@@ -153,18 +160,23 @@ class Repeat(BaseLayer):
         return body
 
 
-def is_unrolled_by_default(sharding: BoundSharding | None, copies: int) -> bool:
-    """Return whether repeated layers are unrolled: few copies on a single CPU or on GPUs.
+def is_unrolled_by_default(
+    sharding: BoundSharding | None, layers: int, *, is_training: bool
+) -> bool:
+    """Return whether repeated layers are unrolled: few on a single CPU or, in training, on GPUs.
+
+    Without a backward pass, a loop on GPUs copies little and keeps no second copy of the weights.
 
     Args:
       sharding: Sharding that the layer is bound to; None or without a mesh for JAX's devices.
-      copies: Number of copies.
+      layers: Number of layers in all copies.
+      is_training: Whether a backward pass follows.
     """
     if is_single_cpu(sharding):
-        return copies <= _MOST_ON_CPU
-    if sharding is not None and isinstance(sharding.mesh, AbstractMesh):
+        return layers <= _MOST_ON_CPU
+    if not is_training or (sharding is not None and isinstance(sharding.mesh, AbstractMesh)):
         return False
-    return bool(model_device(sharding).platform == "gpu") and copies <= _MOST_ON_GPU
+    return bool(model_device(sharding).platform == "gpu") and layers <= _MOST_ON_GPU
 
 
 def lift_options(axis: str) -> dict[str, Any]:
