@@ -38,7 +38,7 @@ from praxis.layers import (
 )
 from praxis_models import defaults, first_deviations, language_models
 from praxis_speech import speech
-from praxis_states import quantizers, recurrent
+from praxis_states import quantizers, recurrent, state_spaces
 from praxis_vision import convolution, networks, pooling
 
 RANDOM = np.random.default_rng(20)
@@ -439,7 +439,7 @@ def main():
         add()
     for add in (language_models, first_deviations, defaults):
         add(record, run, RANDOM)
-    for add in (convolution, pooling, networks, recurrent, quantizers, speech):
+    for add in (convolution, pooling, networks, recurrent, quantizers, state_spaces, speech):
         add(record)
     lines = [f"{json.dumps(name)}: {json.dumps(case)}" for name, case in CASES.items()]
     Path(sys.argv[1]).write_text("{\n" + ",\n".join(lines) + "\n}\n")

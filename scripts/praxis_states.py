@@ -1,12 +1,14 @@
-"""Cases of `praxis_reference.py` that are about recurrent layers and vector quantizers."""
+"""Cases of `praxis_reference.py` that are about layers with a state and vector quantizers."""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from praxis import base_layer, pax_fiddle, py_utils
-from praxis.layers import frnn, quantizer, rnn_cell
+from praxis.layers import frnn, quantizer, rnn_cell, ssm
 
 RANDOM = np.random.default_rng(44)
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 2], [1, 1, 2, 3, 3, 0, 0]], np.int32)
@@ -36,7 +38,8 @@ def run(layer_class, *args, outputs_of, **fields):
 
         def apply(weights, x):
             keys = {"random": jax.random.PRNGKey(1)}
-            return layer.apply({"params": weights}, x, *args[1:], method=outputs_of, rngs=keys)
+            call = functools.partial(layer.apply, method=outputs_of, rngs=keys)
+            return call({"params": weights}, x, *args[1:], mutable=["decoder_cache"])[0]
 
         outputs = apply(weights, args[0])
         cotangent = normal(*outputs["outputs"].shape)
@@ -131,3 +134,15 @@ def quantizers(record):
         case = run(layer, normal(2, 7, 4), paddings, outputs_of=call, **sizes, **fields)
         case.pop("z_onehot")
         record(f"quantizer_{name}", **{**case, "paddings": paddings})
+
+
+def state_spaces(record):
+    """S4D and S5 with each kind of poles."""
+    for name, layer in {"s4d": ssm.SSM, "s5": ssm.S5}.items():
+        for poles in ("ss4d-1d", "ss4d-1d-legs", "ss4d-1d-lagt"):
+            fields = {"nheads": 6, "dim": 4, "l_max": 9, "decode_num_samples": 1}
+            fields |= {"step_size": 0.1, "hippo_type": poles}
+            case = run(
+                layer, normal(2, 9, 4), outputs_of=lambda ssm, x: {"outputs": ssm(x)}, **fields
+            )
+            record(f"{name}_{poles}", **case)
