@@ -3,9 +3,9 @@
 Eight is an ordered product of six sizes in 56 ways. The model uses each mesh axis: grouped queries
 with rotary positions on packed rows (tensor, context), a mixture of experts with auxiliary losses
 and a shared expert (expert), repeated layers (fsdp), logits in chunks, and a pipeline on meshes
-with stages.
+with stages. A hybrid has layers with a gated delta net, with an LSTM and with attention.
 `nox -s meshes` runs all meshes, those with tensor also under sequence parallelism. The default
-tests run two, whose combinations of axes no other test of a whole model covers.
+tests run three, whose combinations of axes no other test of a whole model covers.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ from layerkit.base.weights import is_box
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
 from layerkit.layers.moe.token_choice import MoeFeedForward
+from layerkit.layers.recurrent.frnn import Frnn
+from layerkit.layers.recurrent.linear_attention import GatedDeltaNet
 from layerkit.layers.transformer.pipelined_transformer import PipelinedTransformer
 from layerkit.layers.transformer.stacks import StackedTransformerRepeated
+from layerkit.layers.transformer.transformer import Transformer
 from layerkit.models.language_model import LanguageModel
 
 KEY = jax.random.key(0)
@@ -41,6 +44,7 @@ MESHES = [
 SMOKE = [(1, 1, 2, 1, 2, 2)]
 SEQUENCE_PARALLEL = DEFAULT_RULES.replace(residual_length=("context", "tensor"))
 SEQUENCE_PARALLEL_SMOKE = [(2, 1, 2, 2, 1, 1)]
+HYBRID_SMOKE = [(1, 2, 2, 1, 1, 2)]
 
 
 def language_model(num_stages, capacity_factor):
@@ -71,6 +75,30 @@ def language_model(num_stages, capacity_factor):
     return config.Instantiate().clone(train=True)
 
 
+def hybrid(num_stages, _):
+    """Return a model that repeats a gated delta net, an LSTM, and attention with a feed-forward."""
+    config = LanguageModel.HParams.config()
+    sizes = {"hidden_dims": 16, "num_heads": 8, "dim_per_head": 4}
+    config.lm_tpl.set(vocab_size=VOCAB, model_dims=16, num_layers=3 * num_stages, **sizes)
+    heads = {
+        "num_key_heads": 8,
+        "num_value_heads": 8,
+        "key_dim_per_head": 4,
+        "value_dim_per_head": 4,
+    }
+    mixers = (GatedDeltaNet.HParams.config(**heads, tokens_per_chunk=8), Frnn.HParams.config())
+    stack = StackedTransformerRepeated.HParams.config()
+    if num_stages > 1:
+        stages = {"num_stages": num_stages, "num_microbatches": num_stages}
+        stack = PipelinedTransformer.HParams.config(**stages)
+    stack.block_tpls = (
+        *(Transformer.HParams.config(attention_tpl=tpl, feed_forward_tpl=None) for tpl in mixers),
+        Transformer.HParams.config(),
+    )
+    config.lm_tpl.stack_tpl = stack
+    return config.Instantiate().clone(train=True)
+
+
 def packed_batch():
     random = np.random.default_rng(0)
     ids = random.integers(0, VOCAB, (BATCH, LENGTH + 1)).astype(np.int32)
@@ -91,15 +119,15 @@ def packed_batch():
 def loss_and_gradients(model, params, batch):
     def loss(params):
         (metrics, _), updates = model.apply({PARAMS: params}, batch, mutable=[AUX_LOSS])
-        aux = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(updates[AUX_LOSS]))
+        aux = sum(jnp.sum(leaf) for leaf in jax.tree.leaves(updates.get(AUX_LOSS, {})))
         return metrics["loss"].value + aux, aux
 
     return jax.value_and_grad(loss, has_aux=True)(params)
 
 
 @functools.cache
-def unsharded(num_stages, capacity_factor):
-    model = language_model(num_stages, capacity_factor)
+def unsharded(build, num_stages, capacity_factor):
+    model = build(num_stages, capacity_factor)
     random = np.random.default_rng(7)
     shapes = jax.eval_shape(model.init, KEY)[PARAMS]
     params = jax.tree.map(lambda x: random.normal(0, 0.3, x.shape).astype(np.float32), shapes)
@@ -134,12 +162,23 @@ def test_sequence_parallel_loss_and_gradients_equal_those_of_one_device(sizes):
     check_mesh(sizes, SEQUENCE_PARALLEL)
 
 
-def check_mesh(sizes, rules):
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(s, marks=() if s in HYBRID_SMOKE else pytest.mark.meshes, id=name(s))
+        for s in MESHES
+    ],
+)
+def test_loss_and_gradients_of_a_hybrid_equal_those_of_one_device(sizes):
+    check_mesh(sizes, DEFAULT_RULES, build=hybrid)
+
+
+def check_mesh(sizes, rules, *, build=language_model):
     # Neighboring meshes alternate between the two dispatch methods, and between pipeline weights
     # that are gathered once and at each tick.
-    capacity_factor = (None, 1.5)[MESHES.index(sizes) % 2]
+    capacity_factor = (None, 1.5)[MESHES.index(sizes) % 2] if build is language_model else None
     num_stages = sizes[STANDARD_MESH_AXES.index("stage")]
-    model, params, expected = unsharded(num_stages, capacity_factor)
+    model, params, expected = unsharded(build, num_stages, capacity_factor)
     bound = BoundSharding(Mesh(np.reshape(jax.devices(), sizes), STANDARD_MESH_AXES), rules)
     boxed = jax.eval_shape(model.init_boxed, KEY)[PARAMS]
     layouts = jax.tree.map(
@@ -165,4 +204,4 @@ def assert_close(path, found, expected):
 
 def test_all_meshes_of_eight_devices_are_listed():
     assert len(MESHES) == 56
-    assert set(SMOKE) <= set(MESHES)
+    assert {*SMOKE, *SEQUENCE_PARALLEL_SMOKE, *HYBRID_SMOKE} <= set(MESHES)
