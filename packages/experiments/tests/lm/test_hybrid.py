@@ -28,7 +28,8 @@ def test_mixers_are_those_of_the_period():
 
 @pytest.mark.slow
 def test_reduced_form_learns_and_generates(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    sizes = {"NUM_LAYERS": 4, "MODEL_DIMS": 32, "HIDDEN_DIMS": 64, "PERCORE_BATCH_SIZE": 1.0}
+    sizes = {"NUM_LAYERS": 2, "MODEL_DIMS": 32, "HIDDEN_DIMS": 64, "PERCORE_BATCH_SIZE": 1.0}
+    sizes |= {"MAX_SEQ_LEN": 32, "MIXERS": ("gated_delta_net", "attention")}
     steps = {"MAX_STEPS": 20, "CHECKPOINT_EVERY_N_STEPS": 20, "SUMMARY_INTERVAL_STEPS": 1}
     steps["EVAL_INTERVAL_STEPS"] = None
     words = [f"--fdl.{name}={value}" for name, value in (sizes | steps).items()]

@@ -23,6 +23,7 @@ from layerkit.layers import (
 )
 
 KEY = jax.random.key(0)
+SLOW = pytest.mark.slow
 INS, OUTS, HIDDEN = 4, 6, 8
 SIZES = {"input_dims": INS, "output_dims": OUTS}
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 2, 0], [0, 4, 4, 4, 7, 7, 7]], np.int32)
@@ -93,7 +94,9 @@ def from_praxis(weights, cells, gates):
     return tree
 
 
-@pytest.mark.parametrize("name", PRAXIS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=SLOW if name == "stack" else ()) for name in PRAXIS]
+)
 def test_outputs_and_gradients_equal_praxis(praxis, name):
     case, (layer, cells) = praxis(f"lstm_{name}"), PRAXIS[name]
     convert = functools.partial(from_praxis, cells=cells, gates=3 if name == "cifg" else 4)
@@ -118,7 +121,9 @@ NAMES = {"w": "ih", "recurrent": "hh"}
 
 # PyTorch names the slower of its implementations.
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
-@pytest.mark.parametrize("kind", ["lstm", "projection", "gru"])
+@pytest.mark.parametrize(
+    "kind", ["gru", pytest.param("lstm", marks=SLOW), pytest.param("projection", marks=SLOW)]
+)
 def test_bidirectional_stacks_equal_pytorch(kind):
     torch = pytest.importorskip("torch")
     is_gru, size = kind == "gru", HIDDEN if kind == "projection" else OUTS // 2
@@ -178,10 +183,16 @@ def test_bidirectional_stacks_equal_pytorch(kind):
 LAYERS = {name: frnn(cell) for name, cell in CELLS.items()} | {
     "bidirectional": stack(is_bidirectional=True, frnn={"unroll": 2, "remat": "full"}),
     "residual": stack(has_residual=True),
+    "reverse": frnn(CELLS["projection"], reverse=True),
 }
 
 
-@pytest.mark.parametrize("name", ["projection", "gru", "bidirectional"])
+def smoke(first, *others):
+    """Return the cases of a table, of which an ordinary run has the first."""
+    return [first, *(pytest.param(other, marks=SLOW) for other in others)]
+
+
+@pytest.mark.parametrize("name", smoke("reverse", "projection", "gru", "bidirectional"))
 def test_packed_rows_equal_separate_rows_with_gradients(name):
     layer, variables = LAYERS[name], draw(LAYERS[name])
     weights = np.random.default_rng(2).normal(size=(2, 7, OUTS)).astype(np.float32)
@@ -204,7 +215,7 @@ def test_packed_rows_equal_separate_rows_with_gradients(name):
     close(gradient, expected_gradient, 1e-6)
 
 
-@pytest.mark.parametrize("name", ["projection", "gru", "residual"])
+@pytest.mark.parametrize("name", smoke("residual", "projection", "gru"))
 def test_cached_steps_and_passed_states_equal_the_full_pass(name):
     layer, variables = LAYERS[name], draw(LAYERS[name])
     mask = AttentionMask.causal_mask(2, 7)
@@ -249,10 +260,10 @@ def test_zoneout_in_training_keeps_units_at_its_rate():
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"),
-    [("projection", (1, 2, 2, 2)), ("layer_norm", (1, 2, 4, 1)), ("gru", (2, 1, 2, 2))],
+    "case", smoke(("projection", (1, 2, 2, 2)), ("layer_norm", (1, 2, 4, 1)), ("gru", (2, 1, 2, 2)))
 )
-def test_meshes_have_the_outputs_and_gradients_of_one_device(name, sizes):
+def test_meshes_have_the_outputs_and_gradients_of_one_device(case):
+    name, sizes = case
     layer = Frnn(input_dims=8, output_dims=8, cell_tpl=CELLS[name])
     variables, random = draw(layer), np.random.default_rng(5)
     x = random.normal(size=(4, 8, 8)).astype(np.float32)
@@ -290,7 +301,6 @@ def test_masks_that_do_not_fit_the_direction_are_refused(raises):
     ):
         with raises(ConfigError, field="mask"):
             layer.apply(draw(layer), X, mask=mask)
-    layer = LAYERS["bidirectional"]
-    assert layer.apply(draw(layer), X, mask=bidirectional).shape == (2, 7, OUTS)
+    layer = frnn(reverse=True)
     with raises(ConfigError, field="is_causal"):
         layer.apply(draw(layer), 2, 7, method="init_cache", mutable=[CACHE])

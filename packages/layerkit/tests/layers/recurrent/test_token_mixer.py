@@ -76,10 +76,13 @@ def with_weights(config):
 @pytest.mark.parametrize(
     "decoder",
     [
-        SampleDecoder(max_decode_steps=STEPS, temperature=0.0),
-        BeamSearch(max_decode_steps=STEPS, beam_size=3),
+        pytest.param(
+            SampleDecoder(max_decode_steps=STEPS, temperature=0.0),
+            marks=pytest.mark.slow,
+            id="greedy",
+        ),
+        pytest.param(BeamSearch(max_decode_steps=STEPS, beam_size=3), id="beams"),
     ],
-    ids=["greedy", "beams"],
 )
 def test_log_probs_of_decoded_rows_of_unequal_lengths_are_those_of_whole_rows(decoder):
     model, params = with_weights(hybrid(decoder=decoder))
