@@ -11,7 +11,9 @@ from jax.sharding import Mesh
 from layerkit.base.base_layer import CACHE, PARAMS
 from layerkit.base.sharding import BoundSharding
 from layerkit.base.weights import is_box
+from layerkit.errors import ConfigError
 from layerkit.layers.recurrent.linear_attention import GatedDeltaNet, KimiDeltaAttention, Mamba2
+from layerkit.layers.recurrent.mixer_parts import TimeSteps
 from layerkit.ops.attention.masks import AttentionMask, row_positions
 from layerkit.ops.recurrence.linear_attention import linear_attention
 
@@ -26,7 +28,7 @@ LAYERS = {
         num_key_heads=4, num_value_heads=4, gate_rank=5, **SIZES
     ),
 }
-# Every ordinary run compares all kinds with transformers and with their recurrences.
+# Every ordinary run compares the recurrences of all kinds token by token.
 KINDS = ["delta", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mamba2", "kimi"))]
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(3, 20, DIMS)).astype(np.float32)
@@ -249,7 +251,12 @@ def kimi_of_transformers():
 
 
 @pytest.mark.parametrize(
-    "make", [mamba2_of_transformers, qwen3_next_of_transformers, kimi_of_transformers]
+    "make",
+    [
+        qwen3_next_of_transformers,
+        pytest.param(mamba2_of_transformers, marks=pytest.mark.slow),
+        pytest.param(kimi_of_transformers, marks=pytest.mark.slow),
+    ],
 )
 def test_outputs_and_gradients_equal_those_of_transformers(make):
     torch = pytest.importorskip("torch")
@@ -340,3 +347,9 @@ def test_states_are_float32_in_bfloat16_and_padding_keeps_them(kind):
     alone, _ = states(X[:, :11])
     for name, value in alone.items():
         np.testing.assert_allclose(wide[name], value, atol=2e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("limits", [(0.5, 0.01), (-1.0, 0.5)])
+def test_limits_of_time_steps_that_leave_no_range_are_refused(raises, limits):
+    with raises(ConfigError, field="limits", value=limits):
+        TimeSteps(num_heads=2, limits=limits).init(jax.random.key(0))

@@ -199,10 +199,7 @@ class LinearAttention(TokenMixer):
     ) -> dict[str, jax.Array]:
         """Return `query`, `key`, `value` and, for the delta rule, `beta` of `linear_attention`.
 
-        Args:
-          x: Inputs `[batch, t, input_dims]`.
-          heads: Convolved queries, keys and values, `[batch, t, heads, dims]`.
-          steps: Time steps, float32 `[batch, t, num_value_heads, 1 or key_dim_per_head]`.
+        They follow from the inputs, the convolved `[batch, t, heads, dims]` and the time steps.
         """
         raise NotImplementedError(f"{type(self).__qualname__} does not define _arguments")
 

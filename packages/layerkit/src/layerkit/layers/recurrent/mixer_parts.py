@@ -81,6 +81,8 @@ class TimeSteps(BaseLayer):
         for name in ("initial_rates", "initial_steps"):
             low, high = getattr(self, name)
             require(0 < low <= high, self, name, (low, high), "two positive numbers in order")
+        low, high = self.limits or (0.0, 1.0)
+        require(0 <= low < high, self, "limits", self.limits, "two numbers in order, from 0")
         heads = np.arange(self.num_heads)
         rates = np.interp(heads, [0, max(self.num_heads - 1, 1)], self.initial_rates)
         # Multiples of the golden ratio are evenly spread, however many there are.

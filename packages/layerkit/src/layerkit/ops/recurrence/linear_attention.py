@@ -102,8 +102,6 @@ def linear_attention(
         is_token, starts = (segments > 0)[..., None, None], document_starts(segments)
         log_decay, value = (jnp.where(is_token, x, 0) for x in (log_decay, value))
         key = jnp.where(is_token, key, 0)
-    elif value.shape[1] == 1:
-        return _step(query, key, value, log_decay, state=state, beta=beta)
     batch, length, heads, value_dims = value.shape
     part = length // parts
     # `_invert_unit_lower` halves chunks.
@@ -140,29 +138,6 @@ def linear_attention(
     last, outputs = jax.lax.scan(run, entering, chunks)
     outputs = outputs.transpose(2, 1, 0, 4, 3, 5).reshape(batch, parts, -1, heads, value_dims)
     return outputs[:, :, :part].reshape(value.shape), last[-1]
-
-
-def _step(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    log_decay: jax.Array,
-    *,
-    state: jax.Array,
-    beta: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Return (outputs `[batch, 1, heads, value_dims]`, state) of one token; see the module."""
-    query, key, update, decay = (
-        x[:, 0].astype(jnp.float32)[..., None] for x in (query, key, value, log_decay)
-    )
-    query, key = (jnp.repeat(x, value.shape[2] // x.shape[1], axis=1) for x in (query, key))
-    update = jnp.swapaxes(update, -1, -2)
-    state = jnp.exp(decay) * state
-    if beta is not None:
-        read = jnp.sum(key * state, axis=-2, keepdims=True)
-        update = beta[:, 0, :, None, None] * (update - read)
-    state = state + key * update
-    return jnp.sum(query * state, axis=-2)[:, None], state
 
 
 def _prepare(
