@@ -67,7 +67,6 @@ EXAMPLES = [
         high_frequency=3000.0,
         mel_scale="slaney",
         window="povey",
-        preemphasis_of_frames=Change(value=False, others={"preemphasis": 0.5}),
         normalization="utterance",
         low_frequency=50.0,
     ),

@@ -9,7 +9,6 @@ import pytest
 
 from layerkit.config.nested_map import NestedMap
 from layerkit.models import CtcModel, TransducerModel
-from layerkit.models.speech_model import collect_labels
 from layerkit.ops.alignment_losses import transducer_loss
 
 VOCAB, BINS = 6, 4
@@ -28,18 +27,10 @@ def make(cls, **fields):
     config = cls.HParams.config(
         vocab_size=VOCAB, frontend_tpl=None, augmenter_tpl=None, train=False, **fields
     )
-    config.encoder_tpl.set(num_bins=BINS, num_channels=2, model_dims=8, hidden_dims=8, num_heads=2)
+    config.encoder_tpl.set(num_bins=BINS, num_channels=8, model_dims=8, hidden_dims=8, num_heads=2)
     config.encoder_tpl.stack_tpl.layer_tpl.conv_tpl.kernel_size = 3
     model = config.Instantiate()
-    return model, model.init(jax.random.key(0))
-
-
-def test_repeated_frames_are_one_label_and_blanks_separate_labels():
-    ids = jnp.array([[0, 2, 0, 3, 0, 3], [1, 0, 0, 0, 0, 0]])
-    outputs = collect_labels(ids, jnp.full(ids.shape, -0.5))
-    np.testing.assert_array_equal(outputs.ids, [[2, 3, 3, 0, 0, 0], [1, 0, 0, 0, 0, 0]])
-    np.testing.assert_array_equal(outputs.lengths, [3, 1])
-    np.testing.assert_array_equal(outputs.log_probs.sum(axis=1), [-1.5, -0.5])
+    return model, jax.jit(model.init)(jax.random.key(0))
 
 
 def test_ctc_decodes_the_best_label_of_each_frame():
@@ -57,9 +48,38 @@ def test_ctc_decodes_the_best_label_of_each_frame():
         assert outputs.ids[row, : outputs.lengths[row]].tolist() == kept
 
 
-@pytest.mark.parametrize("chunk_size", [1, 4, 100])
-def test_transducer_loss_in_chunks_is_that_of_all_logits(chunk_size):
-    model, variables = make(TransducerModel, joint_dims=4, chunk_size=chunk_size)
+@pytest.mark.parametrize(
+    ("cls", "fields", "unaligned"),
+    [
+        (CtcModel, {}, [0, 1, 1, 0]),
+        pytest.param(TransducerModel, {"joint_dims": 4}, [0, 0, 1, 1], marks=pytest.mark.slow),
+    ],
+)
+def test_rows_with_too_few_frames_are_counted_and_left_out_of_the_loss(cls, fields, unaligned):
+    model, variables = make(cls, **fields)
+    rows = jnp.array([0, 0, 0, 1])
+    batch = jax.tree.map(lambda x: x[rows], BATCH)
+    # Six frames, three (four are needed), none, and none without labels.
+    batch.src.paddings = jnp.float32(jnp.arange(24) >= jnp.array([24, 12, 0, 0])[:, None])
+    batch.tgt.paddings = batch.tgt.paddings.at[3].set(1)
+    kept = jax.tree.map(lambda x: x[:2] if cls is TransducerModel else x[:1], batch)
+
+    def loss(params, batch):
+        metrics, _ = model.apply({**variables, "params": params}, batch)
+        return metrics["loss"].value, metrics
+
+    run = jax.jit(jax.value_and_grad(loss, has_aux=True))
+    (value, metrics), gradient = run(variables["params"], batch)
+    (expected, _), expected_gradient = run(variables["params"], kept)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert metrics["unaligned_rows"].value == np.mean(unaligned)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-3), gradient, expected_gradient
+    )
+
+
+def test_transducer_loss_in_chunks_is_that_of_all_logits():
+    model, variables = make(TransducerModel, joint_dims=4, chunk_size=4)
 
     def whole(model):
         encoded = model.encode(SRC)

@@ -77,24 +77,37 @@ class CtcModel(BaseModel):
         return encoded
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
-        """Return the loss of each row, `per_example_xent` float32 `[batch]`, in nats."""
+        """Compute the losses of rows.
+
+        Returns:
+          A NestedMap of `per_example_xent` float32 `[batch]`, in nats, and `is_aligned` bool
+          `[batch]`, False for rows with too few frames for their labels.
+        """
         encoded = self.encode(batch.src)
-        losses = ctc_loss(
+        losses, is_aligned = ctc_loss(
             self.softmax.logits(encoded.encoded),
             batch.tgt.labels,
             logit_paddings=encoded.paddings,
             label_paddings=batch.tgt.paddings,
         )
-        return NestedMap(per_example_xent=losses)
+        return NestedMap(per_example_xent=losses, is_aligned=is_aligned)
 
     def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
-        """Compute `loss`, in nats per label, and `scores` float32 `[batch]`."""
-        losses = predictions.per_example_xent
+        """Compute `loss`, in nats per label, and `scores` float32 `[batch]`.
+
+        Rows with too few frames for their labels are left out of the loss. The metric
+        `unaligned_rows` is their share.
+        """
+        losses, is_aligned = predictions.per_example_xent, predictions.is_aligned
         weights = example_weights(batch, len(losses))
+        unaligned = WeightedScalar.of(
+            jnp.sum(weights * ~is_aligned) / jnp.maximum(jnp.sum(weights), 1.0), jnp.sum(weights)
+        )
+        weights = weights * is_aligned
         total = jnp.sum(weights * jnp.sum(batch.tgt.paddings == 0, axis=1))
         loss = jnp.sum(weights * losses) / jnp.maximum(total, 1.0)
         outputs = NestedMap(per_example_xent=losses, scores=-losses)
-        return {"loss": WeightedScalar.of(loss, total)}, outputs
+        return {"loss": WeightedScalar.of(loss, total), "unaligned_rows": unaligned}, outputs
 
     def decode(self, batch: NestedMap) -> NestedMap:
         """Return the most likely label of each frame, without repetitions and blanks.
@@ -152,7 +165,7 @@ class TransducerModel(CtcModel):
         super()._create_output(self.joint_dims)
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
-        """Return the loss of each row, `per_example_xent` float32 `[batch]`, in nats."""
+        """Compute the losses of rows; see `CtcModel.compute_predictions`."""
         encoded, labels = self.encode(batch.src), batch.tgt.labels
         # Entry u holds the labels before label u.
         padded = jnp.pad(labels, ((0, 0), (self.label_context, 0)), constant_values=BLANK)
@@ -169,13 +182,14 @@ class TransducerModel(CtcModel):
         run = jax.checkpoint(score, prevent_cse=False)
         scores = jax.lax.map(run, frames, batch_size=min(self.chunk_size, len(frames)))
         blanks, of_labels = (jnp.moveaxis(x, 0, 1) for x in scores)
+        num_frames = jnp.sum(encoded.paddings == 0, axis=1)
         losses = transducer_loss(
             blanks,
             of_labels,
-            num_frames=jnp.maximum(jnp.sum(encoded.paddings == 0, axis=1), 1),
+            num_frames=jnp.maximum(num_frames, 1),
             num_labels=jnp.sum(batch.tgt.paddings == 0, axis=1),
         )
-        return NestedMap(per_example_xent=losses)
+        return NestedMap(per_example_xent=losses, is_aligned=num_frames > 0)
 
     def decode(self, batch: NestedMap) -> NestedMap:
         """Return the labels of a greedy search; see `CtcModel.decode`."""

@@ -1,6 +1,6 @@
 """Losses that sum over all alignments of labels with frames: CTC and the transducer.
 
-Both are forward recursions in log space, in float32. The backward pass is that of autodiff.
+Both are forward recursions in log space, in float32, whose backward pass is that of autodiff.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from layerkit.config.checks import check_same_shape
 from layerkit.ops.attention.masks import first_tokens
 
 # Logarithm of the probability of an impossible event, which keeps losses and gradients finite.
@@ -21,9 +20,8 @@ def ctc_loss(
     *,
     logit_paddings: jax.Array,
     label_paddings: jax.Array,
-    blank_id: int = 0,
-) -> jax.Array:
-    """Compute -log p(labels), where frames emit a label, repeat it, or emit a blank.
+) -> tuple[jax.Array, jax.Array]:
+    """Compute -log p(labels), where frames emit a label, repeat it, or emit the blank 0, by Optax.
 
     Source: Graves et al., 2006, "Connectionist Temporal Classification".
 
@@ -32,37 +30,25 @@ def ctc_loss(
       labels: int32 `[batch, labels]`, without blanks.
       logit_paddings: `[batch, frames]`, 1 for padding.
       label_paddings: `[batch, labels]`, 1 for padding, which is last.
-      blank_id: Class of the blank.
 
     Returns:
-      Loss in nats, float32 `[batch]`; about 1e5 for each label that has no frame.
+      (loss in nats, float32 `[batch]`, NaN for a label outside [0, classes); bool `[batch]`, True
+      for enough frames: one for each label, and one between equal labels. The loss of other rows is
+      1e5 or more.)
     """
-    log_probs = jax.nn.log_softmax(logits.astype(jnp.float32))
-    of_blank = log_probs[:, :, blank_id]
-    of_labels = jnp.take_along_axis(log_probs, labels[:, None], axis=-1)
-    is_new = labels != jnp.pad(labels, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
-    # Probability of all paths that end in a blank after n labels, and in label n.
-    shape = (labels.shape[0], labels.shape[1] + 1)
-    blanks = jnp.full(shape, IMPOSSIBLE).at[:, 0].set(0.0)
-    start = blanks, jnp.full(labels.shape, IMPOSSIBLE)
+    # Only models of speech need Optax, whose import takes a while.
+    import optax
 
-    def advance(state: tuple[jax.Array, jax.Array], frame: tuple[jax.Array, ...]):  # type: ignore[no-untyped-def]
-        blanks, ends = state
-        blank, label, padding = frame
-        before = jnp.pad(ends, ((0, 0), (1, 0)), constant_values=IMPOSSIBLE)
-        new_blanks = jnp.logaddexp(blanks, before) + blank[:, None]
-        from_last = jnp.where(is_new, before[:, :-1], IMPOSSIBLE)
-        stay = jnp.logaddexp(blanks[:, :-1], ends)
-        new_ends = jnp.logaddexp(stay, from_last) + label
-        is_padding = padding[:, None] != 0
-        kept = jnp.where(is_padding, blanks, new_blanks), jnp.where(is_padding, ends, new_ends)
-        return kept, None
-
-    frames = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (of_blank, of_labels, logit_paddings))
-    (blanks, ends), _ = jax.lax.scan(advance, start, frames)
-    before = jnp.pad(ends, ((0, 0), (1, 0)), constant_values=IMPOSSIBLE)
-    totals = jnp.logaddexp(blanks, before)
-    return -_at(totals, jnp.sum(label_paddings == 0, axis=1))
+    is_label = label_paddings == 0
+    labels = jnp.where(is_label, labels, 0)
+    # Optax selects the log-probabilities of labels by a product.
+    with jax.default_matmul_precision("float32"):
+        losses = optax.ctc_loss(logits.astype(jnp.float32), logit_paddings, labels, label_paddings)
+    is_valid = jnp.all((labels >= 0) & (labels < logits.shape[-1]), axis=1)
+    repeats = (labels[:, 1:] == labels[:, :-1]) & is_label[:, 1:]
+    needed = jnp.sum(is_label, axis=1) + jnp.sum(repeats, axis=1)
+    fits = needed <= jnp.sum(logit_paddings == 0, axis=1)
+    return jnp.where(is_valid, losses, jnp.nan), fits
 
 
 def transducer_loss(
@@ -86,11 +72,7 @@ def transducer_loss(
 
     Returns:
       Loss in nats, float32 `[batch]`.
-
-    Raises:
-      ConfigError: The shapes do not agree.
     """
-    check_same_shape(None, blank_log_probs[..., 1:], label_log_probs=label_log_probs)
     batch, frames, states = blank_log_probs.shape
     labels = jnp.pad(label_log_probs, ((0, 0), (0, 0), (0, 1)), constant_values=IMPOSSIBLE)
     is_frame = first_tokens(num_frames, frames)[..., None]
@@ -109,7 +91,8 @@ def transducer_loss(
         number, blank, label = diagonal
         emitted = jnp.pad(alphas + label, ((0, 0), (1, 0)), constant_values=IMPOSSIBLE)[:, :-1]
         alphas = jnp.logaddexp(alphas + blank, emitted)
-        totals = jnp.where(number + 1 == ends, _at(alphas, num_labels), totals)
+        last = jnp.take_along_axis(alphas, num_labels[:, None], axis=1)[:, 0]
+        totals = jnp.where(number + 1 == ends, last, totals)
         return (alphas, totals), None
 
     alphas = jnp.full((batch, states), IMPOSSIBLE).at[:, 0].set(0.0)
@@ -117,7 +100,3 @@ def transducer_loss(
     diagonals = (numbers, skew(blank_log_probs), skew(labels))
     (_, totals), _ = jax.lax.scan(advance, (alphas, jnp.full(batch, IMPOSSIBLE)), diagonals)
     return -totals
-
-
-def _at(x: jax.Array, index: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]

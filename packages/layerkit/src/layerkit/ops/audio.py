@@ -83,6 +83,25 @@ _WINDOWS: dict[Window, Callable[[int], np.ndarray]] = {
 }
 
 
+def mirror_ends(waveform: jax.Array, lengths: jax.Array, *, size: int) -> jax.Array:
+    """Pad both ends of utterances with their mirrored samples.
+
+    Args:
+      waveform: `[batch, samples]`.
+      lengths: Number of samples of each row without padding, int32 `[batch]`.
+      size: Number of samples before, and behind the last of a row.
+
+    Returns:
+      `[batch, samples + 2·size]`; what follows the padding of a row is arbitrary.
+    """
+    if size == 0:
+        return waveform
+    index = jnp.arange(-size, waveform.shape[1] + size)
+    period = jnp.maximum(2 * (lengths[:, None] - 1), 1)
+    index = index % period
+    return jnp.take_along_axis(waveform, jnp.minimum(index, period - index), axis=1)
+
+
 def split_frames(waveform: jax.Array, *, frame_length: int, hop_length: int) -> jax.Array:
     """Return the overlapping frames `[..., frames, frame_length]` of samples `[..., samples]`."""
     num_frames = 1 + (waveform.shape[-1] - frame_length) // hop_length

@@ -24,9 +24,9 @@ import jax.numpy as jnp
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.config import Config, sub_config_field
-from layerkit.config.checks import check_divisible, check_sizes, require
+from layerkit.config.checks import check_divisible, require
 from layerkit.config.nested_map import NestedMap
-from layerkit.layers.attention.cache import Axes, read_cache, write_cache
+from layerkit.layers.attention.cache import Axes, extend_cache, read_cache, write_cache
 from layerkit.layers.attention.transformer_xl import TransformerXLAttention
 from layerkit.layers.basic.batch_norm import BatchNorm, GroupNorm
 from layerkit.layers.basic.elementwise import BaseActivation, Dropout, Identity, ReLU, SiLU
@@ -35,7 +35,7 @@ from layerkit.layers.basic.normalizations import BaseNormalization
 from layerkit.layers.transformer.stacks import StackedTransformer
 from layerkit.layers.transformer.transformer import Transformer, TransformerFeedForward, drop_none
 from layerkit.layers.vision.convolutions import Conv
-from layerkit.ops.attention.masks import AttentionMask, row_positions
+from layerkit.ops.attention.masks import MASKED_LOGIT, AttentionMask, row_positions
 
 # Dense layers without activation, into the hidden dimension and back.
 _INTO_HIDDEN = {"activation_tpl": Identity.HParams.config()}
@@ -67,7 +67,6 @@ class LightConv1D(BaseLayer):
 
     def setup(self) -> None:
         """Create the linear maps, the convolution, the norm and the activation."""
-        check_sizes(self, kernel_size=self.kernel_size)
         sizes = {"input_dims": self.input_dims, "output_dims": self.input_dims}
         for name in ("value", "gate"):
             self.create_child(name, self.linear_tpl, **sizes)
@@ -265,26 +264,39 @@ class ConformerEncoder(BaseLayer):
         init_frames(self, "conv_0_frames", (batch_size, 2, self.num_bins, 1))
         channels = (self.num_bins // 2, self.num_channels)
         init_frames(self, "conv_1_frames", (batch_size, 2, *channels))
+        write_cache(self, "paddings", jnp.zeros((batch_size, max_length)), ("batch", None))
         self.stack.init_cache(batch_size, max_length)
 
-    def extend_step(self, features: jax.Array, *, time_step: jax.Array) -> jax.Array:
+    def extend_step(
+        self, features: jax.Array, *, time_step: jax.Array, paddings: jax.Array | None = None
+    ) -> jax.Array:
         """Encode the next frames of cached rows.
 
         Args:
           features: `[batch, 4·t, num_bins]`.
           time_step: int32 scalar, number of outputs so far.
+          paddings: `[batch, 4·t]`, 1 for frames behind the end of a row, which `look_ahead` would
+            read; None for none.
 
         Returns:
           `[batch, t, model_dims]`, as `fprop` of whole rows.
         """
         check_divisible(self, by=("the factor of subsampling,", 4), frames=features.shape[1])
-        x = features[..., None]
+        x, bias = features[..., None], None
         for name in ("conv_0", "conv_1"):
             frames = extend_frames(self, f"{name}_frames", self.cast(x))
             x = self.activation(getattr(self, name)(frames))
-        positions = time_step + row_positions(*x.shape[:2])
+        (batch, length), axes = x.shape[:2], ("batch", None)
+        if paddings is not None:
+            new = paddings[:, ::4]
+            hidden = extend_cache(self, "paddings", new, axes, time_step=time_step)
+            shape = (batch, 1, length, hidden.shape[1])
+            bias = jnp.broadcast_to(MASKED_LOGIT * hidden[:, None, None], shape)
         encoded: jax.Array = self.stack.extend_step(
-            self._project(x), time_step=time_step, positions=positions
+            self._project(x),
+            time_step=time_step,
+            positions=time_step + row_positions(batch, length),
+            bias=bias,
         )
         return encoded
 

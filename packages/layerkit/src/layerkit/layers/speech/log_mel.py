@@ -11,7 +11,7 @@ from layerkit.base.base_layer import BaseLayer
 from layerkit.config.checks import check_non_negative, check_positive, check_sizes, require
 from layerkit.config.nested_map import NestedMap
 from layerkit.ops.attention.masks import first_tokens
-from layerkit.ops.audio import MelScale, Window, mel_filters, spectrum, split_frames
+from layerkit.ops.audio import MelScale, Window, mel_filters, mirror_ends, spectrum, split_frames
 
 
 class LogMel(BaseLayer):
@@ -38,12 +38,11 @@ preemphasis=0.97, removes_mean=True, window="povey", triangles_in_mel=True, floo
       triangles_in_mel: True for filters with straight sides on the mel scale.
       window: `hann`, `hamming`, or Kaldi's `povey`.
       power: Exponent of the magnitudes, 2.0 for energies.
-      center: True to pad both ends by half a frame of mirrored samples.
+      center: True to pad both ends of an utterance by half a frame of mirrored samples.
       input_scale: Factor of the samples, 2**15 for the range of 16-bit integers.
       dither: Standard deviation of the noise that training adds to the scaled samples.
-      preemphasis: Part c of the sample before that is subtracted from each sample.
-      preemphasis_of_frames: True to emphasize each frame by itself, so that its first sample is
-        multiplied by 1 - c (Kaldi); False to emphasize the waveform (Lingvo, NeMo).
+      preemphasis: Part c of the sample before that is subtracted from each sample of a frame; the
+        first one is multiplied by 1 - c.
       removes_mean: True to subtract the mean of each frame.
       floor: Smallest value of which a logarithm is computed.
       normalization: `none`; `utterance` for mean 0 and variance 1 of each bin over the frames of an
@@ -70,7 +69,6 @@ preemphasis=0.97, removes_mean=True, window="povey", triangles_in_mel=True, floo
     input_scale: float = 1.0
     dither: float = 0.0
     preemphasis: float = 0.0
-    preemphasis_of_frames: bool = True
     removes_mean: bool = False
     floor: float = 1e-10
     normalization: Literal["none", "utterance", "whisper"] = "none"
@@ -106,17 +104,32 @@ preemphasis=0.97, removes_mean=True, window="povey", triangles_in_mel=True, floo
         if lengths is None:
             lengths = jnp.full(x.shape[:1], x.shape[1], jnp.int32)
         x = jnp.where(first_tokens(lengths, x.shape[1]), x, 0.0)
-        if self.preemphasis and not self.preemphasis_of_frames:
-            x = self._emphasize(x)
         half = self.frame_length // 2 if self.center else 0
-        x = jnp.pad(x, ((0, 0), (half, half)), mode="reflect")
+        x = mirror_ends(x, lengths, size=half)
         frames = split_frames(x, frame_length=self.frame_length, hop_length=self.hop_length)
         num_frames = 1 + (lengths + 2 * half - self.frame_length) // self.hop_length
+        num_frames = jnp.where(lengths > 0, num_frames, 0)
         if self.normalization == "whisper":
             frames, num_frames = frames[:, :-1], num_frames - 1
-        energies = spectrum(self._prepare(frames), window=self.window, fft_length=self.fft_length)
-        filters = self._filters(energies.shape[-1])
-        mels = jnp.maximum(energies**self.power @ filters, self.floor)
+        if self.removes_mean:
+            frames = frames - jnp.mean(frames, axis=-1, keepdims=True)
+        if self.preemphasis:
+            before = jnp.concatenate([frames[..., :1], frames[..., :-1]], axis=-1)
+            frames = frames - self.preemphasis * before
+        magnitudes = spectrum(frames, window=self.window, fft_length=self.fft_length)
+        low, high = self._range()
+        filters = mel_filters(
+            self.num_bins,
+            num_frequencies=magnitudes.shape[-1],
+            sample_rate=self.sample_rate,
+            low=low,
+            high=high,
+            scale=self.mel_scale,
+            has_unit_area=self.has_unit_area,
+            triangles_in_mel=self.triangles_in_mel,
+        )
+        mels = jnp.matmul(magnitudes**self.power, filters, precision="highest")
+        mels = jnp.maximum(mels, self.floor)
         is_frame = first_tokens(num_frames, mels.shape[1])[..., None]
         features = jnp.where(is_frame, self._normalize(jnp.log(mels), is_frame), 0.0)
         paddings = 1.0 - is_frame[..., 0].astype(jnp.float32)
@@ -126,40 +139,17 @@ preemphasis=0.97, removes_mean=True, window="povey", triangles_in_mel=True, floo
         high = self.sample_rate / 2 if self.high_frequency is None else self.high_frequency
         return self.low_frequency, high
 
-    def _filters(self, num_frequencies: int) -> jax.Array:
-        low, high = self._range()
-        filters = mel_filters(
-            self.num_bins,
-            num_frequencies=num_frequencies,
-            sample_rate=self.sample_rate,
-            low=low,
-            high=high,
-            scale=self.mel_scale,
-            has_unit_area=self.has_unit_area,
-            triangles_in_mel=self.triangles_in_mel,
-        )
-        return jnp.asarray(filters)
-
-    def _prepare(self, frames: jax.Array) -> jax.Array:
-        if self.removes_mean:
-            frames = frames - jnp.mean(frames, axis=-1, keepdims=True)
-        if self.preemphasis and self.preemphasis_of_frames:
-            frames = self._emphasize(frames)
-        return frames
-
-    def _emphasize(self, x: jax.Array) -> jax.Array:
-        before = jnp.concatenate([x[..., :1], x[..., :-1]], axis=-1)
-        return x - self.preemphasis * before
-
     def _normalize(self, features: jax.Array, is_frame: jax.Array) -> jax.Array:
         if self.normalization == "whisper":
             features = features / jnp.log(10.0)
             largest = jnp.max(features, axis=(1, 2), keepdims=True, where=is_frame, initial=-1e30)
             return (jnp.maximum(features, largest - 8.0) + 4.0) / 4.0
         if self.normalization == "utterance":
-            count = jnp.maximum(jnp.sum(is_frame, axis=1, keepdims=True), 2)
-            mean = jnp.sum(features, axis=1, keepdims=True, where=is_frame) / count
+            count = jnp.sum(is_frame, axis=1, keepdims=True)
+            total = jnp.sum(features, axis=1, keepdims=True, where=is_frame)
+            mean = total / jnp.maximum(count, 1)
             squares = jnp.square(features - mean)
-            variance = jnp.sum(squares, axis=1, keepdims=True, where=is_frame) / (count - 1)
+            variance = jnp.sum(squares, axis=1, keepdims=True, where=is_frame)
+            variance /= jnp.maximum(count - 1, 1)
             return (features - mean) * jax.lax.rsqrt(variance + 1e-7)
         return features
