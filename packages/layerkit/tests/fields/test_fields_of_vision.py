@@ -83,6 +83,7 @@ EXAMPLES = [
         lambda layer: layer(IMAGES[:, 0, 0], IMAGES[:, 1, 0]),
         kind="sigmoid",
         initial_scale=2.0,
+        max_scale=0.1,
     ),
     of(
         L.VisionTransformer,

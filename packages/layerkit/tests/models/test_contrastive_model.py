@@ -97,3 +97,29 @@ def test_temperature_is_learned_in_float32_and_does_not_decay():
     assert metrics["loss"].weight == 2
     assert outputs.images.dtype == jnp.bfloat16
     assert outputs.per_example_loss.dtype == jnp.float32
+
+
+def test_scale_is_clipped_and_gradients_lead_below_the_limit():
+    layer = ContrastiveLoss(max_scale=2.0)
+
+    def loss(log_scale, texts):
+        outputs = layer.apply({"params": {"log_scale": log_scale}}, TEXTS, texts)
+        return outputs.per_example_loss.mean()
+
+    limit = jnp.log(2.0)
+    assert loss(limit + 1, TEXTS) == loss(limit, TEXTS) < loss(limit - 1, TEXTS)
+    assert jax.grad(loss)(limit + 1, TEXTS) == 0  # Matching texts ask for a larger scale.
+    assert jax.grad(loss)(limit + 1, TEXTS[::-1]) > 0
+
+
+def test_text_without_an_end_is_read_at_its_last_token():
+    config = ContrastiveModel.HParams.config(embed_dims=4)
+    sizes = {"model_dims": 8, "hidden_dims": 8, "num_heads": 2}
+    config.vision_tpl.set(position_grid=(2, 2), **sizes)
+    config.text_tpl.set(vocab_size=16, **sizes)
+    model = build(config)
+    ids = jnp.array([[3, 5, 7, 0]])
+    run = jax.jit(lambda v, *a, **k: model.apply(v, *a, method="embed_texts", **k))
+    variables = model.init(KEY)
+    found = run(variables, ids, paddings=jnp.array([[0, 0, 0, 1]]))
+    np.testing.assert_allclose(found, run(variables, ids[:, :3]), atol=1e-6)

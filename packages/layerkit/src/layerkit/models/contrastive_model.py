@@ -32,7 +32,7 @@ class ContrastiveModel(BaseModel):
       vision_tpl: Network from images to features `[batch, dims]`.
       text_tpl: Network of the texts, causal or not, of which the hidden states are read.
       text_end_id: Id of the token whose hidden state is that of the text, at its first position
-        (CLIP); None for the last position (SigLIP).
+        (CLIP); None for the last token, or the last position without `paddings` (SigLIP).
       embed_dims: Size of the vectors that are compared.
       image_projection_tpl: Map of the features of images to `embed_dims`; None for none.
       text_projection_tpl: Map of the features of texts to `embed_dims`; None for none.
@@ -69,9 +69,12 @@ class ContrastiveModel(BaseModel):
         """Map token ids and paddings, both `[batch, length]`, to vectors `[batch, embed_dims]`."""
         segments = None if paddings is None else (paddings == 0).astype(jnp.int32)
         hidden = self.text.hidden(ids, segment_ids=segments)
-        place = jnp.full(len(ids), -1)
         if self.text_end_id is not None:
             place = jnp.argmax(ids == self.text_end_id, axis=1)
+        elif segments is not None:
+            place = jnp.max(jnp.arange(ids.shape[1]) * segments, axis=1)
+        else:
+            place = jnp.full(len(ids), -1)
         return self._project("text", hidden[jnp.arange(len(ids)), place])
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:

@@ -147,3 +147,20 @@ def test_global_pooling_equals_praxis(praxis, kind):
     np.testing.assert_allclose(layer.apply({}, x), case["outputs"], atol=1e-6)
     masked = layer.apply({}, x, is_token=is_token)
     np.testing.assert_allclose(masked, case["masked"], atol=1e-6)
+    assert not np.any(layer.apply({}, x, is_token=jnp.zeros(x.shape[:-1], bool)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_means_of_many_large_values_are_exact_in_half_precision(dtype):
+    x = jnp.full((1, 32, 32, 1), 100.0).at[:, ::2].add(1.0)
+    layer = Pooling(window=(32, 32), kind="mean", fprop_dtype=dtype)
+    assert layer.apply({}, x).item() == jnp.asarray(100.5, dtype)
+
+
+def test_images_of_bytes_are_read_as_numbers():
+    x = np.random.default_rng(0).integers(0, 256, (2, 4, 4, 4)).astype(np.uint8)
+    for layer in (Conv(**SIZES), Pooling(), GlobalPooling(kind="max")):
+        variables = layer.init(KEY, x)
+        found = layer.apply(variables, x)
+        np.testing.assert_array_equal(found, layer.apply(variables, x.astype(np.float32)))
+        assert found.dtype == jnp.float32

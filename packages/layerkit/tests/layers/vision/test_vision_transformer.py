@@ -131,6 +131,9 @@ def test_outputs_are_those_of_the_tokens():
     np.testing.assert_array_equal(first.apply(variables, IMAGES), tokens[:, 0])
     mean = build(config.clone(pool_tpl=GlobalPooling.HParams.config()))
     np.testing.assert_allclose(mean.apply(variables, IMAGES), tokens[:, 3:].mean(1), atol=1e-6)
+    config.patch_tpl.remainder = 4
+    rest = build(config).apply(variables, IMAGES, method="tokens")
+    assert rest.shape == (2, 1 + 2 + 2, 8)
 
 
 def test_sinusoids_follow_rows_and_columns():

@@ -63,6 +63,20 @@ def test_other_errors_of_a_compiler_are_not_taken_for_a_lack_of_memory():
         compile_step(broken, platform="cpu", is_here=True)
 
 
+def test_absent_gpu_whose_first_tiles_do_not_fit_is_planned_without_triton():
+    lowered = jax.jit(jnp.sin).lower(np.ones(256, np.float32))
+
+    def compile_for_gpu(compiler_options):
+        if "xla_gpu_enable_triton_gemm" not in compiler_options:
+            raise jax.errors.JaxRuntimeError("INTERNAL: Couldn't find output tile sizes that …")
+        return lowered.compile(compiler_options)
+
+    step = compile_step(SimpleNamespace(compile=compile_for_gpu), platform="gpu", is_here=False)
+    assert step.sizes is not None
+    notes = compiler_notes(step, platform="gpu", is_here=False)
+    assert any("cuBLAS alone" in note for note in notes)
+
+
 def test_a_program_that_jax_cannot_read_leaves_its_sizes():
     compiled = jax.jit(jnp.sin).lower(np.ones(256, np.float32)).compile()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Literal
 
@@ -28,14 +29,17 @@ class ContrastiveLoss(BaseLayer):
         et al., 2023, arXiv:2303.15343), whose bias starts at -10.
       initial_scale: First value of exp(log_scale), the inverse of the temperature; None for that of
         the paper, 1/0.07 or 10.
+      max_scale: Largest value of exp(log_scale) that is used and learned; None for the paper's,
+        100 for `softmax` and no limit for `sigmoid`.
     """
 
     kind: Literal["softmax", "sigmoid"] = "softmax"
     initial_scale: float | None = None
+    max_scale: float | None = None
 
     def setup(self) -> None:
         """Create the logarithm of the scale and the bias, which weight decay spares."""
-        check_positive(self, initial_scale=self.initial_scale)
+        check_positive(self, initial_scale=self.initial_scale, max_scale=self.max_scale)
         scale = self.initial_scale or {"softmax": 1 / 0.07, "sigmoid": 10.0}[self.kind]
         values = {"log_scale": math.log(scale)}
         if self.kind == "sigmoid":
@@ -79,7 +83,8 @@ class ContrastiveLoss(BaseLayer):
 
     def _logits(self, rows: jax.Array, others: jax.Array) -> jax.Array:
         """Return the logits float32 `[rows, all rows]` of this device's rows."""
-        scale = jnp.exp(self.theta.log_scale)
+        largest = self.max_scale or {"softmax": 100.0, "sigmoid": math.inf}[self.kind]
+        scale = jnp.exp(_clip(self.theta.log_scale, math.log(largest)))
         cosines = jnp.einsum(
             "bd,cd->bc",
             self.constrain(rows, "batch", None),
@@ -94,6 +99,27 @@ class ContrastiveLoss(BaseLayer):
         if axes := _manual_axes():
             return jax.lax.all_gather(x, axes, tiled=True)
         return self.constrain(x, *(None,) * x.ndim)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _clip(x: jax.Array, largest: float) -> jax.Array:
+    """Return at most `largest`, from where gradients lead back (a projection, as in CLIP)."""
+    return jnp.minimum(x, largest)
+
+
+def _clip_forward(x: jax.Array, largest: float) -> tuple[jax.Array, jax.Array]:
+    return _clip(x, largest), x < largest
+
+
+def _clip_backward(largest: float, is_below: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    del largest
+    # Descent along a positive gradient, of all devices together, lowers the value.
+    axes = _manual_axes()
+    total = jax.lax.psum(gradient, axes) if axes else gradient
+    return (jnp.where(is_below | (total > 0), gradient, 0.0),)
+
+
+_clip.defvjp(_clip_forward, _clip_backward)
 
 
 def _normalize(x: jax.Array) -> jax.Array:

@@ -127,7 +127,7 @@ class Conv(BaseLayer):
         check_last_axis(self, inputs, input_dims=self.input_dims)
         shape, expected = list(inputs.shape), f"a batch axis, {rank} of positions, and channels"
         require(inputs.ndim == rank + 2, self, "shape of inputs", shape, expected)
-        outputs = self._convolve(self.cast(inputs), self.theta.w)
+        outputs = self._convolve(inputs.astype(self.compute_dtype), self.theta.w)
         if self.use_bias:
             outputs = add_bias(outputs, self.theta.b)
         if self.activation_axes is not None:

@@ -43,19 +43,21 @@ class Pooling(BaseLayer):
         Returns:
           `[batch, *positions', dims]` in the compute dtype.
         """
-        x = self.cast(inputs)
+        # Sums of half precision would lose small terms, and float16 would overflow.
+        is_mean = self.kind == "mean"
+        x = jnp.asarray(inputs, jnp.float32 if is_mean else self.compute_dtype)
         if is_token is None:
             counted = jnp.ones((1, *x.shape[1:-1], 1), x.dtype)
         else:
             after = tuple(range(2, x.ndim))
             inside = jnp.broadcast_to(jnp.expand_dims(is_token, after), (*x.shape[:-1], 1))
-            x = jnp.where(inside, x, -jnp.inf if self.kind == "max" else 0.0)
+            x = jnp.where(inside, x, 0.0 if is_mean else -jnp.inf)
             counted = inside.astype(x.dtype)
-        if self.kind == "max":
-            outputs = self._reduce(x, -jnp.inf, jax.lax.max)
-        else:
+        if is_mean:
             count = self._reduce(counted, 0.0, jax.lax.add)
-            outputs = self._reduce(x, 0.0, jax.lax.add) / jnp.maximum(count, 1)
+            outputs = self.cast(self._reduce(x, 0.0, jax.lax.add) / jnp.maximum(count, 1))
+        else:
+            outputs = self._reduce(x, -jnp.inf, jax.lax.max)
         if is_token is None:
             return outputs
         return jnp.where(jnp.expand_dims(self.pool_tokens(is_token), after), outputs, 0.0)
@@ -109,13 +111,14 @@ class GlobalPooling(BaseLayer):
         Args:
           inputs: `[batch, *positions, dims]`.
           is_token: bool `[batch, *positions]`, False for padding; None if there is none. A row
-            without tokens has the mean 0 and the maximum -inf.
+            without tokens is pooled to 0.
         """
-        x, axes = self.cast(inputs), tuple(range(1, inputs.ndim - 1))
-        where = None if is_token is None else is_token[..., None]
-        if self.kind == "max":
-            return jnp.max(x, axis=axes, where=where, initial=-jnp.inf)
-        total = jnp.sum(x, axis=axes, where=where, dtype=jnp.float32)
-        positions = jnp.ones(x.shape[:-1]) if is_token is None else is_token
-        count = jnp.sum(positions, axis=axes, dtype=jnp.float32)[:, None]
-        return self.cast(total / jnp.maximum(count, 1))
+        x, axes = inputs.astype(self.compute_dtype), tuple(range(1, inputs.ndim - 1))
+        where = jnp.ones(x.shape[:-1], bool) if is_token is None else is_token
+        count = jnp.sum(where, axis=axes, dtype=jnp.float32)[:, None]
+        where = where[..., None]
+        if self.kind == "mean":
+            total = jnp.sum(x, axis=axes, where=where, dtype=jnp.float32)
+            return self.cast(total / jnp.maximum(count, 1))
+        largest = jnp.max(x, axis=axes, where=where, initial=-jnp.inf)
+        return jnp.where(count > 0, largest, 0.0)

@@ -230,8 +230,8 @@ class VisionTransformer(BaseLayer):
         Returns:
           `[batch, has_class_token + num_registers + patches, dims]`.
         """
-        size = self.patches.patch_size
-        grid = (images.shape[1] // size, images.shape[2] // size)
+        rest, size = self.patches.remainder, self.patches.patch_size
+        grid = ((images.shape[1] - rest) // size, (images.shape[2] - rest) // size)
         x = self._add_positions(self.patches(images), grid)
         if self.embedding_norm_tpl is not None:
             x = self.embedding_norm(x)

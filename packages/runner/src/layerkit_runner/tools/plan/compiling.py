@@ -21,6 +21,8 @@ from layerkit_runner.step.step_cost import temporary_bytes
 _CPU_OPTIONS = {"xla_backend_optimization_level": 0}
 # Without a GPU no kernel can be timed against another.
 _ABSENT_GPU_OPTIONS = {"xla_gpu_autotune_level": 0}
+# Autotuning would pass over tiles that do not fit a product. Without it they end the compilation.
+_TILES_DO_NOT_FIT = "Couldn't find output tile sizes"
 
 _TOO_LARGE = re.compile(r"Ran out of memory|RESOURCE_EXHAUSTED")
 # Some programs are rejected by a first estimate of temporaries, others with their total bytes.
@@ -50,13 +52,15 @@ class CompiledStep:
     """The result of compiling a step.
 
     Without a program, `refusal` is the compiler's message that the step is too large, or
-    `unreadable` the error of reading it.
+    `unreadable` the error of reading it. `has_triton` is False if products are computed by cuBLAS
+    alone.
     """
 
     hlo_text: str = ""
     sizes: Sizes | None = None
     refusal: str | None = None
     unreadable: str | None = None
+    has_triton: bool = True
 
 
 @contextlib.contextmanager
@@ -82,9 +86,12 @@ def compile_step(lowered: Any, *, platform: str, is_here: bool) -> CompiledStep:
     try:
         return measured_step(lowered.compile(compiler_options=options), platform=platform)
     except jax.errors.JaxRuntimeError as error:
-        if not _TOO_LARGE.search(str(error)):
+        if _TOO_LARGE.search(str(error)):
+            return CompiledStep(refusal=str(error))
+        if options is not _ABSENT_GPU_OPTIONS or _TILES_DO_NOT_FIT not in str(error):
             raise
-        return CompiledStep(refusal=str(error))
+    compiled = lowered.compile(compiler_options={**options, "xla_gpu_enable_triton_gemm": False})
+    return dataclasses.replace(measured_step(compiled, platform=platform), has_triton=False)
 
 
 def measured_step(compiled: Any, *, platform: str) -> CompiledStep:
@@ -135,6 +142,12 @@ def compiler_notes(step: CompiledStep, *, platform: str, is_here: bool) -> Itera
             "compiled without a GPU: no kernels were timed against each other (autotuning), and the"
             " workspace of cuDNN's kernels is not counted"
         )
+        if not step.has_triton:
+            yield (
+                "products are planned by cuBLAS alone, since XLA's first choice of Triton tiles"
+                f" fails ({_TILES_DO_NOT_FIT!r}). A GPU tries other tiles; if a run fails with this"
+                " message, set XLA_FLAGS=--xla_gpu_enable_triton_gemm=false"
+            )
     if platform == "cpu":
         yield (
             "compiled for CPU: bfloat16 is computed in float32, gradients are summed by all-reduce,"
