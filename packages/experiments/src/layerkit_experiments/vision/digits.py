@@ -63,11 +63,8 @@ class DigitClassifier(TrainedExperiment, abstract=True):
 
     def data_summary(self) -> str:
         """Return a short description of the training data."""
-        return (
-            "digits, synthetic"
-            if self.DATA_FORMAT == "generated"
-            else f"{self.DATA_FOLDER}/*-ubyte"
-        )
+        is_generated = self.DATA_FORMAT == "generated"
+        return "digits, synthetic" if is_generated else f"{self.DATA_FOLDER}/*-ubyte"
 
     def datasets(self) -> list[Config]:
         """Return configs of the training and the held-out input."""
@@ -121,15 +118,9 @@ class DigitsViT(Digits):
 
     def network(self) -> Config:
         """Return the config of the network from images to features, averaged over patches."""
-        network = VisionTransformer.HParams.config(
-            model_dims=self.FEATURES,
-            hidden_dims=4 * self.FEATURES,
-            num_layers=4,
-            num_heads=4,
-            position_grid=(4, 4),
-        )
+        network = VisionTransformer.HParams.config(num_layers=4, num_heads=4, position_grid=(4, 4))
         network.patch_tpl.set(patch_size=7, channels=1)
-        return network
+        return network.set(model_dims=self.FEATURES, hidden_dims=4 * self.FEATURES)
 
 
 class Mnist(DigitClassifier):

@@ -20,10 +20,7 @@ from layerkit.layers import ResNet, StackedTransformerRepeated, VisionTransforme
 from layerkit.layers.vision.vision_transformer import VIT_LAYER
 from layerkit.models import ClassificationModel
 from layerkit_experiments.recipes.schedule_choices import ScheduleChoice, number_of_steps
-from layerkit_experiments.recipes.training import (
-    TrainedExperiment,
-    train_config,
-)
+from layerkit_experiments.recipes.training import TrainedExperiment, train_config
 from layerkit_experiments.vision.generated_images import GeneratedImages
 from layerkit_runner.optim import schedules
 from layerkit_runner.optim.learner import Learner
@@ -114,14 +111,8 @@ class ResNet50Pjit(ImageNetExperiment):
 
     unused_fields = (
         *("OPTIMIZER", "ADAM_BETA1", "ADAM_BETA2", "ADAM_EPSILON", "WEIGHT_DECAY"),
-        *(
-            "LEARNING_RATE_SCHEDULE",
-            "DECAYED_WEIGHTS",
-            "CLIP_GRADIENT_NORM",
-            "DECAY_START",
-            "DECAY_END",
-            "MIN_LEARNING_RATE_RATIO",
-        ),
+        *("LEARNING_RATE_SCHEDULE", "DECAYED_WEIGHTS", "CLIP_GRADIENT_NORM"),
+        *("DECAY_START", "DECAY_END", "MIN_LEARNING_RATE_RATIO"),
     )
     reduced_fields: ClassVar[Mapping[str, Any]] = {
         "CHANNELS": [32, 64],

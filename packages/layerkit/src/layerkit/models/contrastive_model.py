@@ -88,13 +88,9 @@ class ContrastiveModel(BaseModel):
         """Compute `loss` (nats) and `accuracy`, and the vectors and losses of each pair."""
         weights = example_weights(batch, len(predictions.images))
         values = {"loss": predictions.per_example_loss, "accuracy": predictions.correct}
-        metrics = {
-            name: WeightedScalar.of(
-                weighted_mean(value.astype(jnp.float32), weights), weights.sum()
-            )
-            for name, value in values.items()
-        }
-        return metrics, predictions
+        means = {name: weighted_mean(x.astype(jnp.float32), weights) for name, x in values.items()}
+        total = weights.sum()
+        return {name: WeightedScalar.of(x, total) for name, x in means.items()}, predictions
 
     def _project(self, name: str, features: jax.Array) -> Any:
         if getattr(self, f"{name}_projection_tpl") is None:

@@ -120,6 +120,9 @@ def test_convolution_rejects_what_does_not_fit(raises):
     ):
         with raises(ConfigError, field=field, value=value):
             build(Conv.HParams.config(**{**SIZES, **fields})).init(KEY, jnp.ones((1, 4, 4, 4)))
+    for padding in (((1, 1),), ((2, 0), (0, 0))):
+        with raises(ConfigError, field="padding", value=padding):
+            build(Pooling.HParams.config(padding=padding)).init(KEY)
 
 
 @pytest.mark.parametrize("kind", ["max", "mean"])

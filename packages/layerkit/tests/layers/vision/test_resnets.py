@@ -54,13 +54,8 @@ def test_training_and_gradients_equal_praxis(praxis, kind):
         assert not expected
 
 
-NAMES = {
-    "embedder.embedder": ("entryflow_conv",),
-    "layer.0": ("body_0",),
-    "layer.1": ("body_1",),
-    "layer.2": ("body_2",),
-    "shortcut": ("shortcut",),
-}
+NAMES = {f"layer.{n}": f"body_{n}" for n in range(3)}
+NAMES |= {"embedder.embedder": "entryflow_conv", "shortcut": "shortcut"}
 NORM = {
     "weight": ("params", "scale", lambda w: w - 1),
     "bias": ("params", "bias", lambda w: w),
@@ -81,7 +76,7 @@ def read_torch(tensors):
         if place.startswith("encoder"):
             _, _, stage, _, block, end = place.split(".", 5)
             prefix = (f"stage_{stage}_block_{block}",)
-        path = (*prefix, *NAMES[end])
+        path = (*prefix, NAMES[end])
         value = tensor.detach().numpy()
         if kind == "convolution":
             flat["params", *path, "w"] = value.transpose(2, 3, 1, 0)

@@ -65,32 +65,29 @@ class ContrastiveLoss(BaseLayer):
         if weights is None:
             weights = jnp.ones(len(images), jnp.float32)
         counts = self._gather(weights) > 0
-        logits = self._logits(images, texts)
+        # Clipped once, so that the gradients of both directions are added before.
+        largest = self.max_scale or {"softmax": 100.0, "sigmoid": math.inf}[self.kind]
+        scale = jnp.exp(_clip(self.theta.log_scale, math.log(largest)))
+        logits = self._logits(images, texts, scale)
         rows = jnp.arange(len(images))
         if axes := _manual_axes():
             rows += jax.lax.axis_index(axes) * len(images)
         is_pair = rows[:, None] == jnp.arange(len(counts))
-        masked = jnp.where(counts | is_pair, logits, -jnp.inf)
+        is_seen = counts | is_pair
+        masked = jnp.where(is_seen, logits, -jnp.inf)
         if self.kind == "sigmoid":
             pairs = -jax.nn.log_sigmoid(jnp.where(is_pair, logits, -logits))
-            losses = jnp.sum(jnp.where(counts | is_pair, pairs, 0.0), axis=1)
+            losses = jnp.sum(pairs, axis=1, where=is_seen)
         else:
-            others = jnp.where(counts | is_pair, self._logits(texts, images), -jnp.inf)
-            both = jnp.stack([masked, others])
-            matching = jnp.sum(jnp.where(is_pair, logits, 0.0), axis=1)
-            losses = jnp.mean(jax.nn.logsumexp(both, axis=-1), axis=0) - matching
+            both = jnp.stack([logits, self._logits(texts, images, scale)])
+            sums = jax.nn.logsumexp(both, axis=-1, where=is_seen)
+            losses = jnp.mean(sums, axis=0) - jnp.sum(logits, axis=1, where=is_pair)
         return NestedMap(per_example_loss=losses, correct=jnp.argmax(masked, axis=1) == rows)
 
-    def _logits(self, rows: jax.Array, others: jax.Array) -> jax.Array:
+    def _logits(self, rows: jax.Array, others: jax.Array, scale: jax.Array) -> jax.Array:
         """Return the logits float32 `[rows, all rows]` of this device's rows."""
-        largest = self.max_scale or {"softmax": 100.0, "sigmoid": math.inf}[self.kind]
-        scale = jnp.exp(_clip(self.theta.log_scale, math.log(largest)))
-        cosines = jnp.einsum(
-            "bd,cd->bc",
-            self.constrain(rows, "batch", None),
-            self._gather(others),
-            precision="highest",
-        )
+        rows, others = self.constrain(rows, "batch", None), self._gather(others)
+        cosines = jnp.einsum("bd,cd->bc", rows, others, precision="highest")
         logits = self.constrain(scale * cosines, "batch", None)
         return logits + self.theta.bias if self.kind == "sigmoid" else logits
 

@@ -8,7 +8,7 @@ is a `Sequential` of a depth-wise convolution and one with a kernel of 1 × 1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 
@@ -40,6 +40,12 @@ def expand_axes(layer: BaseLayer, rank: int, **fields: int | tuple[int, ...]) ->
         require(is_valid, layer, name, value, f"a positive integer for each of {rank} axes")
         expanded.append(values)
     return expanded
+
+
+def check_padding(layer: BaseLayer, padding: Padding, rank: int) -> None:
+    """Raise `ConfigError` unless the field `padding` is a rule or has `rank` axes."""
+    is_valid = isinstance(padding, str) or len(padding) == rank
+    require(is_valid, layer, "padding", padding, f"(before, after) for each of {rank} axes")
 
 
 def resolve_padding(
@@ -104,9 +110,7 @@ class Conv(BaseLayer):
         check_divisible(self, by=("num_groups", self.num_groups), **channels)
         rank = len(self.kernel_size)
         expand_axes(self, rank, kernel_size=self.kernel_size)
-        expected = f"(before, after) for each of {rank} axes"
-        is_valid = isinstance(self.padding, str) or len(self.padding) == rank
-        require(is_valid, self, "padding", self.padding, expected)
+        check_padding(self, self.padding, rank)
         inputs, outputs = self.weight_axes
         weight = WeightHParams(
             (*self.kernel_size, self.input_dims // self.num_groups, self.output_dims),
@@ -135,24 +139,20 @@ class Conv(BaseLayer):
         return outputs
 
     def _convolve(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        strides, dilations = self._steps()
+        steps = self._steps()
+        padding = resolve_padding(self.padding, self.kernel_size, steps["rhs_dilation"])
+        strides, groups = steps.pop("strides"), self.num_groups
         return jax.lax.conv_general_dilated(
-            x,
-            w,
-            window_strides=strides,
-            padding=resolve_padding(self.padding, self.kernel_size, dilations),
-            rhs_dilation=dilations,
-            dimension_numbers=self._dimension_numbers(),
-            feature_group_count=self.num_groups,
+            x, w, strides, padding, feature_group_count=groups, **steps
         )
 
-    def _steps(self) -> list[tuple[int, ...]]:
+    def _steps(self) -> dict[str, Any]:
+        """Return the strides, the dilations and the names of axes, as JAX reads them."""
         rank = len(self.kernel_size)
-        return expand_axes(self, rank, strides=self.strides, dilations=self.dilations)
-
-    def _dimension_numbers(self) -> tuple[str, str, str]:
-        positions = "".join(str(axis) for axis in range(len(self.kernel_size)))
-        return f"N{positions}C", f"{positions}IO", f"N{positions}C"
+        steps = expand_axes(self, rank, strides=self.strides, dilations=self.dilations)
+        positions = "".join(map(str, range(rank)))
+        names = (f"N{positions}C", f"{positions}IO", f"N{positions}C")
+        return {"strides": steps[0], "rhs_dilation": steps[1], "dimension_numbers": names}
 
 
 class ConvTranspose(Conv):
@@ -171,20 +171,15 @@ class ConvTranspose(Conv):
     padding: Literal["SAME", "VALID"] | Pairs = "SAME"
 
     def _convolve(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        strides, dilations = self._steps()
+        steps = self._steps()
         padding: str | list[tuple[int, int]] = self.padding  # type: ignore[assignment]
         if not isinstance(padding, str):
-            spans = [d * (k - 1) for d, k in zip(dilations, self.kernel_size, strict=True)]
-            cuts = zip(spans, padding, strict=True)
-            padding = [(span - before, span - after) for span, (before, after) in cuts]
-        return jax.lax.conv_transpose(
-            x,
-            jax.numpy.flip(w, range(len(self.kernel_size))),
-            strides=strides,
-            padding=padding,
-            rhs_dilation=dilations,
-            dimension_numbers=self._dimension_numbers(),
-        )
+            axes = zip(steps["rhs_dilation"], self.kernel_size, padding, strict=True)
+            padding = [
+                (d * (k - 1) - before, d * (k - 1) - after) for d, k, (before, after) in axes
+            ]
+        flipped = jax.numpy.flip(w, range(len(self.kernel_size)))
+        return jax.lax.conv_transpose(x, flipped, padding=padding, **steps)
 
 
 class ConvBNAct(Conv):

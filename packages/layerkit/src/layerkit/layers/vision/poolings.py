@@ -8,7 +8,13 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base.base_layer import BaseLayer
-from layerkit.layers.vision.convolutions import Padding, expand_axes, resolve_padding
+from layerkit.config.checks import require
+from layerkit.layers.vision.convolutions import (
+    Padding,
+    check_padding,
+    expand_axes,
+    resolve_padding,
+)
 
 
 class Pooling(BaseLayer):
@@ -30,7 +36,12 @@ class Pooling(BaseLayer):
 
     def setup(self) -> None:
         """Check the fields."""
-        expand_axes(self, len(self.window), window=self.window, strides=self._strides)
+        rank, padding = len(self.window), self.padding
+        expand_axes(self, rank, window=self.window, strides=self._strides)
+        check_padding(self, padding, rank)
+        pairs = [] if isinstance(padding, str) else zip(padding, self.window, strict=True)
+        is_valid = all(max(pair) < size for pair, size in pairs)
+        require(is_valid, self, "padding", padding, f"less than the window {self.window}")
 
     def fprop(self, inputs: jax.Array, *, is_token: jax.Array | None = None) -> jax.Array:
         """Pool windows of positions.

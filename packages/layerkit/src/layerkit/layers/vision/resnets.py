@@ -60,13 +60,9 @@ class ResNetBlock(BaseLayer):
         sizes, branch = self._sizes(), []
         dims = self.input_dims
         for number, (kernel, output_dims, stride) in enumerate(sizes, 1):
-            conv = self.conv_tpl.clone(
-                input_dims=dims,
-                output_dims=output_dims,
-                kernel_size=(kernel, kernel),
-                strides=stride,
-                activation_tpl=self.activation_tpl if number < len(sizes) else linear,
-            )
+            conv = self.conv_tpl.clone(input_dims=dims, output_dims=output_dims)
+            activation = self.activation_tpl if number < len(sizes) else linear
+            conv.set(kernel_size=(kernel, kernel), strides=stride, activation_tpl=activation)
             branch.append(conv)
             dims = output_dims
         if self.zero_init_residual:
@@ -75,15 +71,9 @@ class ResNetBlock(BaseLayer):
             branch[-1].batch_norm_tpl = norm.clone(initial_scale=0.0)
         self.create_children("body", branch)
         if self._has_shortcut:
-            self.create_child(
-                "shortcut",
-                self.conv_tpl,
-                input_dims=self.input_dims,
-                output_dims=self.output_dims,
-                kernel_size=(1, 1),
-                strides=self.stride,
-                activation_tpl=linear,
-            )
+            ends = {"input_dims": self.input_dims, "output_dims": self.output_dims}
+            plain: Any = {"kernel_size": (1, 1), "strides": self.stride, "activation_tpl": linear}
+            self.create_child("shortcut", self.conv_tpl, **ends, **plain)
         self.create_child("residual", StochasticResidual.HParams.config(rate=self.droppath_rate))
         self.create_child("activation", self.activation_tpl)
 
@@ -149,28 +139,18 @@ class ResNet(BaseLayer):
         expected = f"a number for each of {len(self.channels)} stages (channels)"
         require(len(self.blocks) == len(self.channels), self, "blocks", self.blocks, expected)
         dims = self.channels[0] // target_of(self.block_tpl).contraction
+        entry = self.conv_tpl.clone(input_dims=self.image_channels, output_dims=dims)
+        entry.set(kernel_size=(self.entry_kernel,) * 2, strides=self.entry_stride)
         # The few channels of an image cannot be split.
-        entry = self.conv_tpl.clone(weight_axes=(None, self.conv_tpl.weight_axes[1]))
-        self.create_child(
-            "entryflow_conv",
-            entry,
-            input_dims=self.image_channels,
-            output_dims=dims,
-            kernel_size=(self.entry_kernel, self.entry_kernel),
-            strides=self.entry_stride,
-        )
+        entry.weight_axes = (None, entry.weight_axes[1])
+        self.create_child("entryflow_conv", entry)
         if self.entry_pool_tpl is not None:
             self.create_child("entryflow_pool", self.entry_pool_tpl)
         for stage, (channels, blocks) in enumerate(zip(self.channels, self.blocks, strict=True)):
             for number in range(blocks):
-                self.create_child(
-                    f"stage_{stage}_block_{number}",
-                    self.block_tpl,
-                    input_dims=dims,
-                    output_dims=channels,
-                    stride=2 if stage and not number else 1,
-                    conv_tpl=self.conv_tpl,
-                )
+                fields: Any = {"input_dims": dims, "output_dims": channels}
+                fields |= {"stride": 2 if stage and not number else 1, "conv_tpl": self.conv_tpl}
+                self.create_child(f"stage_{stage}_block_{number}", self.block_tpl, **fields)
                 dims = channels
 
     def fprop(self, images: jax.Array) -> jax.Array:
@@ -190,13 +170,8 @@ class ResNet(BaseLayer):
         return outputs
 
 
-_BLOCKS = {
-    18: (2, 2, 2, 2),
-    34: (3, 4, 6, 3),
-    50: (3, 4, 6, 3),
-    101: (3, 4, 23, 3),
-    152: (3, 8, 36, 3),
-}
+_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3)}
+_BLOCKS |= {101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 
 
 def resnet(depth: int) -> Config[ResNet]:

@@ -7,6 +7,7 @@ The attention is bidirectional, and the layers are those of any stack: `StackedT
 
 from __future__ import annotations
 
+import math
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import WeightHParams, WeightInit
-from layerkit.config import Config, field_names, sub_config_field
+from layerkit.config import Config, field_names, sub_config_field, target_of
 from layerkit.config.checks import check_integers, check_last_axis, check_sizes, require
 from layerkit.config.hparams import Conditions
 from layerkit.layers.attention.cross import CrossAttention
@@ -110,14 +111,12 @@ class AttentionPooling(BaseLayer):
 
     def setup(self) -> None:
         """Create the query, the attention and the feed-forward block."""
-        sizes = {"input_dims": self.input_dims}
-        init = WeightInit.Gaussian(0.02)
-        probe = WeightHParams((self.input_dims,), ("embed",), init=init)
-        self.create_variable("probe", probe)
-        self.create_child("attention", self.attention_tpl, **sizes, num_heads=self.num_heads)
-        self.create_child("norm", self.norm_tpl, dims=self.input_dims)
-        wide = {**sizes, "hidden_dims": self.hidden_dims}
-        self.create_child("feed_forward", self.feed_forward_tpl, **wide)
+        dims, init = self.input_dims, WeightInit.Gaussian(0.02)
+        self.create_variable("probe", WeightHParams((dims,), ("embed",), init=init))
+        heads, wide = {"num_heads": self.num_heads}, {"hidden_dims": self.hidden_dims}
+        self.create_child("attention", self.attention_tpl, input_dims=dims, **heads)
+        self.create_child("norm", self.norm_tpl, dims=dims)
+        self.create_child("feed_forward", self.feed_forward_tpl, input_dims=dims, **wide)
 
     def fprop(self, inputs: jax.Array) -> jax.Array:
         """Map `[batch, length, input_dims]` to `[batch, input_dims]`."""
@@ -187,8 +186,8 @@ class VisionTransformer(BaseLayer):
         dims = self.model_dims
         check_sizes(self, model_dims=dims)
         check_integers(self, minimum=0, num_registers=self.num_registers)
-        is_valid, expected = self.output == "patches" or self.has_class_token, "a class token"
-        require(is_valid, self, "has_class_token", self.has_class_token, expected)
+        is_valid = self.output == "patches" or self.has_class_token
+        require(is_valid, self, "has_class_token", self.has_class_token, "a class token")
         self.create_child("patches", self.patch_tpl, output_dims=dims)
         self._create_positions()
         for name, rows, init in (
@@ -204,9 +203,8 @@ class VisionTransformer(BaseLayer):
             if (norm_tpl := getattr(self, f"{name}_tpl")) is not None:
                 self.create_child(name, norm_tpl, dims=dims)
         if self.pool_tpl is not None:
-            fields = set(field_names(self.pool_tpl))
-            kept = {name: size for name, size in sizes.items() if name in fields}
-            self.create_child("pool", self.pool_tpl, **kept)
+            of_pool = sizes.keys() & field_names(self.pool_tpl)
+            self.create_child("pool", self.pool_tpl, **{name: sizes[name] for name in of_pool})
         self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
 
     def fprop(self, images: jax.Array) -> jax.Array:
@@ -222,13 +220,10 @@ class VisionTransformer(BaseLayer):
         return x if self.pool_tpl is None else self.pool(x)
 
     def tokens(self, images: jax.Array) -> jax.Array:
-        """Return the features of the class token, the registers and the patches, in this order.
-
-        Args:
-          images: `[batch, height, width, channels]`.
+        """Map images `[batch, height, width, channels]` to the features of all tokens.
 
         Returns:
-          `[batch, has_class_token + num_registers + patches, dims]`.
+          `[batch, tokens, dims]`: of the class token, the registers and the patches.
         """
         rest, size = self.patches.remainder, self.patches.patch_size
         grid = ((images.shape[1] - rest) // size, (images.shape[2] - rest) // size)
@@ -240,27 +235,21 @@ class VisionTransformer(BaseLayer):
         x = self.stack(x, mask=mask, positions=row_positions(batch, length))
         return x if self.final_norm_tpl is None else self.final_norm(x)
 
-    @property
-    def _has_table(self) -> bool:
-        return self.position_tpl is not None and not isinstance(
-            self.position, PositionalEmbedding2D
-        )
-
     def _create_positions(self) -> None:
-        if self.position_tpl is None:
-            return
-        grid, sizes = self.position_grid, {"dims": self.model_dims}
-        if grid is not None:
-            sizes["max_length"] = int(self.has_class_token) + grid[0] * grid[1]
-        self.create_child("position", self.position_tpl, **sizes)
+        grid, template = self.position_grid, self.position_tpl
+        is_learned = template is not None and not issubclass(
+            target_of(template), PositionalEmbedding2D
+        )
         expected = "(rows, columns) for learned positions, and None for others"
-        require(self._has_table == (grid is not None), self, "position_grid", grid, expected)
+        require(is_learned == (grid is not None), self, "position_grid", grid, expected)
+        length = {"max_length": int(self.has_class_token) + math.prod(grid)} if grid else {}
+        if template is not None:
+            self.create_child("position", template, dims=self.model_dims, **length)
 
     def _add_positions(self, patches: jax.Array, grid: tuple[int, int]) -> jax.Array:
         """Return `[batch, tokens, dims]`, with positions and the vectors before the patches."""
         first: list[Any] = [self.theta.class_token] if self.has_class_token else []
-        if self._has_table:
-            assert self.position_grid is not None
+        if self.position_grid is not None:
             vectors = self.position(row_positions(1, self.position.max_length))[0]
             if first:
                 first, vectors = [first[0] + vectors[:1]], vectors[1:]

@@ -76,6 +76,25 @@ def image_entries(patch_size: int) -> tuple[Entry, ...]:
 _DROPOUT = key("attention_dropout", "layer.attention_tpl.dropout_rate", 0.0)
 
 
+def _images_of(patch_size: int, norm: str, *entries: Entry, epsilon: float, act: str) -> Entry:
+    sizes, norms = (768, 3072, 12, 12), (*_NORMS, norm)
+    of_tower = tower_entries(*sizes, epsilon=epsilon, act=act, norms=norms)
+    rest = (*image_entries(patch_size), _DROPOUT, *entries)
+    return _part("vision_config", "vision_tpl", *of_tower, *rest)
+
+
+def _texts_of(*sizes: int, vocab: int, length: int, last: Entry, **defaults: Any) -> Entry:
+    return _part(
+        "text_config",
+        "text_tpl",
+        *tower_entries(*sizes, **defaults),
+        key("vocab_size", "vocab_size", vocab),
+        key("max_position_embeddings", "position_tpl.max_length", length),
+        _DROPOUT,
+        last,
+    )
+
+
 def _part(name: str, field: str, *entries: Entry) -> Entry:
     """Return the entry of a nested config, whose entries are those of a field of the model."""
 
@@ -112,27 +131,30 @@ _PROJECTION = key(
 _OF_MODEL = (_END, _PROJECTION)
 
 
-def _text_entries(*sizes: int, vocab: int, length: int, **defaults: Any) -> tuple[Entry, ...]:
-    return (
-        *tower_entries(*sizes, **defaults),
-        key("vocab_size", "vocab_size", vocab),
-        key("max_position_embeddings", "position_tpl.max_length", length),
-        _DROPOUT,
-    )
+def _add_texts(model: Config, *, is_causal: bool) -> None:
+    positions = TrainablePositionalEmbedding.HParams.config()
+    model.text_tpl = tower(TransformerLm, position_tpl=positions, is_causal=is_causal)
 
 
-def _set_structure(is_sigmoid: bool) -> Entry:  # noqa: FBT001
-    def read(file: ConfigFile, model: Config) -> None:
-        del file
-        positions = TrainablePositionalEmbedding.HParams.config()
-        model.text_tpl = tower(TransformerLm, position_tpl=positions, is_causal=not is_sigmoid)
-        if is_sigmoid:
-            linear = Identity.HParams.config()
-            model.text_projection_tpl = FeedForward.HParams.config(activation_tpl=linear)
-            model.image_projection_tpl = None
-            model.loss_tpl = ContrastiveLoss.HParams.config(kind="sigmoid")
+def _add_siglip(file: ConfigFile, model: Config) -> None:
+    del file
+    _add_texts(model, is_causal=False)
+    linear = Identity.HParams.config()
+    model.text_projection_tpl = FeedForward.HParams.config(activation_tpl=linear)
+    model.image_projection_tpl = None
+    model.loss_tpl = ContrastiveLoss.HParams.config(kind="sigmoid")
 
-    return Entry(read)
+
+def _clip_images() -> Config:
+    network = tower(VisionTransformer, has_class_token=True, output="class_token")
+    network.embedding_norm_tpl = LayerNorm.HParams.config(scale_offset=0.0)
+    network.patch_tpl.use_bias = False
+    return network
+
+
+def _siglip_images() -> Config:
+    norm = LayerNorm.HParams.config(scale_offset=0.0)
+    return tower(VisionTransformer, pool_tpl=AttentionPooling.HParams.config(norm_tpl=norm))
 
 
 def tower_rows(ours: str, theirs: str, names: Mapping[str, str]) -> tuple[Row, ...]:
@@ -150,6 +172,8 @@ _LAYER = {
     "feed_forward/up": "mlp.fc1",
     "feed_forward/down": "mlp.fc2",
 }
+_CLIP: dict[str, Any] = {"epsilon": 1e-5, "act": "quick_gelu"}
+_SIGLIP: dict[str, Any] = {"epsilon": 1e-6, "act": "gelu_pytorch_tanh"}
 _HEAD, _POOL = "vision_model.head.", "vision/pool/"
 _IMAGES, _TEXTS = "vision_model.embeddings.", "text_model.embeddings."
 _ROWS = (
@@ -177,30 +201,12 @@ _SHARED: dict[str, Any] = {
 CLIP = Family(
     model_type="clip",
     architecture="CLIPModel",
-    network=lambda: _clip_images(),
+    network=_clip_images,
     model_entries=(
-        _set_structure(False),  # noqa: FBT003
+        Entry(lambda _, model: _add_texts(model, is_causal=True)),
         key("projection_dim", "embed_dims", 512),
-        _part(
-            "vision_config",
-            "vision_tpl",
-            *tower_entries(
-                *(768, 3072, 12, 12),
-                epsilon=1e-5,
-                act="quick_gelu",
-                norms=(*_NORMS, "embedding_norm_tpl"),
-            ),
-            *image_entries(32),
-            _DROPOUT,
-        ),
-        _part(
-            "text_config",
-            "text_tpl",
-            *_text_entries(
-                *(512, 2048, 12, 8), vocab=49408, length=77, epsilon=1e-5, act="quick_gelu"
-            ),
-            _END,
-        ),
+        _images_of(32, "embedding_norm_tpl", **_CLIP),
+        _texts_of(512, 2048, 12, 8, vocab=49408, length=77, last=_END, **_CLIP),
     ),
     neutral=frozenset({"logit_scale_init_value"}),
     rows=(
@@ -216,33 +222,17 @@ CLIP = Family(
 SIGLIP = Family(
     model_type="siglip",
     architecture="SiglipModel",
-    network=lambda: _siglip_images(),
+    network=_siglip_images,
     model_entries=(
-        _set_structure(True),  # noqa: FBT003
-        _part(
-            "vision_config",
-            "vision_tpl",
-            *tower_entries(
-                *(768, 3072, 12, 12),
-                epsilon=1e-6,
-                act="gelu_pytorch_tanh",
-                norms=(*_NORMS, "pool_tpl.norm_tpl"),
-            ),
-            activation(
-                "hidden_act", "gelu_pytorch_tanh", "pool_tpl.feed_forward_tpl.activation_tpl"
-            ),
-            *image_entries(16),
-            _DROPOUT,
+        Entry(_add_siglip),
+        _images_of(
+            16,
+            "pool_tpl.norm_tpl",
+            activation("hidden_act", _SIGLIP["act"], "pool_tpl.feed_forward_tpl.activation_tpl"),
             fixed("vision_use_head", value=True),
+            **_SIGLIP,
         ),
-        _part(
-            "text_config",
-            "text_tpl",
-            *_text_entries(
-                *(768, 3072, 12, 12), vocab=32000, length=64, epsilon=1e-6, act="gelu_pytorch_tanh"
-            ),
-            _PROJECTION,
-        ),
+        _texts_of(768, 3072, 12, 12, vocab=32000, length=64, last=_PROJECTION, **_SIGLIP),
     ),
     rows=(
         *_ROWS,
@@ -268,15 +258,3 @@ SIGLIP = Family(
     ),
     **_SHARED,
 )
-
-
-def _clip_images() -> Config:
-    network = tower(VisionTransformer, has_class_token=True, output="class_token")
-    network.embedding_norm_tpl = LayerNorm.HParams.config(scale_offset=0.0)
-    network.patch_tpl.use_bias = False
-    return network
-
-
-def _siglip_images() -> Config:
-    norm = LayerNorm.HParams.config(scale_offset=0.0)
-    return tower(VisionTransformer, pool_tpl=AttentionPooling.HParams.config(norm_tpl=norm))
