@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from layerkit.config import target_of
+from layerkit.errors import ConfigError
 from layerkit_experiments.lm.hybrid import HybridText
 from layerkit_runner import cli
 from layerkit_runner.observers import read_metrics
@@ -24,6 +25,12 @@ def test_mixers_are_those_of_the_period():
     # The initial scale of residual branches is that of attention.
     scales = [layer.attention_tpl.output_tpl.params_init for layer in stack.block_tpls]
     assert scales[0] == scales[1] is not None
+
+
+@pytest.mark.parametrize("mixers", [(), ("gated_delta",)])
+def test_unknown_or_no_mixers_are_refused(raises, mixers):
+    with raises(ConfigError, field="MIXERS", value=mixers):
+        resolve(HybridText(MIXERS=mixers))
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from layerkit_experiments.lm.quickstart import LocalText
-from layerkit_experiments.recipes.mixers import Mixer, hybrid_decoder
+from layerkit_experiments.recipes.mixers import hybrid_decoder
 
 
 class HybridText(LocalText):
@@ -14,7 +14,7 @@ class HybridText(LocalText):
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {"NUM_LAYERS": 4}
 
-    MIXERS: tuple[Mixer, ...] = (
+    MIXERS: tuple[str, ...] = (
         "gated_delta_net",
         "gated_delta_net",
         "gated_delta_net",

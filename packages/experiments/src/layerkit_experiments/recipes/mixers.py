@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from layerkit import layers
 from layerkit.config import Config, fields_of
+from layerkit.config.checks import require
 from layerkit_experiments.recipes.language_model import decoder, repeat_layers
-
-Mixer = Literal["attention", "gated_delta_net", "kimi_delta_attention", "lstm", "mamba2"]
 
 _MIXERS = {
     "gated_delta_net": "GatedDeltaNet",
@@ -23,6 +22,9 @@ def hybrid_decoder(fields: Any) -> Config:
 
     Mixers have NUM_HEADS states of the size of a head of attention; `lstm` has one of MODEL_DIMS.
     """
+    is_known = fields.MIXERS and {*fields.MIXERS} <= {"attention", *_MIXERS}
+    expected = f"one or more of attention, {', '.join(_MIXERS)}"
+    require(bool(is_known), None, "MIXERS", fields.MIXERS, expected)
     model = decoder(fields)
     plain = model.lm_tpl.stack_tpl.layer_tpl
     head = fields.DIMS_PER_HEAD or fields.MODEL_DIMS // fields.NUM_HEADS
