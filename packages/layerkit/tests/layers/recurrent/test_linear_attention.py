@@ -36,12 +36,11 @@ X = RANDOM.normal(size=(3, 20, DIMS)).astype(np.float32)
 
 def with_weights(config, scale=0.3):
     layer = config.Instantiate()
-    shapes = layer.init(jax.random.key(0))[PARAMS]
     random = np.random.default_rng(1)
-    start = jax.tree.map(
-        lambda w: w + scale * random.normal(size=w.shape).astype(np.float32), shapes
+    return layer, jax.tree.map(
+        lambda w: w + scale * random.normal(size=w.shape).astype(np.float32),
+        jax.jit(layer.init)(jax.random.key(0))[PARAMS],
     )
-    return layer, start
 
 
 def whole(layer, params, x, segments=None):
@@ -286,14 +285,16 @@ def test_outputs_and_gradients_equal_those_of_transformers(make):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), of_params, gradients)
 
 
+# An ordinary run has a hybrid with the delta net in test_all_meshes.py.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
         ("delta", (2, 1, 2, 2)),
-        pytest.param("mamba2", (1, 2, 1, 4), marks=pytest.mark.slow),
-        pytest.param("kimi", (1, 1, 4, 2), marks=pytest.mark.slow),
-        pytest.param("delta", (1, 1, 1, 8), marks=pytest.mark.slow),
-        pytest.param("mamba2", (2, 2, 2, 1), marks=pytest.mark.slow),
+        ("mamba2", (1, 2, 1, 4)),
+        ("kimi", (1, 1, 4, 2)),
+        ("delta", (1, 1, 1, 8)),
+        ("mamba2", (2, 2, 2, 1)),
     ],
 )
 def test_rows_and_heads_split_over_devices_equal_one_device(kind, sizes):

@@ -68,7 +68,7 @@ def hybrid(**fields):
 
 def with_weights(config):
     model = config.Instantiate()
-    params = model.init(jax.random.key(0))["params"]
+    params = jax.eval_shape(model.init, jax.random.key(0))["params"]
     random = np.random.default_rng(1)
     return model, jax.tree.map(lambda x: jnp.asarray(random.normal(0, 0.5, x.shape)), params)
 

@@ -175,16 +175,15 @@ def _prepare(
         return plain * jnp.exp(jnp.where(allowed, pairs, -jnp.inf))
 
     reads = products(query, key)
-    own = None if beta is None else products(key, key)
-    query, key = _of_heads(query, heads), _of_heads(key, heads)
+    query, key_of_heads = _of_heads(query, heads), _of_heads(key, heads)
     change = None
-    if beta is not None and own is not None:
-        inverse = _invert_unit_lower(beta * own)
-        sides = jnp.concatenate([beta * value, beta * enters * key], axis=-1)
+    if beta is not None:
+        inverse = _invert_unit_lower(beta * products(key, key))
+        sides = jnp.concatenate([beta * value, beta * enters * key_of_heads], axis=-1)
         solved = jnp.matmul(inverse, sides, precision="highest")
         value, change = jnp.split(solved, [value.shape[-1]], axis=-1)
     through = jnp.swapaxes(enters[..., -1:, :], -1, -2)
-    return _Chunk(query * enters, reads, key * leaves, value, change, through)
+    return _Chunk(query * enters, reads, key_of_heads * leaves, value, change, through)
 
 
 def _channel_products(query: jax.Array, key: jax.Array, total: jax.Array) -> jax.Array:
