@@ -26,6 +26,18 @@ def image_to_patch(images: jax.Array, patch_size: int) -> jax.Array:
     return split.swapaxes(2, 3).reshape(batch, rows * columns, patch_size**2 * channels)
 
 
+def patch_to_image(patches: jax.Array, grid: tuple[int, int], patch_size: int) -> jax.Array:
+    """Put the patches of `image_to_patch` together, `grid` = (rows, columns) of them.
+
+    Returns:
+      `[batch, rows · patch_size, columns · patch_size, channels]`.
+    """
+    rows, columns = grid
+    split = patches.reshape(len(patches), rows, columns, patch_size, patch_size, -1)
+    shape = (len(patches), rows * patch_size, columns * patch_size, split.shape[-1])
+    return split.swapaxes(2, 3).reshape(shape)
+
+
 def resize_grid(vectors: jax.Array, grid: tuple[int, int], new_grid: tuple[int, int]) -> jax.Array:
     """Interpolate the vectors of a grid bilinearly, with antialiasing if the new one is smaller.
 

@@ -18,7 +18,7 @@ from layerkit.layers import (
     ReLU,
     VisionTransformer,
 )
-from layerkit.ops.patches import image_to_patch, resize_grid
+from layerkit.ops.patches import image_to_patch, patch_to_image, resize_grid
 
 KEY = jax.random.key(0)
 SIZES = {"model_dims": 8, "hidden_dims": 12, "num_layers": 2, "num_heads": 2}
@@ -90,6 +90,12 @@ def test_features_and_gradients_with_interpolated_positions_equal_praxis(praxis)
         of_params,
         read(case["gradients"]),
     )
+
+
+def test_patches_are_put_together_again():
+    patches = image_to_patch(IMAGES, 4)
+    np.testing.assert_array_equal(patches[1, 3].reshape(4, 4, 3), IMAGES[1, 4:8, 4:])
+    np.testing.assert_array_equal(patch_to_image(patches, (3, 2), 4), IMAGES)
 
 
 def test_patch_embedding_is_a_convolution_with_strides_of_its_kernel():
