@@ -85,11 +85,14 @@ def test_waves_of_all_widths_are_read(width, tmp_path):
     np.testing.assert_allclose(actual, samples, atol=2.0 ** (2 - 8 * width) + 1e-6)
 
 
-def test_flac_is_read_by_soundfile(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "subtype"), [("a.flac", "PCM_16"), ("a.wav", "FLOAT"), ("a.wav", "PCM_24")]
+)
+def test_other_formats_are_read_by_soundfile(name, subtype, tmp_path):
     soundfile = pytest.importorskip("soundfile")
     samples = RANDOM.uniform(-1, 1, 100)
-    soundfile.write(tmp_path / "a.flac", samples, RATE)
-    actual, _ = read_audio(tmp_path / "a.flac", sample_rate=RATE)
+    soundfile.write(tmp_path / name, samples, RATE, subtype=subtype)
+    actual, _ = read_audio(tmp_path / name, sample_rate=RATE)
     np.testing.assert_allclose(actual, samples, atol=1e-4)
 
 

@@ -1,6 +1,6 @@
 """AudioFiles, an input of recordings with transcripts, and the base class of inputs of speech.
 
-WAV files of integers are read with the standard library. Other files, such as FLAC, need soundfile.
+WAV files of integers are read with the standard library. Others, such as FLAC, need soundfile.
 """
 
 from __future__ import annotations
@@ -196,12 +196,17 @@ def read_audio(
 
 
 def _read_wave(path: Path, *, only_length: bool) -> tuple[np.ndarray, int, int, int]:
-    # The module reads integers alone.
-    with wave.open(str(path), "rb") as file:
-        length, rate = file.getnframes(), file.getframerate()
-        width, channels = file.getsampwidth(), file.getnchannels()
-        data = b"" if only_length else file.readframes(length)
-    if width == 3:
+    try:
+        with wave.open(str(path), "rb") as file:
+            length, rate = file.getnframes(), file.getframerate()
+            width, channels = file.getsampwidth(), file.getnchannels()
+            data = b"" if only_length else file.readframes(length)
+    except wave.Error as error:
+        # The standard library reads integers alone.
+        if "unknown format" not in str(error):
+            raise
+        width = 0
+    if width in {0, 3}:
         return _read_with_soundfile(path, only_length=only_length)
     if not only_length and len(data) != length * width * channels:
         raise wave.Error(f"{len(data)} bytes of samples, expected {length * width * channels}")
