@@ -40,6 +40,7 @@ def test_whisper_features_are_equal():
     np.testing.assert_allclose(actual, batch.input_features.transpose(0, 2, 1), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_kaldi_features_of_seamless_are_equal():
     transformers = pytest.importorskip("transformers")
     extractor = transformers.SeamlessM4TFeatureExtractor()
