@@ -112,6 +112,7 @@ def write_tokens(teacher: Path, folder: Path, k: int, **fields: Any) -> Path:
     return folder / f"top{k}"
 
 
+@pytest.mark.slow
 def test_stored_tokens_equal_the_live_teacher_and_stale_ones_raise(
     folder: Path, train: Train, teacher: Path, raises: Any, tmp_path: Path
 ):

@@ -127,6 +127,7 @@ def test_stages_go_on_from_a_run_without_stages(jobs: Any, tmp_path: Path):
     assert len(losses(branch)) == 4
 
 
+@pytest.mark.slow
 def test_a_plan_shows_each_stage(jobs: Any, tmp_path: Path, capsys: pytest.CaptureFixture):
     job = make(jobs, tmp_path / "job")
     run_here(job, "--mode=plan", "--json")

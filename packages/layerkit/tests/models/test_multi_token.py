@@ -90,8 +90,12 @@ def test_losses_are_those_of_tokens_further_ahead():
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param({}, id="dense", marks=pytest.mark.slow),
-        pytest.param({"feed_forward_tpl": Config(MoeFeedForward, num_experts=3)}, id="experts"),
+        pytest.param({}, id="dense"),
+        pytest.param(
+            {"feed_forward_tpl": Config(MoeFeedForward, num_experts=3)},
+            id="experts",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_packed_rows_have_the_losses_of_separate_rows(fields):

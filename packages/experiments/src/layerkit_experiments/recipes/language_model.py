@@ -141,9 +141,8 @@ def decoder(fields: Any) -> Config:
 def untied_decoder(fields: Any) -> Config:
     """Return the config of a `decoder` with a softmax that does not share the embedding."""
     model = decoder(fields)
-    model.lm_tpl.softmax_tpl = FullSoftmax.HParams.config(
-        chunk_size=fields.SOFTMAX_CHUNK_SIZE, logit_soft_cap=fields.SOFTMAX_LOGIT_CAP
-    )
+    chunk_size, cap = fields.SOFTMAX_CHUNK_SIZE, fields.SOFTMAX_LOGIT_CAP
+    model.lm_tpl.softmax_tpl = FullSoftmax.HParams.config(chunk_size=chunk_size, logit_soft_cap=cap)
     init = WeightInit.Gaussian(fields.INIT_STD or 1.0)
     model.lm_tpl.embedding_tpl = Embedding.HParams.config(weight_init=init)
     return model
@@ -400,15 +399,13 @@ class LmExperiment(TrainedExperiment, abstract=True):
         """Return the config of prompts, the beginnings of held-out rows."""
         if not self.PROMPTS_PER_DEVICE:
             return []
-        # Imported here, since few runs decode.
-        from layerkit_experiments.recipes.published_data.prompts import row_prompts
+        from layerkit_experiments.recipes.published_data.prompts import row_prompts  # few decode
 
         return [row_prompts(self, self.datasets()[-1])]
 
     def task(self) -> Config:
         """Return the config of the task."""
-        train = train_config(self, self.learner())
-        model = quantized(self, self.model())
+        train, model = train_config(self, self.learner()), quantized(self, self.model())
         task: Config = SingleTask.HParams.config(name="lm", model=model, train=train)
         if self.WIDTH_TRANSFER is None:
             return task

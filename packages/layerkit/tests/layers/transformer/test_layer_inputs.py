@@ -60,8 +60,8 @@ def run_steps(model: Any, steps: list[int]) -> jax.Array:
 @pytest.mark.parametrize(
     "num_layers",
     [
-        pytest.param(4, id="whole periods", marks=pytest.mark.slow),
-        pytest.param(7, id="with a remainder"),
+        pytest.param(4, id="whole periods"),
+        pytest.param(7, id="with a remainder", marks=pytest.mark.slow),
     ],
 )
 def test_cached_steps_equal_whole_rows(num_layers):
