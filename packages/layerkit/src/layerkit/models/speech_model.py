@@ -28,6 +28,7 @@ from layerkit.layers.speech.spectrum_augmenter import SpectrumAugmenter
 from layerkit.models.weighted_metrics import example_weights
 from layerkit.ops.alignment_losses import ctc_loss, transducer_loss
 from layerkit.ops.attention.masks import first_tokens
+from layerkit.ops.losses import weighted_mean
 
 BLANK = 0
 _DENSE = {"activation_tpl": Identity.HParams.config()}
@@ -100,9 +101,7 @@ class CtcModel(BaseModel):
         """
         losses, is_aligned = predictions.per_example_xent, predictions.is_aligned
         weights = example_weights(batch, len(losses))
-        unaligned = WeightedScalar.of(
-            jnp.sum(weights * ~is_aligned) / jnp.maximum(jnp.sum(weights), 1.0), jnp.sum(weights)
-        )
+        unaligned = WeightedScalar.of(weighted_mean(~is_aligned, weights), jnp.sum(weights))
         weights = weights * is_aligned
         total = jnp.sum(weights * jnp.sum(batch.tgt.paddings == 0, axis=1))
         loss = jnp.sum(weights * losses) / jnp.maximum(total, 1.0)
@@ -181,11 +180,11 @@ class TransducerModel(CtcModel):
         # The backward pass computes the logits again.
         run = jax.checkpoint(score, prevent_cse=False)
         scores = jax.lax.map(run, frames, batch_size=min(self.chunk_size, len(frames)))
-        blanks, of_labels = (jnp.moveaxis(x, 0, 1) for x in scores)
+        blanks, label_scores = (jnp.moveaxis(x, 0, 1) for x in scores)
         num_frames = jnp.sum(encoded.paddings == 0, axis=1)
         losses = transducer_loss(
             blanks,
-            of_labels,
+            label_scores,
             num_frames=jnp.maximum(num_frames, 1),
             num_labels=jnp.sum(batch.tgt.paddings == 0, axis=1),
         )

@@ -236,10 +236,10 @@ class GruCell(BaseRnnCell):
 
         def step(state: State, projected: jax.Array, key: jax.Array | None) -> State:
             before = state["output"].astype(jnp.float32)
-            of_input = projected.astype(jnp.float32) + bias
-            of_state = recurrent(state["output"]).astype(jnp.float32)
-            reset, update = jax.nn.sigmoid(of_input[:, :2] + of_state[:, :2]).swapaxes(0, 1)
-            candidate = jnp.tanh(of_input[:, 2] + reset * (of_state[:, 2] + recurrent_bias[0]))
+            from_input = projected.astype(jnp.float32) + bias
+            from_state = recurrent(state["output"]).astype(jnp.float32)
+            reset, update = jax.nn.sigmoid(from_input[:, :2] + from_state[:, :2]).swapaxes(0, 1)
+            candidate = jnp.tanh(from_input[:, 2] + reset * (from_state[:, 2] + recurrent_bias[0]))
             output = self.cast((1.0 - update) * candidate + update * before)
             return self._zoneout(state, self.constrain_state({"output": output}), key)
 

@@ -156,8 +156,8 @@ class LinearAttention(TokenMixer):
         keys, values = self.key_dim_per_head, self.value_dim_per_head
         shape = (batch_size, self.num_value_heads, keys, values)
         history = (batch_size, self.conv_width - 1)
-        of_keys, of_values = (self.num_key_heads, keys), (self.num_value_heads, values)
-        sizes = {"query": of_keys, "key": of_keys, "value": of_values}
+        key_shape, value_shape = (self.num_key_heads, keys), (self.num_value_heads, values)
+        sizes = {"query": key_shape, "key": key_shape, "value": value_shape}
         return {"state": jnp.zeros(shape, jnp.float32)} | {
             f"{name}_history": jnp.zeros((*history, *size), self.compute_dtype)
             for name, size in sizes.items()

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import WeightHParams, WeightInit
-from layerkit.config import Config, field_names, sub_config_field, target_of
+from layerkit.config import Config, fields_of, sub_config_field, target_of
 from layerkit.config.checks import check_integers, check_last_axis, check_sizes, require
 from layerkit.config.hparams import Conditions
 from layerkit.layers.attention.cross import CrossAttention
@@ -203,8 +203,7 @@ class VisionTransformer(BaseLayer):
             if (norm_tpl := getattr(self, f"{name}_tpl")) is not None:
                 self.create_child(name, norm_tpl, dims=dims)
         if self.pool_tpl is not None:
-            of_pool = sizes.keys() & field_names(self.pool_tpl)
-            self.create_child("pool", self.pool_tpl, **{name: sizes[name] for name in of_pool})
+            self.create_child("pool", self.pool_tpl, **fields_of(self.pool_tpl, **sizes))
         self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
 
     def fprop(self, images: jax.Array) -> jax.Array:

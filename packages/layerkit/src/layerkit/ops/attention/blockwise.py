@@ -107,16 +107,16 @@ class BlockwiseAttention(FusedAttention):
             mask = dataclasses.replace(mask, query_segments=segments)
         queries, keys = _query_blocks(mask, _grouped(query, key)), _key_blocks(mask, key)
 
-        def of_queries(queries: Any) -> jax.Array:
-            def of_keys(keys: Any) -> jax.Array:
+        def find_largest(queries: Any) -> jax.Array:
+            def find_largest_of_block(keys: Any) -> jax.Array:
                 (query_mask, (q,)), (key_mask, (k,)) = queries, keys
                 logits, _ = self._logits(q, k, {**query_mask, **key_mask}, mask)
                 return jnp.max(logits, axis=(3, 4))
 
-            return jnp.max(jax.lax.map(of_keys, keys), axis=0)
+            return jnp.max(jax.lax.map(find_largest_of_block, keys), axis=0)
 
         # Rows are reduced last, so that devices exchange numbers once.
-        return jnp.max(jax.lax.map(of_queries, queries), axis=(0, 1)).reshape(-1)
+        return jnp.max(jax.lax.map(find_largest, queries), axis=(0, 1)).reshape(-1)
 
     def _logits(
         self, q: jax.Array, k: jax.Array, arrays: dict[str, Any], mask: AttentionMask

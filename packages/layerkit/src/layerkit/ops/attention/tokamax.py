@@ -109,9 +109,9 @@ def _forward(options: _Options, sinks: jax.Array | None, *inputs: Any) -> tuple[
         # The softmax of [batch, heads, queries] with one more logit, relative to the new maximum.
         sink = sinks.astype(jnp.float32)[None, :, None]
         maximum = jnp.maximum(largest, sink)
-        of_keys = total * jnp.exp(largest - maximum)
-        largest, total = maximum, of_keys + jnp.exp(sink - maximum)
-        share = jnp.swapaxes(of_keys / total, 1, 2)[..., None]
+        key_total = total * jnp.exp(largest - maximum)
+        largest, total = maximum, key_total + jnp.exp(sink - maximum)
+        share = jnp.swapaxes(key_total / total, 1, 2)[..., None]
         out = (out.astype(jnp.float32) * share).astype(out.dtype)
     return out, (inputs, sinks, out, (largest, total))
 
@@ -121,13 +121,15 @@ def _backward(options: _Options, residuals: Any, out_gradient: jax.Array) -> Any
     changes = tokamax_attention_gradients(
         options, *inputs, softmax=softmax, out=out, out_gradient=out_gradient
     )
-    of_sinks = None
+    sink_gradient = None
     if sinks is not None:
         largest, total = softmax
         weight = jnp.exp(sinks.astype(jnp.float32)[None, :, None] - largest) / total
         products = (out.astype(jnp.float32) * out_gradient.astype(jnp.float32)).sum(axis=-1)
-        of_sinks = -(weight * jnp.swapaxes(products, 1, 2)).sum(axis=(0, 2)).astype(sinks.dtype)
-    return of_sinks, *(changes.get(name) for name in ("q", "k", "v", "bias")), (None, None)
+        sink_gradient = (
+            -(weight * jnp.swapaxes(products, 1, 2)).sum(axis=(0, 2)).astype(sinks.dtype)
+        )
+    return sink_gradient, *(changes.get(name) for name in ("q", "k", "v", "bias")), (None, None)
 
 
 _attend.defvjp(_forward, _backward)

@@ -78,9 +78,9 @@ _DROPOUT = key("attention_dropout", "layer.attention_tpl.dropout_rate", 0.0)
 
 def _images_of(patch_size: int, norm: str, *entries: Entry, epsilon: float, act: str) -> Entry:
     sizes, norms = (768, 3072, 12, 12), (*_NORMS, norm)
-    of_tower = tower_entries(*sizes, epsilon=epsilon, act=act, norms=norms)
+    entries_of_tower = tower_entries(*sizes, epsilon=epsilon, act=act, norms=norms)
     rest = (*image_entries(patch_size), _DROPOUT, *entries)
-    return _part("vision_config", "vision_tpl", *of_tower, *rest)
+    return _part("vision_config", "vision_tpl", *entries_of_tower, *rest)
 
 
 def _texts_of(*sizes: int, vocab: int, length: int, last: Entry, **defaults: Any) -> Entry:
