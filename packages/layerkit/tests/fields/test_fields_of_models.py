@@ -105,6 +105,7 @@ EXAMPLES = [
             "position_tpl": POSITION,
             "token_type_tpl": Config(L.Embedding, num_classes=2),
             "embedding_norm_tpl": Config(L.LayerNorm),
+            "images_tpl": Config(L.ImageEmbedding, token_id=3, tower_tpl=TOWER),
             "layer_inputs_tpl": Change(Config(L.LayerInputs, dims=4), refusal="layer_input"),
             "mtp_tpl": Config(L.MultiTokenPrediction),
             "head_tpl": Config(L.NormalizedFeedForward),

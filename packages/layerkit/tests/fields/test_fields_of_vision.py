@@ -38,6 +38,14 @@ NORM, PLAIN = Config(L.LayerNorm, dtype="bfloat16"), Config(L.ConvBNAct, dtype="
 BLOCK = {"conv_tpl": PLAIN, "activation_tpl": Config(L.GELU), "droppath_rate": 0.5}
 VIT = {"model_dims": 8, "hidden_dims": 8, "num_heads": 4, "position_grid": (2, 2)}
 PATCHES = Config(L.PatchEmbedding, patch_size=4)
+TOWER = Config(L.VisionTransformer, **VIT, patch_tpl=PATCHES)
+
+
+def place(layer):
+    ids = jnp.arange(10).reshape(2, 5)
+    placed = layer.place(ids, IMAGES[:2, None, ..., :3])
+    return placed.put(jnp.ones((2, 5, 4))), placed.ends(ids)
+
 
 EXAMPLES = [
     of(L.Conv, SIZES, on_images(), **CONV, dilations=2),
@@ -99,6 +107,14 @@ EXAMPLES = [
         pool_tpl=Config(L.GlobalPooling),
         dropout_rate=0.5,
     ),
+    of(
+        L.ImageProjector,
+        SIZES,
+        lambda layer: layer(IMAGES[:, 0, :, : layer.input_dims], grid=(2, 4)),
+        norm_tpl=NORM,
+        hidden_dims=(),
+    ),
+    of(L.ImageEmbedding, {"token_id": 2, "output_dims": 4, "tower_tpl": TOWER}, place),
 ]
 
 

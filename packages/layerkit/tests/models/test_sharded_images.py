@@ -16,12 +16,13 @@ from layerkit.config.nested_map import NestedMap
 from layerkit.layers import (
     AttentionPooling,
     ContrastiveLoss,
+    ImageEmbedding,
     ResNet,
     StackedTransformerRepeated,
     VisionTransformer,
 )
 from layerkit.layers.vision.vision_transformer import VIT_LAYER
-from layerkit.models import ClassificationModel, ContrastiveModel
+from layerkit.models import ClassificationModel, ContrastiveModel, LanguageModel
 
 KEY = jax.random.key(0)
 RANDOM = np.random.default_rng(0)
@@ -56,12 +57,32 @@ def two_towers():
     return config
 
 
+def image_lm():
+    config = LanguageModel.HParams.config()
+    stack = StackedTransformerRepeated.HParams.config()
+    config.lm_tpl.set(vocab_size=12, num_layers=2, stack_tpl=stack, **SIZES)
+    config.lm_tpl.images_tpl = ImageEmbedding.HParams.config(
+        token_id=5, tower_tpl=tower(), sees_whole_image=True
+    )
+    config.lm_tpl.images_tpl.tower_tpl.pool_tpl = None
+    config.lm_tpl.images_tpl.projector_tpl.merged = 2
+    return config
+
+
+PLACEHOLDERS = np.where(np.arange(16) % 8 < 4, 5, RANDOM.integers(6, 12, (8, 16))).astype(np.int32)
+OF_LM = NestedMap(
+    ids=PLACEHOLDERS,
+    labels=np.roll(PLACEHOLDERS, -1, axis=1),
+    weights=np.ones((8, 16), np.float32),
+    images=np.stack([IMAGES, IMAGES[::-1]], axis=1),
+)
 RESNET = ResNet.HParams.config(channels=(16,), blocks=(1,))
 # data, fsdp, tensor, stage, expert, context
 CASES = {
     "resnet": (classifier(RESNET, 16), (2, 2, 2, 1, 1, 1)),
     "vision_transformer": (classifier(tower(), 8), (1, 2, 2, 1, 1, 2)),
     "two_towers": (two_towers(), (2, 2, 1, 1, 1, 2)),
+    "image_lm": (image_lm(), (1, 2, 2, 1, 1, 2)),
 }
 
 
@@ -78,9 +99,10 @@ def loss_and_gradients(model, variables, batch):
 @pytest.mark.parametrize("name", CASES)
 def test_loss_gradients_and_statistics_equal_those_of_one_device(name):
     config, sizes = CASES[name]
+    whole = OF_LM if name == "image_lm" else BATCH
     model = build(config).clone(train=True)
     variables = jax.tree.map(lambda w: w + 0.01, model.init(KEY))
-    expected = jax.jit(lambda v, b: loss_and_gradients(model, v, b))(variables, BATCH)
+    expected = jax.jit(lambda v, b: loss_and_gradients(model, v, b))(variables, whole)
     bound = BoundSharding(Mesh(np.reshape(jax.devices(), sizes), STANDARD_MESH_AXES), DEFAULT_RULES)
     boxed = jax.eval_shape(model.init_boxed, KEY)
     layouts = jax.tree.map(
@@ -89,7 +111,7 @@ def test_loss_gradients_and_statistics_equal_those_of_one_device(name):
     split = model.clone(sharding=bound)
     with jax.set_mesh(bound.mesh):
         rows = NamedSharding(bound.mesh, bound.spec(("batch",)))
-        batch = jax.tree.map(lambda x: jax.device_put(x, rows), BATCH)
+        batch = jax.tree.map(lambda x: jax.device_put(x, rows), whole)
         step = jax.jit(lambda v, b: loss_and_gradients(split, v, b))
         found = step(jax.device_put(variables, layouts), batch)
     jax.tree.map(

@@ -145,6 +145,8 @@ if TYPE_CHECKING:
     from layerkit.layers.vision.convolutions import Conv as Conv
     from layerkit.layers.vision.convolutions import ConvBNAct as ConvBNAct
     from layerkit.layers.vision.convolutions import ConvTranspose as ConvTranspose
+    from layerkit.layers.vision.image_embedding import ImageEmbedding as ImageEmbedding
+    from layerkit.layers.vision.image_embedding import ImageProjector as ImageProjector
     from layerkit.layers.vision.poolings import GlobalPooling as GlobalPooling
     from layerkit.layers.vision.poolings import Pooling as Pooling
     from layerkit.layers.vision.resnets import ResNet as ResNet

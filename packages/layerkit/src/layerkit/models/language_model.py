@@ -25,7 +25,7 @@ class DecodedLm(BaseModel):
     """Base class of models with a network that predicts the next token, and a decoder.
 
     For decoding, a batch has left-aligned prompts: `ids` `[batch, prompt]` and `prompt_lengths`
-    int32 `[batch]`, which is 0 for rows of padding.
+    int32 `[batch]`, which is 0 for rows of padding. Prompts with images have them in `images`.
 
     Attributes:
       lm_tpl: Network.
@@ -44,7 +44,7 @@ class DecodedLm(BaseModel):
 
         Args:
           batch: `ids` `[batch, prompt]`, `prompt_lengths` `[batch]` if prompts do not fill their
-            rows, and optionally `max_steps`, `temperature`, `top_k`, `top_p` and
+            rows, and optionally `images`, `max_steps`, `temperature`, `top_k`, `top_p` and
             `row_ids` `[batch]`; see `extend_prompts` and `RowOptions`.
 
         Returns:
@@ -74,17 +74,18 @@ class DecodedLm(BaseModel):
             require("paddings" not in batch, self, "prompt_lengths", None, expected)
             rows, width = batch.ids.shape
             lengths = jnp.full((rows,), width, jnp.int32)
-        options = {"drafts": True} if self.decoder.drafts else {}
+        options: dict[str, Any] = {"drafts": True} if self.decoder.drafts else {}
 
-        def init_cache(lm: TransformerLm, ids: jax.Array, max_length: int) -> None:
-            lm.init_cache(ids.shape[0], max_length, **options)
+        def init_cache(lm: TransformerLm, inputs: dict[str, jax.Array], max_length: int) -> None:
+            images = drop_none(images=inputs.get("images"))
+            lm.init_cache(inputs["ids"].shape[0], max_length, **options, **images)
 
         return cache_prompts(
             self,
             self.lm,
             batch,
             init_cache=init_cache,
-            inputs=batch.ids,
+            inputs=drop_none(ids=batch.ids, images=batch.get("images")),
             prompts=(batch.ids, lengths),
             prefix_lengths=lengths if getattr(self, "is_prefix_lm", False) else None,
         )
@@ -95,7 +96,9 @@ class LanguageModel(DecodedLm):
 
     A batch has `ids`, `labels` int32 and `weights` float32 `[batch, length]`, and for packed rows
     `segment_ids` and `segment_pos`. Instead of `labels` it may have soft targets, such as those of
-    a teacher: `class_probabilities` float32 `[batch, length, vocab]`.
+    a teacher: `class_probabilities` float32 `[batch, length, vocab]`. For a network with
+    `images_tpl` it may have `images`; see `TransformerLm.hidden`. Labels that are placeholders of
+    images count nothing.
 
     Attributes:
       is_prefix_lm: Use bidirectional attention within the inputs of a row, and causal attention for
@@ -124,13 +127,19 @@ class LanguageModel(DecodedLm):
         return self.lm(
             batch.ids,
             **{targets: batch[targets]},
-            weights=token_weights(batch.weights, batch, apply=self.apply_eval_sample_weights),
+            weights=self._token_weights(batch),
             segment_ids=batch.get("segment_ids"),
             segment_pos=batch.get("segment_pos"),
-            **drop_none(in_prefix=in_prefix),
+            **drop_none(in_prefix=in_prefix, images=batch.get("images")),
         )
 
     def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
         """Compute `loss` (with label smoothing), `xent` (cross-entropy in nats) and `accuracy`."""
-        apply = self.apply_eval_sample_weights
-        return token_metrics(predictions, token_weights(batch.weights, batch, apply=apply))
+        return token_metrics(predictions, self._token_weights(batch))
+
+    def _token_weights(self, batch: NestedMap) -> jax.Array:
+        weights = token_weights(batch.weights, batch, apply=self.apply_eval_sample_weights)
+        images: Any = getattr(self.lm_tpl, "images_tpl", None)
+        if images is None or "labels" not in batch:
+            return weights
+        return jnp.where(batch.labels == images.token_id, 0, weights)

@@ -26,6 +26,7 @@ from layerkit.layers.basic.normalizations import BaseNormalization, LayerNorm
 from layerkit.layers.basic.positions import switching_length
 from layerkit.layers.transformer.stacks import StackedTransformer
 from layerkit.layers.transformer.transformer import drop_none, gather_positions
+from layerkit.layers.vision.image_embedding import PlacedImages
 from layerkit.ops.attention.masks import AttentionMask, row_positions
 
 _HIDDEN_AXES = ("batch", "length", "act_embed")
@@ -55,6 +56,8 @@ class TransformerLm(BaseLayer):
       token_type_tpl: Embedding of the type of each token, such as its sentence (BERT), with its
         number of types (`num_classes`); it is added to the token embeddings. None for no types.
       embedding_norm_tpl: Norm of the embeddings before the stack (BERT, BLOOM); None for no norm.
+      images_tpl: `ImageEmbedding`, whose vectors of images replace the embeddings of placeholders;
+        None for a model of text.
       layer_inputs_tpl: `LayerInputs`, which embeds the tokens for each layer, where the branch
         `layer_input_tpl` reads them (Gemma 4); None for none.
       stack_tpl: Stack of layers, such as `StackedTransformer` or `StackedTransformerRepeated`.
@@ -85,6 +88,7 @@ class TransformerLm(BaseLayer):
     position_tpl: Config[BaseLayer] | None = sub_config_field(None)
     token_type_tpl: Config[BaseLayer] | None = sub_config_field(None)
     embedding_norm_tpl: Config[BaseNormalization] | None = sub_config_field(None)
+    images_tpl: Config[BaseLayer] | None = sub_config_field(None)
     layer_inputs_tpl: Config[BaseLayer] | None = sub_config_field(None)
     stack_tpl: Config[BaseLayer] = sub_config_field(StackedTransformer.HParams)
     final_norm_tpl: Config[BaseNormalization] | None = sub_config_field(LayerNorm.HParams)
@@ -102,6 +106,8 @@ class TransformerLm(BaseLayer):
             self.create_child("token_type", self.token_type_tpl, input_dims=self.model_dims)
         if self.embedding_norm_tpl is not None:
             self.create_child("embedding_norm", self.embedding_norm_tpl, dims=self.model_dims)
+        if self.images_tpl is not None:
+            self.create_child("images", self.images_tpl, output_dims=self.model_dims)
         if self.layer_inputs_tpl is not None:
             self.create_child(
                 "layer_inputs",
@@ -123,6 +129,7 @@ class TransformerLm(BaseLayer):
     def _sized_modules(self) -> Config:
         expected = "None for a causal model without relative biases in its stack"
         is_valid = self.is_causal and getattr(self.stack_tpl, "relative_bias_tpl", None) is None
+        require(self.images_tpl is None, self, "mtp_tpl", "MultiTokenPrediction", "None for images")
         require(is_valid, self, "mtp_tpl", "MultiTokenPrediction", expected)
         stack, template = cast(Any, self.stack_tpl), cast(Any, self.mtp_tpl).clone()
         pattern = stack.block_tpls or (stack.layer_tpl,)
@@ -159,7 +166,7 @@ class TransformerLm(BaseLayer):
           weights: Token weights float32 `[batch, length]`; 0 excludes a token.
           class_probabilities: Soft targets of each position, float32 `[batch, length, vocab]`, in
             the place of labels.
-          **packing: Segments, positions and prefix; see `hidden`.
+          **packing: Segments, positions, prefix and images; see `hidden`.
 
         Returns:
           Outputs of the softmax; see `FullSoftmax.fprop`.
@@ -195,6 +202,7 @@ class TransformerLm(BaseLayer):
         segment_pos: jax.Array | None = None,
         in_prefix: jax.Array | None = None,
         token_type_ids: jax.Array | None = None,
+        images: jax.Array | None = None,
     ) -> jax.Array:
         """Compute normalized hidden states `[batch, length, dims]`.
 
@@ -207,36 +215,56 @@ class TransformerLm(BaseLayer):
           in_prefix: True for tokens of the prefix, bool `[batch, length]`. All positions of the
             document attend to the prefix in a prefix language model. None for no prefix.
           token_type_ids: Type of each token, int32 `[batch, length]`; None for type 0.
+          images: Images of the placeholders of each row, `[batch, num_images, height, width,
+            channels]`, as `ImageEmbedding` reads them; None for rows of text.
 
         Raises:
-          ConfigError: `in_prefix` is given although the model is not causal, or `token_type_ids`
-            although the model has no `token_type_tpl`.
+          ConfigError: `in_prefix` is given although the model is not causal, `token_type_ids`
+            although the model has no `token_type_tpl`, or `images` although it has no `images_tpl`.
         """
         batch, length = ids.shape
         if segment_pos is None:
             segment_pos = row_positions(batch, length)
+        require(
+            images is None or self.images_tpl is not None,
+            self,
+            "images_tpl",
+            None,
+            "ImageEmbedding",
+        )
+        placed = None if images is None else self.images.place(ids, images)
         if self.is_causal:
+            ends = None if placed is None else placed.ends(row_positions(batch, length))
             mask = AttentionMask.causal_mask(
-                batch, length, segment_ids=segment_ids, in_prefix=in_prefix
+                batch, length, segment_ids=segment_ids, in_prefix=in_prefix, query_ends=ends
             )
         else:
             is_causal, expected = self.is_causal, "True for inputs with a prefix (in_prefix)"
             require(in_prefix is None, self, "is_causal", is_causal, expected)
             mask = AttentionMask.bidirectional_mask(batch, length, segment_ids=segment_ids)
-        x = self._embed(ids, segment_pos, token_type_ids)
+        x = self._embed(ids, segment_pos, token_type_ids, images=placed)
         if segment_ids is not None and switching_length(self.stack_tpl) is not None:
             # Padding makes no row longer.
             segment_pos = jnp.where(segment_ids > 0, segment_pos, 0)
         more = self._embed_for_layers(ids, x)
         return self._normalize(self.stack(x, mask=mask, positions=segment_pos, **more))
 
-    def init_cache(self, batch_size: int, max_length: int, *, drafts: bool = False) -> None:
+    def init_cache(
+        self,
+        batch_size: int,
+        max_length: int,
+        *,
+        drafts: bool = False,
+        images: jax.Array | None = None,
+    ) -> None:
         """Create an empty cache for sequences of at most `max_length` tokens.
 
         Args:
           batch_size: Number of rows.
           max_length: Number of tokens of a row.
           drafts: True to cache what `draft_step` reads, the hidden states of all positions.
+          images: Images of the rows, `[batch, num_images, …]`; see `hidden`. The first step must
+            contain an image whose placeholders attend to one another.
 
         Raises:
           ConfigError: The model is not causal, has fewer positions than tokens, or drafts without
@@ -249,6 +277,8 @@ class TransformerLm(BaseLayer):
             # long.
             self.position(row_positions(batch_size, max_length))
         self.stack.init_cache(batch_size, max_length)
+        if images is not None:
+            self.images.init_cache(batch_size, max_length, images)
         if drafts:
             expected = "MultiTokenPrediction, to draft tokens"
             require(self.mtp_tpl is not None, self, "mtp_tpl", self.mtp_tpl, expected)
@@ -271,8 +301,14 @@ class TransformerLm(BaseLayer):
           Logits float32 `[batch, t, vocab]`.
         """
         positions = jnp.broadcast_to(time_step + jnp.arange(ids.shape[1]), ids.shape)
-        x = self._embed(ids, positions)
-        more = drop_none(prefix_lengths=prefix_lengths) | self._embed_for_layers(ids, x)
+        placed = None
+        if self.images_tpl is not None:
+            placed = self.images.extend_step(ids, time_step=time_step)
+        ends = None if placed is None else placed.ends(positions)
+        if prefix_lengths is not None:
+            ends = jnp.maximum(positions if ends is None else ends, prefix_lengths[:, None] - 1)
+        x = self._embed(ids, positions, images=placed)
+        more = drop_none(query_ends=ends) | self._embed_for_layers(ids, x)
         x = self.stack.extend_step(x, time_step=time_step, positions=positions, **more)
         hidden = self._normalize(x)
         if self.has_variable(CACHE, "hidden"):
@@ -311,11 +347,18 @@ class TransformerLm(BaseLayer):
         return {} if self.layer_inputs_tpl is None else {"layer_inputs": self.layer_inputs(ids, x)}
 
     def _embed(
-        self, ids: jax.Array, positions: jax.Array, token_type_ids: jax.Array | None = None
+        self,
+        ids: jax.Array,
+        positions: jax.Array,
+        token_type_ids: jax.Array | None = None,
+        *,
+        images: PlacedImages | None = None,
     ) -> jax.Array:
         x = embed_tokens(self, ids)
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
+        if images is not None:
+            x = images.put(x)
         if self.position_tpl is not None:
             x = x + self.position(positions)
         if self.token_type_tpl is not None:

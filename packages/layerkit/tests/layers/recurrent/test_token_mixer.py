@@ -129,13 +129,13 @@ def test_mixer_rejects_masks_and_prefixes_with_later_tokens(raises):
     x, positions = jnp.ones((2, 3, 4)), row_positions(2, 3)
     with raises(ConfigError, field="mask"):
         layer.apply(variables, x, mask=AttentionMask.bidirectional_mask(2, 3), positions=positions)
-    with raises(ConfigError, field="prefix_lengths"):
+    with raises(ConfigError, field="query_ends"):
         layer.apply(
             {**variables, **state},
             x,
             time_step=jnp.int32(0),
             positions=positions,
-            prefix_lengths=jnp.ones(2, jnp.int32),
+            query_ends=jnp.ones((2, 1), jnp.int32),
             method="extend_step",
         )
 

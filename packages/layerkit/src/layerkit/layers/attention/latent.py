@@ -176,7 +176,7 @@ class MultiHeadLatentAttention(AttentionLayer):
         time_step: jax.Array,
         positions: jax.Array,
         bias: jax.Array | None = None,
-        prefix_lengths: jax.Array | None = None,
+        query_ends: jax.Array | None = None,
     ) -> jax.Array:
         """Compute causal attention of the next tokens `[batch, t, input_dims]`.
 
@@ -192,7 +192,7 @@ class MultiHeadLatentAttention(AttentionLayer):
         )
         (batch, num_tokens), max_length = x.shape[:2], latent.shape[1]
         mask = AttentionMask.decoding_mask(
-            batch, num_tokens, max_length, time_step=time_step, prefix_lengths=prefix_lengths
+            batch, num_tokens, max_length, time_step=time_step, query_ends=query_ends
         )
         options = self._options_of_heads(mask, bias, cached=True)
         plain, rotated = self._queries(x, positions)

@@ -292,7 +292,7 @@ class MultiHeadAttention(BaseAttention):
         time_step: jax.Array,
         positions: jax.Array,
         bias: jax.Array | None = None,
-        prefix_lengths: jax.Array | None = None,
+        query_ends: jax.Array | None = None,
         kv: KeysValues | None = None,
     ) -> jax.Array:
         """Compute attention of the next tokens to all tokens before them and themselves.
@@ -306,8 +306,8 @@ class MultiHeadAttention(BaseAttention):
           time_step: int32 scalar, the number of tokens in the cache.
           positions: int32 `[batch, t]`, for the rotation.
           bias: float32 `[batch or 1, heads or 1, t, max_length]`, added to the logits.
-          prefix_lengths: int32 `[batch]`, the number of first tokens that see one another, in a
-            prefix language model. The first step must contain all of them. None for no prefix.
+          query_ends: int32 `[batch, t]`, the last slot that each token sees, in a prefix or an
+            image. The first step must contain it. None for its own.
           kv: Cached keys and values of other layers; see `fprop`.
 
         Returns:
@@ -334,7 +334,7 @@ class MultiHeadAttention(BaseAttention):
         keys, values = self._heads_to_read(cached, kv)
         (batch, num_tokens), max_length = x.shape[:2], keys.shape[1]
         mask = AttentionMask.decoding_mask(
-            batch, num_tokens, max_length, time_step=time_step, prefix_lengths=prefix_lengths
+            batch, num_tokens, max_length, time_step=time_step, query_ends=query_ends
         )
         if self.relative_bias_tpl is not None:
             relative = self.relative_bias(mask.query_positions[:1], mask.key_positions[:1])

@@ -78,7 +78,7 @@ class TokenMixer(BaseLayer):
           ConfigError: The mask and the layer differ in whether tokens read later ones.
         """
         del attention
-        is_causal = mask.causal and mask.key_in_prefix is None
+        is_causal = mask.causal and not mask.reads_ahead
         expected = "a causal mask without a prefix" if self.is_causal else "a bidirectional mask"
         require(is_causal == self.is_causal, self, "mask", f"causal={mask.causal}", expected)
         return self.mix(x, self.initial_state(x.shape[0]), segments=mask.query_segments)[0]
@@ -96,7 +96,7 @@ class TokenMixer(BaseLayer):
         x: jax.Array,
         *,
         time_step: jax.Array,
-        prefix_lengths: jax.Array | None = None,
+        query_ends: jax.Array | None = None,
         **attention: Any,
     ) -> jax.Array:
         """Mix the next tokens of cached rows.
@@ -108,19 +108,19 @@ class TokenMixer(BaseLayer):
         Args:
           x: `[batch, t, input_dims]`.
           time_step: int32 scalar, number of tokens before these.
-          prefix_lengths: None, since a mixer reads no later token.
+          query_ends: None, since a mixer reads no later token.
           **attention: Further arguments of attention, which have no effect here.
 
         Returns:
           `[batch, t, input_dims]` in the compute dtype.
 
         Raises:
-          ConfigError: The cache is missing, or there are prefixes or a time step for each row.
+          ConfigError: The cache is missing, or there are `query_ends` or a time step for each row.
         """
         del attention
         check_time_step(self, time_step)
         expected = "None, since a recurrent layer reads no later token"
-        require(prefix_lengths is None, self, "prefix_lengths", "an array", expected)
+        require(query_ends is None, self, "query_ends", "an array", expected)
         batch, num_tokens = x.shape[:2]
         segments = None
         if num_tokens > 1:

@@ -177,7 +177,7 @@ class StackedTransformer(BaseLayer):
         positions: jax.Array,
         bias: jax.Array | None = None,
         memory_mask: AttentionMask | None = None,
-        prefix_lengths: jax.Array | None = None,
+        query_ends: jax.Array | None = None,
         layer_inputs: jax.Array | None = None,
         kv: KeysValues | None = None,
     ) -> jax.Array:
@@ -192,7 +192,7 @@ class StackedTransformer(BaseLayer):
             positions=positions,
             bias=bias,
             memory_mask=memory_mask,
-            prefix_lengths=prefix_lengths,
+            query_ends=query_ends,
             kv=kv,
         )
         differing = drop_none(layer_input=layer_inputs)

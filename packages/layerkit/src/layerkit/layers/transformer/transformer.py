@@ -322,7 +322,7 @@ class Transformer(BaseLayer):
         positions: jax.Array,
         bias: jax.Array | None = None,
         memory_mask: AttentionMask | None = None,
-        prefix_lengths: jax.Array | None = None,
+        query_ends: jax.Array | None = None,
         layer_input: jax.Array | None = None,
         kv: KeysValues | None = None,
     ) -> jax.Array:
@@ -334,8 +334,8 @@ class Transformer(BaseLayer):
           positions: int32 `[batch, t]`, for rotary embeddings.
           bias: float32 `[batch or 1, heads, t, max_length]`, added to the attention logits.
           memory_mask: Mask of cross attention of the t positions; None if there is no memory.
-          prefix_lengths: int32 `[batch]`, number of first tokens that attend one another, in a
-            prefix language model; the first step must contain all of them. None for no prefix.
+          query_ends: int32 `[batch, t]`, the last position that each token attends, in a prefix
+            or an image; the first step must contain it. None for its own.
           layer_input: `[batch, t, layer_dims]`, for `layer_input_tpl`.
           kv: Keys and values of other layers; see `MultiHeadAttention.fprop`.
 
@@ -345,7 +345,7 @@ class Transformer(BaseLayer):
         self._check_memory(memory_mask=memory_mask)
         branches: _Branches = {}
         if self.attention_tpl is not None:
-            inputs = drop_none(bias=bias, prefix_lengths=prefix_lengths, kv=kv)
+            inputs = drop_none(bias=bias, query_ends=query_ends, kv=kv)
             inputs |= {"time_step": time_step, "positions": positions}
             branches["attention"] = partial(self.attention.extend_step, **inputs)
         if memory_mask is not None:

@@ -218,15 +218,18 @@ class VisionTransformer(BaseLayer):
         x = x[:, int(self.has_class_token) + self.num_registers :]
         return x if self.pool_tpl is None else self.pool(x)
 
+    def grid(self, images: jax.Array) -> tuple[int, int]:
+        """Return (rows, columns) of the patches of images `[batch, height, width, channels]`."""
+        height, width = (size - self.patches.remainder for size in images.shape[1:3])
+        return height // self.patches.patch_size, width // self.patches.patch_size
+
     def tokens(self, images: jax.Array) -> jax.Array:
         """Map images `[batch, height, width, channels]` to the features of all tokens.
 
         Returns:
           `[batch, tokens, dims]`: of the class token, the registers and the patches.
         """
-        rest, size = self.patches.remainder, self.patches.patch_size
-        grid = ((images.shape[1] - rest) // size, (images.shape[2] - rest) // size)
-        x = self._add_positions(self.patches(images), grid)
+        x = self._add_positions(self.patches(images), self.grid(images))
         if self.embedding_norm_tpl is not None:
             x = self.embedding_norm(x)
         batch, length, _ = x.shape

@@ -141,7 +141,7 @@ def _joined(blocks: jax.Array, heads: int) -> jax.Array:
 
 def _query_blocks(mask: AttentionMask, *arrays: jax.Array) -> Any:
     """Return the blocks of the mask's arrays of queries and of `[batch, queries, …]` arrays."""
-    return _blocks(mask, ("query_positions", "query_segments"), arrays)
+    return _blocks(mask, ("query_positions", "query_segments", "query_ends"), arrays)
 
 
 def _key_blocks(mask: AttentionMask, *arrays: jax.Array) -> Any:

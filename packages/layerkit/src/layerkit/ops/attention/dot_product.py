@@ -185,7 +185,7 @@ def describe_call(
         is_in_row_order=mask is None or mask.in_row_order,
         window=None if mask is None else mask.window,
         has_segments=mask is not None and mask.query_segments is not None,
-        has_prefix=mask is not None and mask.key_in_prefix is not None,
+        has_prefix=mask is not None and mask.reads_ahead,
         bias_dtype=None if bias is None else jax.tree.leaves(bias)[0].dtype,
         has_distance_bias=isinstance(bias, DistanceBias),
         has_sinks=options.sinks is not None,

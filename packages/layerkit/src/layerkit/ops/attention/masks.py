@@ -27,9 +27,10 @@ class AttentionMask:
     """An attention mask: a pytree of positions and segments with static options.
 
     A query may attend a key if all of these hold: both are in the same segment; with `causal`, the
-    position of the key is not greater than that of the query, or the key is in the prefix; with a
-    window, the key is less than `window` away. Positions are compared only within a segment, so
-    they may count from the start of the row, as in the class methods, or of each segment.
+    position of the key is not greater than that of the query, or its end in `query_ends`, or the
+    key is in the prefix; with a window, the key is less than `window` away. Positions are compared
+    only within a segment, so they may count from the start of the row, as in the class methods, or
+    of each segment.
 
     Attributes:
       query_positions: int32 `[batch, queries]`.
@@ -41,6 +42,8 @@ class AttentionMask:
       key_in_prefix: bool `[batch, keys]`, True for keys that all queries attend although the mask
         is causal (prefix language models; Raffel et al., 2020, arXiv:1910.10683); None for no
         prefix.
+      query_ends: int32 `[batch, queries]`, the last position that each query may attend although
+        the mask is causal, such as the end of its image; None for its own position.
       causal: True to hide keys at later positions.
       window: Distance from which keys are hidden: a query attends itself, the window - 1 keys
         before it and, if not causal, as many after it (sliding window; Beltagy et al., 2020,
@@ -54,6 +57,7 @@ class AttentionMask:
     query_segments: jax.Array | None = None
     key_segments: jax.Array | None = None
     key_in_prefix: jax.Array | None = None
+    query_ends: jax.Array | None = None
     causal: bool = struct.field(pytree_node=False, default=False)
     window: int | None = struct.field(pytree_node=False, default=None)
     in_row_order: bool = struct.field(pytree_node=False, default=False)
@@ -66,6 +70,7 @@ class AttentionMask:
         *,
         segment_ids: jax.Array | None = None,
         in_prefix: jax.Array | None = None,
+        query_ends: jax.Array | None = None,
     ) -> AttentionMask:
         """Return the mask of causal self-attention, as in a decoder.
 
@@ -76,13 +81,15 @@ class AttentionMask:
             `segments_from_paddings` for rows of one document.
           in_prefix: bool `[batch, length]`, True for tokens that all tokens of their document
             attend, including earlier ones; see `first_tokens` for rows of one document.
+          query_ends: int32 `[batch, length]`, the last position in the row that each token attends
+            within its document, not before its own.
 
         Raises:
-          ConfigError: Segment ids or prefix have the wrong shape.
+          ConfigError: Segment ids, prefix or ends have the wrong shape.
         """
         mask = cls._self_attention(batch, length, segment_ids, causal=True)
-        _check_shape((batch, length), in_prefix=in_prefix)
-        return dataclasses.replace(mask, key_in_prefix=in_prefix)
+        _check_shape((batch, length), in_prefix=in_prefix, query_ends=query_ends)
+        return dataclasses.replace(mask, key_in_prefix=in_prefix, query_ends=query_ends)
 
     @classmethod
     def bidirectional_mask(
@@ -139,7 +146,7 @@ class AttentionMask:
         max_length: int,
         *,
         time_step: int | jax.Array,
-        prefix_lengths: jax.Array | None = None,
+        query_ends: jax.Array | None = None,
     ) -> AttentionMask:
         """Return the mask of causal attention from the newest tokens to a cache.
 
@@ -152,16 +159,14 @@ class AttentionMask:
           max_length: Number of slots of the cache.
           time_step: Number of tokens in the cache before these; an integer, an int32 scalar, or
             `[batch]`.
-          prefix_lengths: int32 `[batch]`, number of first slots that every query attends, in a
-            prefix language model. The first call must fill them.
+          query_ends: int32 `[batch, num_queries]`, the last slot that each query attends, which
+            must be filled; None for that of the query.
         """
         start = jnp.broadcast_to(jnp.asarray(time_step, jnp.int32), (batch,))
         return cls(
             query_positions=start[:, None] + jnp.arange(num_queries, dtype=jnp.int32),
             key_positions=row_positions(batch, max_length),
-            key_in_prefix=(
-                None if prefix_lengths is None else first_tokens(prefix_lengths, max_length)
-            ),
+            query_ends=query_ends,
             causal=True,
         )
 
@@ -249,8 +254,14 @@ class AttentionMask:
             query_segments=_part(self.query_segments, queries),
             key_segments=_part(self.key_segments, keys),
             key_in_prefix=_part(self.key_in_prefix, keys),
+            query_ends=_part(self.query_ends, queries),
             in_row_order=False,
         )
+
+    @property
+    def reads_ahead(self) -> bool:
+        """True if queries attend later keys although the mask is causal."""
+        return self.key_in_prefix is not None or self.query_ends is not None
 
     def distinct_positions(self) -> tuple[jax.Array, jax.Array]:
         """Return the positions of queries and keys, `[1, …]` if all rows have the same ones.
@@ -271,7 +282,8 @@ class AttentionMask:
         require(has_both, "AttentionMask", "segments of one side", None, "query and key segments")
         queries, keys = self.query_positions[:, :, None], self.key_positions[:, None, :]
         if self.causal:
-            allowed = keys <= queries
+            ends = queries if self.query_ends is None else self.query_ends[:, :, None]
+            allowed = keys <= ends
             if self.key_in_prefix is not None:
                 allowed |= self.key_in_prefix[:, None, :]
         else:

@@ -199,11 +199,10 @@ class _Ring:
         """Return the mask of one of the `products`."""
         i, j, is_diagonal = product
         arrays = {name: array[j] for name, array in key_arrays.items()}
-        segments = mask.query_segments
+        names = ("query_positions", "query_segments", "query_ends")
+        arrays |= {name: x[i] for name in names if (x := getattr(mask, name)) is not None}
         return dataclasses.replace(
             mask,
-            query_positions=mask.query_positions[i],
-            query_segments=None if segments is None else segments[i],
             causal=mask.causal and (is_diagonal or not self.is_zigzag),
             in_row_order=mask.in_row_order and is_diagonal,
             **arrays,
@@ -256,7 +255,7 @@ def ring_attention(
 
 def _schedule(mask: AttentionMask, shard: int, count: int) -> tuple[int, bool]:
     """Return (number of parts of the keys that each device attends, whether chunks are zigzag)."""
-    if not (mask.in_row_order and mask.causal) or mask.key_in_prefix is not None:
+    if not (mask.in_row_order and mask.causal) or mask.reads_ahead:
         return count, False
     num_steps = count
     if mask.window is not None:
