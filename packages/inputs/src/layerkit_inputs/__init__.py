@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from layerkit_inputs.base.tokenizer_interface import Tokenizer as Tokenizer
     from layerkit_inputs.chat.chat_input import ChatInput as ChatInput
     from layerkit_inputs.chat.chat_input import ChatPrompts as ChatPrompts
+    from layerkit_inputs.chat.images import ChatImages as ChatImages
     from layerkit_inputs.chat.preference_input import JudgementInput as JudgementInput
     from layerkit_inputs.chat.preference_input import PairInput as PairInput
     from layerkit_inputs.chat.preference_input import reference_log_probs as reference_log_probs

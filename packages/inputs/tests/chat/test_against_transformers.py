@@ -135,7 +135,7 @@ def test_text_ids_and_mask_equal_those_of_transformers(name, count, both_tokeniz
         prompt = apply(chat_template=source, add_generation_prompt=True)["input_ids"]
         assert encode_prompt(conversation, template, tokenizer).tolist() == prompt
         try:
-            ids, has_loss = encode_conversation(conversation, template, tokenizer)
+            ids, has_loss = encode_conversation(conversation, template, tokenizer)[:2]
         except BadRecordError:
             assert name in REWRITE_HISTORY, seed
             num_errors += 1

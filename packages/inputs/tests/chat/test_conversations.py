@@ -46,7 +46,7 @@ def test_each_form_of_a_row_gives_its_conversation(row, messages, tools, size):
     assert read_conversation(row) == (messages, tools, size)
 
 
-IMAGE = {"type": "image", "path": "a.png"}
+VIDEO = {"type": "video", "path": "a.mp4"}
 WRONG = {
     "no form": ({"text": "Hi"}, "Expected columns messages or conversations"),
     "not a list": ({"messages": "Hi"}, "messages='Hi'. Expected a list of messages"),
@@ -54,7 +54,7 @@ WRONG = {
     "no object": ({"messages": [3]}, "messages[0]=3. Expected an object"),
     "role": ({"messages": [{"role": "asistant"}]}, "Did you mean 'assistant'"),
     "no content": ({"messages": [{"role": "user"}]}, "messages[0].content=None. Expected text"),
-    "picture": ({"messages": [USER | {"content": [IMAGE]}]}, f"content={IMAGE}. Expected text"),
+    "video": ({"messages": [USER | {"content": [VIDEO]}]}, f"content={VIDEO}. Expected text"),
     "train": ({"messages": [USER, ANSWER | {"train": 1}]}, "messages[1].train=1"),
     "calls": ({"messages": [USER, ANSWER | {"tool_calls": ["f"]}]}, "messages[1].tool_calls"),
     "tools": ({"messages": [USER], "tools": "{"}, "tools='{'"),

@@ -62,7 +62,7 @@ def check_row(rows: Any, number: int, conversation: Any) -> None:
     """Compare a row with the tokens of a conversation, all of which are in `ids`."""
     tokenizer = ByteTokenizer()
     template = load_chat_template("zephyr", tokenizer)
-    ids, has_loss = encode_conversation(conversation, template, tokenizer)
+    ids, has_loss = encode_conversation(conversation, template, tokenizer)[:2]
     size = len(ids) - 1
     np.testing.assert_array_equal(rows.ids[number, : size + 1], ids)
     np.testing.assert_array_equal(rows.labels[number, :size], ids[1:])

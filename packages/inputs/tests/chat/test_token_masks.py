@@ -42,7 +42,7 @@ def test_bytes_have_the_end_id_where_the_template_ends_a_turn_and_text_elsewhere
     tokenizer = ByteTokenizer()
     template = load_chat_template("zephyr", tokenizer)
     user, answer = {"role": "user", "content": "EOS?"}, {"role": "assistant", "content": "é"}
-    ids, has_loss = encode_conversation(Conversation([user, answer]), template, tokenizer)
+    ids, has_loss = encode_conversation(Conversation([user, answer]), template, tokenizer)[:2]
     texts = [b"<|user|>\nEOS?", b"\n<|assistant|>\n", "é".encode(), b"\n"]
     text, middle, turn, line = map(tokenizer.encode, texts)
     assert ids.tolist() == [*text, 2, *middle, *turn, 2, *line]
@@ -90,7 +90,7 @@ def lossy_text(conversation, **options):
     """Return the text that has loss, of bytes under ChatML."""
     tokenizer = ByteTokenizer()
     template = load_chat_template("chatml", tokenizer)
-    ids, has_loss = encode_conversation(conversation, template, tokenizer, **options)
+    ids, has_loss = encode_conversation(conversation, template, tokenizer, **options)[:2]
     return tokenizer.decode(ids[has_loss]).replace("<|im_end|>\n", ".")
 
 

@@ -21,6 +21,7 @@ from layerkit.errors import ConfigError, UserError, hub_hint, pip_install
 _ATTRIBUTE = "layerkit_input"
 # Importable name -> extra of layerkit-inputs that installs it.
 _EXTRA_OF = {
+    "PIL": "vision",
     "array_record": "grain",
     "datasets": "hf",
     "grain": "grain",

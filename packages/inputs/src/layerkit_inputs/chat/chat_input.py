@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from layerkit.config import build
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError, first_names
@@ -37,6 +38,7 @@ from layerkit_inputs.chat.conversations import (
     read_conversation,
     read_pair,
 )
+from layerkit_inputs.chat.images import ChatImages
 from layerkit_inputs.chat.template import ChatTemplate, load_chat_template
 from layerkit_inputs.chat.token_masks import (
     ChatTokens,
@@ -54,7 +56,8 @@ from layerkit_inputs.text.text_files import read_raw_documents
 from layerkit_inputs.text.tokenizers import SpecialTokensInText
 
 # Columns of tables that are read; others may have any types.
-_COLUMNS = frozenset({"system", "tools", "input", "chosen", "rejected", "label"}.union(*FORMS))
+_OTHERS = {"system", "tools", "input", "image", "images", "chosen", "rejected", "label"}
+_COLUMNS = frozenset(_OTHERS.union(*FORMS))
 _TABLES = (".parquet", ".arrow")
 _SUFFIXES = (".jsonl", ".ndjson", ".json", *_TABLES)
 # Files that `datasets` writes beside the Arrow files of a data set.
@@ -104,6 +107,9 @@ class ConversationFiles(SplitDocuments):
     """Date that a template writes as that of the day, so that a resumed run has the same data."""
     special_tokens_in_text: SpecialTokensInText = "text"
     """Encoding of special tokens that a message spells out: as `text`, or as their `ids`."""
+    images: ChatImages | None = None
+    """Form of the images of messages, which are arrays `images` of the batches. None: messages with
+    images are unreadable."""
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -135,6 +141,7 @@ class ConversationFiles(SplitDocuments):
             self._tokenizer,
             loss_on=loss_on,
             special_tokens_in_text=self.special_tokens_in_text,
+            images=self.images,
         )
 
     def _encode(self, conversation: Conversation) -> ChatTokens | str:
@@ -160,6 +167,7 @@ class ConversationFiles(SplitDocuments):
 
     def _begin(self) -> None:
         self._tokens: list[ChatTokens] = []
+        self._images: list[Sequence[Any]] = []
         self._counts.clear()
         _ = self._template  # Its errors are about no record.
 
@@ -185,6 +193,7 @@ class ConversationFiles(SplitDocuments):
             yield f"{path}, row {number}", row
 
     def _texts(self, file: TextFile) -> Iterator[tuple[str, bytes]]:
+        self._folder = file.path.parent
         try:
             for where, row in self._rows(file):
                 try:
@@ -205,12 +214,15 @@ class ConversationFiles(SplitDocuments):
         contents: list[str] = []
 
         def note(value: dict[str, Any]) -> dict[str, Any]:
-            contents.append(str(value.get("content") or ""))
+            texts = (value.get("content"), value.get("text"))
+            contents.extend(text for text in texts if isinstance(text, str))
             return value
 
         row = json.loads(text, object_hook=note)
         try:
             tokens = self._encode_row(row)
+            if not isinstance(tokens, str):
+                tokens = [self._locate_images(one, where) for one in tokens]
         except (ConfigError, UnicodeError) as error:
             self._bad.report(file=where, record=None, problem=str(error))
             return
@@ -221,6 +233,28 @@ class ConversationFiles(SplitDocuments):
         else:
             self._tokens += tokens
 
+    def _locate_images(self, tokens: ChatTokens, where: str) -> ChatTokens:
+        if self.images is None:
+            return tokens
+        locate = functools.partial(self.images.locate, beside=self._folder, where=where)
+        return tokens._replace(images=[locate(name) for name in tokens.images])
+
+    def _with_images(self, batch: NestedMap, rows: np.ndarray, documents: np.ndarray) -> NestedMap:
+        """Return a batch with the images of its rows, if this input reads images.
+
+        Args:
+          batch: Batch with `ids` `[batch, length]`.
+          rows: Row in the batch of each document, int64 `[documents]`.
+          documents: Numbers of the documents, in the order in which rows hold them.
+        """
+        if self.images is not None:
+            num_rows, length = batch.ids.shape
+            sources: list[list[Any]] = [[] for _ in range(num_rows)]
+            for row, document in zip(rows.tolist(), documents.tolist(), strict=True):
+                sources[row] += self._images[document]
+            batch.images = self.images.read(sources, length=length)
+        return batch
+
     def _build(self) -> Documents:
         if not self._tokens and self._counts:
             problem = f"no conversation of {first_names(self.paths or ())} is left"
@@ -229,7 +263,9 @@ class ConversationFiles(SplitDocuments):
             raise self._config_error(problem, field="dropped", value=counts, expected=expected)
         sizes = np.array([len(tokens.ids) for tokens in self._tokens], np.int64)
         none = ChatTokens(np.zeros(0, np.int32), np.zeros(0, bool))
-        ids, has_loss = map(np.concatenate, zip(none, *self._tokens, strict=True))
+        arrays = zip(*(tokens[:2] for tokens in (none, *self._tokens)), strict=True)
+        ids, has_loss = map(np.concatenate, arrays)
+        self._images = [tokens.images for tokens in self._tokens]
         self._tokens = []
         return Documents.of(ids, sizes, has_loss=has_loss)
 
@@ -242,7 +278,10 @@ class ConversationFiles(SplitDocuments):
         # It depends on the template, its variables, and all fields that choose tokens.
         tokens = zlib.crc32(np.asarray(documents.ids).astype("<i4").tobytes())
         loss = zlib.crc32(np.asarray(documents.has_loss).tobytes(), tokens)
-        return {**super()._fingerprint(), "tokens_crc32": loss}
+        fields = () if self.images is None else ("height", "width", "mean", "std", "resampling")
+        pixels = {name: np.array(getattr(self.images, name)).tolist() for name in fields}
+        images = {"images": pixels} if pixels else {}
+        return {**super()._fingerprint(), "tokens_crc32": loss, **images}
 
     def _data_text(self) -> str:
         text = super()._data_text()
@@ -255,7 +294,8 @@ class ChatInput(ConversationFiles):
     Batches hold arrays `[batch, length]`: `ids` and `labels` (int32; a label is the next token of
     the conversation), `weights` (float32, 1 for labels that the assistant writes and that
     `loss_on` selects), `paddings` (float32, 1 where padded), `segment_ids` and `segment_pos`
-    (int32). Evaluation batches also have `provenance` and `eval_sample_weights`, each `[batch]`.
+    (int32), and with `images` those of `ChatImages.read`. Evaluation batches also have `provenance`
+    and `eval_sample_weights`, each `[batch]`.
     """
 
     seq_length: int = 1024
@@ -276,7 +316,10 @@ class ChatInput(ConversationFiles):
     @classmethod
     def blank_batch(cls, config: Any, rows: int) -> NestedMap:
         """Return a batch of empty rows, whose arrays do not depend on the conversations."""
-        return segment_features([()] * rows, length=config.seq_length)
+        batch, length = segment_features([()] * rows, length=config.seq_length), config.seq_length
+        if config.images is not None:
+            batch.images = build(config.images).read([()] * rows, length=length)
+        return batch
 
     def _encode(self, conversation: Conversation) -> ChatTokens | str:
         encode = functools.partial(self._encode_turns, loss_on=self.loss_on)
@@ -310,13 +353,19 @@ class ChatInput(ConversationFiles):
 
     @functools.cached_property
     def _plan(self) -> RowPlan:
-        return RowPlan(self._documents.ends, self.seq_length, self.packing)
+        ends, images = self._documents.ends, None
+        if self.images is not None:
+            counts = np.array([len(sources) for sources in self._images], np.int64)
+            images = (counts, self.images.num_images(self.seq_length))
+        return RowPlan(ends, self.seq_length, self.packing, images=images)
 
     def _num_rows(self) -> int:
         return self._plan.num_rows
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
-        return self._documents.rows_of(self._plan, rows, pad_id=self._tokenizer.pad_id)
+        batch = self._documents.rows_of(self._plan, rows, pad_id=self._tokenizer.pad_id)
+        pieces = self._plan.pieces(rows)
+        return self._with_images(batch, pieces.row, pieces.document)
 
     def _fingerprint(self) -> dict[str, Any]:
         row_fields = {"seq_length": self.seq_length, "packing": self.packing}
@@ -326,8 +375,9 @@ class ChatInput(ConversationFiles):
 class ChatPrompts(DocumentPrompts, ConversationFiles):
     """An input of conversations up to their last answer, for a model to continue.
 
-    Batches are those of `DocumentPrompts`. A longer prompt than `prompt_length` is dropped. Of a
-    pair with a preference, the chosen conversation is read.
+    Batches are those of `DocumentPrompts`, with `images` those of `ChatImages.read`. A longer
+    prompt than `prompt_length` is dropped. Of a pair with a preference, the chosen conversation is
+    read.
     """
 
     split: Split = "heldout"
@@ -345,16 +395,22 @@ class ChatPrompts(DocumentPrompts, ConversationFiles):
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers or not answers[-1]:
             return "conversations dropped without a prompt and an answer"
+        prompt = conversation._replace(messages=messages[: answers[-1]])
+        answer = messages[answers[-1]].get("content")
         ids = encode_prompt(
-            conversation._replace(messages=messages[: answers[-1]]),
+            prompt,
             self._template,
             self._tokenizer,
             special_tokens_in_text=self.special_tokens_in_text,
+            images=self.images,
         )
         if len(ids) > self.prompt_length:
             return f"prompts dropped as longer than prompt_length={self.prompt_length}"
-        self._answers.append(messages[answers[-1]].get("content") or "")
-        return ChatTokens(ids, np.ones(len(ids), bool))
+        self._answers.append(answer if isinstance(answer, str) else "")
+        return ChatTokens(ids, np.ones(len(ids), bool), prompt.images)
+
+    def _read_rows(self, rows: np.ndarray) -> NestedMap:
+        return self._with_images(super()._read_rows(rows), np.arange(len(rows)), rows)
 
     def _build(self) -> Documents:
         documents = super()._build()

@@ -11,10 +11,15 @@ of these forms, the first that fits:
 
 A row may also have `tools` (a list of JSON schemas, or its JSON) and `system` (text). An error
 about a row is a `BadRecordError` without owner, to which the caller adds the file and the record.
+
+Content may be a list of parts, of which some are images. A part names its image, as a path or as a
+`data:` URI, or else the column `images` (or `image`) names the images in order. With such a column,
+`<image>` in a text also stands for an image.
 """
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,6 +32,9 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
 """Columns of each form of a conversation, in the order in which they are tried."""
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+_IMAGE_NAMES = ("image", "image_url", "url", "path")
+IMAGE_MARKER = "<image>"
+"""Text that stands for an image of the column of images."""
 
 
 class Conversation(NamedTuple):
@@ -37,6 +45,11 @@ class Conversation(NamedTuple):
     """JSON schemas of the tools, or None."""
     num_prompt_messages: int = 0
     """Number of messages at the start that are given. Their tokens have no loss."""
+
+    @property
+    def images(self) -> list[str]:
+        """Path or `data:` URI of the image of each part `{"type": "image"}`, in order."""
+        return [part["image"] for part in _parts(self.messages) if part["type"] == "image"]
 
 
 class PreferencePair(NamedTuple):
@@ -133,7 +146,45 @@ def _with_columns(row: Mapping[str, Any], messages: list[Message], size: int) ->
     _check(tools is None or is_list, "tools", tools, "a list of JSON schemas")
     if row.get("system"):
         system = _read_messages(row, "system", role="system")
-    return Conversation(system + messages, tools or None, size and size + len(system))
+    messages = _name_images(row, system + messages)
+    return Conversation(messages, tools or None, size and size + len(system))
+
+
+def _parts(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Return the parts of all contents that are lists."""
+    lists = (content for m in messages if isinstance(content := m.get("content"), list))
+    return [part for content in lists for part in content]
+
+
+def _name_images(row: Mapping[str, Any], messages: list[Message]) -> list[Message]:
+    """Return messages whose parts of type image all name one: their own, or the column's next."""
+    column = row.get("images", row.get("image", []))
+    column = column if isinstance(column, list) else [column]
+    names = [_image_name(value, f"images[{i}]") for i, value in enumerate(column)]
+    split = [_split_markers(message) for message in messages] if names else messages
+    count = sum(part == {"type": "image"} for part in _parts(split))
+    expected = f"{count}, one for each of the parts of type image without a name"
+    _check(count == len(names), "number of images", len(names), expected)
+    left = iter(names)
+    for message in split if names else ():
+        if isinstance(parts := message.get("content"), list):
+            message["content"] = [
+                {**part, "image": next(left)} if part == {"type": "image"} else part
+                for part in parts
+            ]
+    return split
+
+
+def _split_markers(message: Message) -> Message:
+    """Return a new message with a part of type image in the place of each marker."""
+    content = message.get("content")
+    if isinstance(content, str) and IMAGE_MARKER in content:
+        first, *others = content.split(IMAGE_MARKER)
+        parts = [{"type": "text", "text": first}]
+        for text in others:
+            parts += [{"type": "image"}, {"type": "text", "text": text}]
+        content = [part for part in parts if part != {"type": "text", "text": ""}]
+    return {**message, "content": content} if "content" in message else message
 
 
 def _read_messages(
@@ -160,7 +211,7 @@ def _read_message(value: Any, field: str) -> Message:
     if message.get("role") not in ROLES:
         raise BadRecordError(field=f"{field}.role", value=message.get("role"), choices=ROLES)
     if "content" in message or not message.get("tool_calls"):
-        message["content"] = _text(message.get("content"), f"{field}.content")
+        message["content"] = _content(message.get("content"), f"{field}.content")
     train, calls = message.get("train", False), message.get("tool_calls", [])
     _check(isinstance(train, bool), f"{field}.train", train, "true or false")
     is_list = isinstance(calls, list) and all(isinstance(call, Mapping) for call in calls)
@@ -170,11 +221,40 @@ def _read_message(value: Any, field: str) -> Message:
 
 def _text(content: Any, field: str) -> str:
     """Return a text, or the joined parts of type text of a list."""
-    parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    for text, part in zip(texts, parts, strict=True):
-        _check(isinstance(text, str), field, part, "text, or a list of parts of type text")
-    return "".join(map(str, texts))
+    text = _content(content, field)
+    _check(isinstance(text, str), field, content, "text, or a list of parts of type text")
+    return str(text)
+
+
+def _content(content: Any, field: str) -> str | list[dict[str, Any]]:
+    """Return a text, the joined parts of type text of a list, or parts with images."""
+    parts = [_part(part, field) for part in (content if isinstance(content, list) else [content])]
+    if all(part["type"] == "text" for part in parts):
+        return "".join(part["text"] for part in parts)
+    return parts
+
+
+def _part(part: Any, field: str) -> dict[str, Any]:
+    """Return a part `{"type": "text", "text": …}`, or `{"type": "image"}`, maybe with `image`."""
+    values = _without_nulls(part) if isinstance(part, Mapping) else {"text": part}
+    if values.get("type") in ("image", "image_url"):
+        names = [_image_name(values[name], field) for name in _IMAGE_NAMES if name in values]
+        return {"type": "image", "image": names[0]} if names else {"type": "image"}
+    text = values.get("text")
+    _check(isinstance(text, str), field, part, "text, or a list of parts of type text or image")
+    return {"type": "text", "text": text}
+
+
+def _image_name(value: Any, field: str) -> str:
+    """Return a path or `data:` URI, also that in an object with `url`, `path` or `bytes`."""
+    if isinstance(value, Mapping):
+        value = _without_nulls(value)
+        if isinstance(data := value.get("bytes"), bytes):
+            return f"data:;base64,{base64.b64encode(data).decode()}"
+        value = value.get("url", value.get("path"))
+    is_name = isinstance(value, str) and value and "://" not in value
+    _check(is_name, field, value, "the path of an image, or a data: URI. URLs are not read")
+    return str(value)
 
 
 def _without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:

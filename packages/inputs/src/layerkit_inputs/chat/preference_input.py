@@ -47,6 +47,7 @@ class _Answers(ConversationFiles):
             documents, pad_id = len(self._sides) * rows + number, self._tokenizer.pad_id
             batch[side] = self._documents.rows_of(plan, documents, pad_id=pad_id)
             batch[side].ids[:, 1:] = batch[side].labels[:, :-1]
+            self._with_images(batch[side], np.arange(len(rows)), documents)
         return batch
 
     def _fingerprint(self) -> dict[str, Any]:

@@ -21,15 +21,19 @@ from layerkit.config.checks import check_choice
 from layerkit.errors import hub_hint
 from layerkit_inputs.base.errors import BadRecordError, MissingFileError, require_extra
 from layerkit_inputs.base.tokenizer_interface import ROLES, Tokenizer
-from layerkit_inputs.chat.conversations import Message
+from layerkit_inputs.chat.conversations import IMAGE_MARKER, Message
 
 _TURNS = (
     "{%- for message in messages -%}"
     "{%- if tools or message.tool_calls -%}{{ raise_exception('it has no tools') }}{%- endif -%}"
+    "{%- set text -%}{%- if message.content is string -%}{{- message.content -}}"
+    "{%- else -%}{%- for part in message.content -%}"
+    f"{{{{- part.text if part.type == 'text' else '{IMAGE_MARKER}' -}}}}"
+    "{%- endfor -%}{%- endif -%}{%- endset -%}"
     "{{- begin + message.role + middle -}}"
     "{%- if message.role == 'assistant' -%}"
-    "{%- generation -%}{{- message.content + end + '\n' -}}{%- endgeneration -%}"
-    "{%- else -%}{{- message.content + end + '\n' -}}{%- endif -%}"
+    "{%- generation -%}{{- text + end + '\n' -}}{%- endgeneration -%}"
+    "{%- else -%}{{- text + end + '\n' -}}{%- endif -%}"
     "{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- begin + 'assistant' + middle -}}{%- endif -%}"
 )

@@ -24,6 +24,7 @@ from layerkit.config.checks import require
 from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.base.tokenizer_interface import Tokenizer
 from layerkit_inputs.chat.conversations import Conversation
+from layerkit_inputs.chat.images import ChatImages
 from layerkit_inputs.chat.template import ChatTemplate, Rendering
 from layerkit_inputs.text.tokenizers import SpecialTokensInText
 
@@ -39,6 +40,8 @@ class ChatTokens(NamedTuple):
     """Token ids, int32 `[tokens]`."""
     has_loss: np.ndarray
     """Whether a token counts, as a target, bool `[tokens]`."""
+    images: Sequence[Any] = ()
+    """Names of the images, or their `ImageSource`, in the order of their placeholders."""
 
 
 def encode_conversation(
@@ -48,6 +51,7 @@ def encode_conversation(
     *,
     loss_on: LossOn = "all",
     special_tokens_in_text: SpecialTokensInText = "text",
+    images: ChatImages | None = None,
 ) -> ChatTokens:
     """Return the ids of a conversation, and which tokens have loss.
 
@@ -57,10 +61,11 @@ def encode_conversation(
       tokenizer: Tokenizer of the model.
       loss_on: Turns of the assistant with loss.
       special_tokens_in_text: Encoding of special tokens that a message spells out.
+      images: Form of images, whose placeholders have no loss. None: images raise an error.
 
     Raises:
-      BadRecordError: The template cannot render the messages, or the places of the turns cannot
-        be determined.
+      BadRecordError: The template cannot render the messages, the places of the turns cannot be
+        determined, or the messages have images that are not supported.
       UnicodeError: A message is not Unicode.
       ConfigError: A `train` flag is missing, or `loss_on` cannot select generation blocks.
     """
@@ -81,11 +86,14 @@ def encode_conversation(
         expected = "one block for a turn, or loss_on='all'"
         require(len(spans) == len(answers), None, "chat_template", counts, expected)
         spans = [span for span, turn in zip(spans, answers, strict=True) if turn in turns]
+    rendering, spans = _expand(conversation, rendering, spans, images)
     ids, places = _encode(tokenizer, rendering, spans)
     has_loss = np.zeros(len(ids), bool)
     for begin, end in spans:
         has_loss |= (places[:, 0] < end) & (places[:, 1] > begin)
-    return ChatTokens(ids, has_loss)
+    if images is not None:
+        has_loss &= ids != images.placeholder_id(tokenizer)
+    return ChatTokens(ids, has_loss, conversation.images)
 
 
 def encode_prompt(
@@ -94,6 +102,7 @@ def encode_prompt(
     tokenizer: Tokenizer,
     *,
     special_tokens_in_text: SpecialTokensInText = "text",
+    images: ChatImages | None = None,
 ) -> np.ndarray:
     """Return the ids of a conversation and of the generation prompt, int32 `[tokens]`.
 
@@ -102,7 +111,7 @@ def encode_prompt(
     rendering = _render(
         conversation, template, tokenizer, special_tokens_in_text, add_generation_prompt=True
     )
-    return _encode(tokenizer, rendering, [])[0]
+    return _encode(tokenizer, _expand(conversation, rendering, [], images)[0], [])[0]
 
 
 def leaves_out_tools(conversation: Conversation, template: ChatTemplate) -> bool:
@@ -166,6 +175,21 @@ def _render(
         added = tuple(getattr(tokenizer, "added_tokens", ()))
         options["patterns"] = _token_patterns(special, added, template.source(conversation.tools))
     return template.locate(conversation.messages, tools=conversation.tools, **options)
+
+
+def _expand(
+    conversation: Conversation,
+    rendering: Rendering,
+    spans: list[tuple[int, int]],
+    images: ChatImages | None,
+) -> tuple[Rendering, list[tuple[int, int]]]:
+    """Return a rendering and its spans with the placeholders of the images."""
+    num_images = len(conversation.images)
+    if images is None:
+        expected = "no images, since the field `images` of the input is None"
+        require(not num_images, None, "images", num_images, expected, BadRecordError)
+        return rendering, spans
+    return images.expand(rendering, spans, num_images)
 
 
 @functools.lru_cache

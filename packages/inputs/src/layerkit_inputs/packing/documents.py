@@ -76,13 +76,22 @@ class RowPlan:
       num_rows: Number of rows.
     """
 
-    def __init__(self, document_ends: np.ndarray, length: int, packing: Packing = "stream"):
+    def __init__(
+        self,
+        document_ends: np.ndarray,
+        length: int,
+        packing: Packing = "stream",
+        *,
+        images: tuple[np.ndarray, int] | None = None,
+    ):
         """Plan the rows, which is work only with `first_fit`.
 
         Args:
           document_ends: Cumulative sum of the documents' lengths, int64 `[documents]`.
           length: Positions of a row.
           packing: How documents share rows.
+          images: Number of images of each document, int64 `[documents]`, and the maximum number of
+            a row, with `first_fit` of documents that fit a row. None: there are none.
         """
         self.length = length
         self._ends = document_ends
@@ -91,7 +100,10 @@ class RowPlan:
             from layerkit_inputs.packing.first_fit import cut_documents, plan_packing  # late
 
             self._pieces = cut_documents(np.diff(document_ends, prepend=0), length)
-            self._plan = plan_packing(self._pieces.length, length)
+            sizes, limits = [self._pieces.length], [length]
+            if images is not None:
+                sizes, limits = [*sizes, images[0][self._pieces.document]], [*limits, images[1]]
+            self._plan = plan_packing(np.stack(sizes, axis=1), limits)
             self.num_rows = self._plan.num_rows
         elif packing == "none":
             self.num_rows = len(document_ends)
