@@ -24,6 +24,7 @@ from layerkit.layers.basic.linears import Bias
 from layerkit.layers.basic.normalizations import LayerNorm, RmsNorm
 from layerkit.layers.basic.positions import PositionalEmbedding, RotaryPositionalEmbedding
 from layerkit.layers.quantization.fp8 import Fp8Dot
+from layerkit.layers.recurrent.mixer_parts import CausalConvolution
 from layerkit.ops.attention.masks import AttentionMask, row_positions
 from layerkit.testing import Change, Example, dead_fields, ignored_fields
 
@@ -102,6 +103,8 @@ SELF_ATTENTION = dict(
     ),
     kv_layer=Change(1, refusal="kv_layer"),
     cache_format="int8",
+    qkv_conv_tpl=CausalConvolution.HParams.config(width=3),
+    has_rolling_cache=Change(value=True, others={"window": 3}),
     **HEADS,
 )
 

@@ -27,8 +27,8 @@ from layerkit.decoding.cache_rows import round_up, row_axes, row_parts
 from layerkit.decoding.decoder import ExtendFn, Prompts
 from layerkit.decoding.logit_processors import RowOptions
 from layerkit.decoding.loop import SampledRows, extend_prompts, start_prompts
+from layerkit.layers.attention.cached_states import set_num_prompt
 from layerkit.layers.basic.positions import set_longest_sequence, switching_length
-from layerkit.layers.recurrent.token_mixer import set_num_prompt
 from layerkit.layers.transformer.repeat import is_unrolled_by_default
 from layerkit.layers.transformer.stacks import StackedTransformerRepeated, unrolled_stack
 

@@ -17,11 +17,13 @@ from layerkit.layers.attention.biases import Alibi, RelativeBias
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.basic.normalizations import RmsNorm
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
+from layerkit.layers.recurrent.mixer_parts import CausalConvolution
 from layerkit.ops.attention.masks import AttentionMask
 
 BATCH, LENGTH, SLOTS, DIMS, HEADS = 2, 6, 8, 8, 4
 ROTARY = RotaryPositionalEmbedding.HParams.config()
 RMS_NORM = RmsNorm.HParams.config()
+CONV = CausalConvolution.HParams.config(width=3)
 RELATIVE_BIAS = RelativeBias.HParams.config(num_buckets=4, max_distance=4)
 
 
@@ -213,6 +215,41 @@ def test_unwritten_slots_have_no_effect():
 
 
 @pytest.mark.parametrize(
+    ("chunks", "fields"),
+    [
+        ([3, 1, 2], {"window": 3, "relative_bias_tpl": RELATIVE_BIAS, "qkv_conv_tpl": CONV}),
+        pytest.param([2, 2, 2], {"window": 4, "look_ahead": 2}, marks=pytest.mark.slow),
+        pytest.param([1, 4, 1], {"window": 1}, marks=pytest.mark.slow),
+        pytest.param([5, 1], {"window": 3, "chunk": 4}, marks=pytest.mark.slow),
+    ],
+)
+def test_streaming_with_a_rolling_cache_equals_fprop(chunks, fields):
+    layer = make(num_kv_heads=2, rotary_tpl=ROTARY, has_rolling_cache=True, **fields)
+    weights, x = drawn_weights(layer), inputs()
+    # A bias of slots hides a token, as paddings do.
+    bias = jnp.zeros((BATCH, 1, LENGTH, LENGTH)).at[1, :, 2:, 1].set(-1e9)
+    cache = empty_cache(layer, weights, slots=1000)
+    assert cache[CACHE]["key"].shape == (BATCH, 2, fields["window"] - 1, DIMS // HEADS)
+    outs, start = [], 0
+    for size in chunks:
+        end = start + size
+        options = {"bias": bias[:, :, start:end]}
+        out, cache = extend(layer, weights, cache, x[:, start:end], start, **options)
+        outs, start = [*outs, out], end
+    actual = jnp.concatenate(outs, axis=1)
+    np.testing.assert_allclose(actual, whole(layer, weights, x, bias), atol=1e-5)
+
+
+def test_rolling_cache_rejects_a_prefix(raises):
+    layer = make(window=3, has_rolling_cache=True)
+    weights = drawn_weights(layer)
+    cache = empty_cache(layer, weights)
+    ends = jnp.full((BATCH, LENGTH), 2)
+    with raises(ConfigError, field="query_ends"):
+        extend(layer, weights, cache, inputs(), 0, query_ends=ends)
+
+
+@pytest.mark.parametrize(
     "fields",
     [
         pytest.param({}, marks=pytest.mark.slow),
@@ -243,6 +280,11 @@ def test_prompts_of_unequal_length_are_written_in_one_step(fields):
         pytest.param("fsdp", {"num_kv_heads": 2}, (1, 1, SLOTS), marks=pytest.mark.slow),
         ("fsdp", {"num_kv_heads": 2, "combined_qkv": True}, (1, 1, SLOTS)),
         ("context", {"num_kv_heads": 1, "relative_bias_tpl": RELATIVE_BIAS}, (2, 1, SLOTS // 2)),
+        (
+            "context",
+            {"num_kv_heads": 2, "qkv_conv_tpl": CONV, "window": 3, "has_rolling_cache": True},
+            (2, 1, 2),
+        ),
     ],
 )
 def test_on_a_mesh_equals_one_device(axis, fields, shard):

@@ -14,6 +14,8 @@ from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import BeamSearch, SampleDecoder, SpeculativeDecoder
 from layerkit.errors import ConfigError
 from layerkit.layers import (
+    CausalConvolution,
+    MultiHeadAttention,
     MultiTokenPrediction,
     StackedTransformer,
     StackedTransformerRepeated,
@@ -56,12 +58,16 @@ class MovingAverage(TokenMixer):
 
 
 def hybrid(**fields):
-    """Return a language model that repeats a layer with the mixer and one with attention."""
+    """Return a language model that repeats a layer with a mixer, and attention with states."""
     config = LanguageModel.HParams.config(**fields)
+    conv = CausalConvolution.HParams.config(width=3)
+    attention = MultiHeadAttention.HParams.config(
+        window=3, has_rolling_cache=True, qkv_conv_tpl=conv
+    )
     mixing = Transformer.HParams.config(attention_tpl=MovingAverage.HParams.config())
     config.lm_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=16, num_layers=5, num_heads=2)
     config.lm_tpl.stack_tpl = StackedTransformerRepeated.HParams.config(
-        block_tpls=(mixing, Transformer.HParams.config())
+        block_tpls=(mixing, Transformer.HParams.config(attention_tpl=attention))
     )
     return config
 

@@ -2,7 +2,8 @@
 
 The order of operations, with at most one of the norms, is:
 
-    project → norm → rotate → norm → scale → logits → bias → cap → mask → softmax → values → project
+    project → convolve → norm → rotate → norm → scale → logits → bias → cap → mask → softmax →
+    values → project
 
 `fprop` processes whole rows. `extend_step` processes the newest tokens of a row and keeps the
 rotated keys and the values of all tokens in a cache. They differ only in the source of keys, values
@@ -11,6 +12,7 @@ and mask.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
@@ -24,12 +26,14 @@ from layerkit.config.checks import check_divisible, check_last_axis, check_sizes
 from layerkit.config.hparams import Conditions
 from layerkit.layers.attention.base_attention import BaseAttention
 from layerkit.layers.attention.cache import (
+    Axes,
     check_time_step,
     extend_cache,
     extend_rounded_cache,
     write_cache,
     write_rounded_cache,
 )
+from layerkit.layers.attention.cached_states import extend_last, init_num_prompt
 from layerkit.layers.basic.dots import Dot, add_bias, create_dot, matmul, merge_tokens
 from layerkit.layers.basic.normalizations import BaseNormalization
 from layerkit.ops.attention.distance_bias import LogitBias
@@ -38,6 +42,13 @@ from layerkit.ops.remat import name_activation
 
 KeysValues = dict[int | None, tuple[jax.Array, ...]]
 """Keys and values `[batch, length, num_kv_heads, dim_per_head]` by the number of their layer."""
+
+# Logical axes of the last tokens `[batch, width - 1, heads, head_dim]` that convolutions read.
+_LAST_AXES = {
+    "query": ("batch", None, "act_heads", "head_dim"),
+    "key": ("batch", None, "act_kv_heads", "head_dim"),
+    "value": ("batch", None, "act_kv_heads", "head_dim"),
+}
 
 
 class CombinedProjection(BaseLayer):
@@ -141,6 +152,9 @@ class MultiHeadAttention(BaseAttention):
       rotary_tpl: Rotation of queries and keys by their positions; None for no rotation.
       qk_norm_before_rotary: True to apply `qk_norm_tpl` before the rotation (Qwen 3, Gemma 3,
         OLMo 2), False to apply it after the rotation (Praxis).
+      qkv_conv_tpl: Causal depth-wise convolutions of queries, keys and values after their
+        projections (Primer; So et al., 2021, arXiv:2109.08668), such as `CausalConvolution` of
+        width 3; None for none. Cached steps keep the last width - 1 tokens.
       value_norm_tpl: Norm of the values of each head (Gemma 4); None for no norm.
       values_are_keys: True for values that are the keys before `qk_norm_tpl` and the rotation, so
         that there is no child `value` (Gemma 4).
@@ -166,13 +180,18 @@ class MultiHeadAttention(BaseAttention):
         (Gemma 4). That layer is one of the stack's `first_tpls`. None for its own.
       cache_format: `int8` to store the keys and values of cached steps in integers; None for the
         compute dtype.
+      has_rolling_cache: True to cache the keys and values of the last window - 1 tokens alone, so
+        that memory and time of a step do not grow with the row, whose length has no limit. False
+        to cache all tokens.
 
     Raises:
       ConfigError: A size is not divisible, a number is out of range, or a name is unknown.
     """
 
     used_only_if: ClassVar[Conditions] = {
+        "qk_clip": ("not qk_norm_tpl", "not qkv_conv_tpl"),
         "qk_norm_before_rotary": ("qk_norm_tpl", "rotary_tpl"),
+        "qkv_conv_tpl": ("not kv_layer", "not values_are_keys"),
         "query_tpl": "not combined_qkv",
         "key_tpl": ("not combined_qkv", "not kv_layer"),
         "value_tpl": ("not combined_qkv", "not values_are_keys", "not kv_layer"),
@@ -180,12 +199,14 @@ class MultiHeadAttention(BaseAttention):
         "value_norm_tpl": "not kv_layer",
         "combined_qkv": "not kv_layer",
         "cache_format": "not kv_layer",
+        "has_rolling_cache": ("window", "not cache_format", "not kv_layer"),
         "qkv_tpl": "combined_qkv",
         "query_growth_step": "query_growth",
     }
 
     rotary_tpl: Config[BaseLayer] | None = sub_config_field(None)
     qk_norm_before_rotary: bool = False
+    qkv_conv_tpl: Config[BaseLayer] | None = sub_config_field(None)
     value_norm_tpl: Config[BaseNormalization] | None = sub_config_field(None)
     values_are_keys: bool = False
     window: int | None = None
@@ -198,6 +219,7 @@ class MultiHeadAttention(BaseAttention):
     qkv_tpl: Config[BaseLayer] = sub_config_field(CombinedProjection.HParams)
     kv_layer: int | None = None
     cache_format: Literal["int8"] | None = None
+    has_rolling_cache: bool = False
 
     def setup(self) -> None:
         """Check the fields and create weights and children."""
@@ -219,6 +241,12 @@ class MultiHeadAttention(BaseAttention):
             projections = names if has_key else ()
             self._create_query_key_value(self.input_dims, projections=projections)
         self._create_attention_parts(has_key=has_key)
+        if (conv := self.qkv_conv_tpl) is not None:
+            axes = tuple("kv_heads" if axis == "heads" else axis for axis in conv.weight_axes)
+            self.create_child("query_conv", conv, num_heads=self.num_heads, head_dim=head_dim)
+            for name in ("key_conv", "value_conv"):
+                template = conv.clone(weight_axes=axes)
+                self.create_child(name, template, num_heads=kv_heads, head_dim=head_dim)
         if self.value_norm_tpl is not None:
             sizes = fields_of(self.value_norm_tpl, dims=head_dim, num_heads=kv_heads)
             self.create_child("value_norm", self.value_norm_tpl, **sizes)
@@ -255,7 +283,7 @@ class MultiHeadAttention(BaseAttention):
           ConfigError: Shapes are incompatible, or `kv` lacks the layer `kv_layer`.
           UnsupportedBackendError: The backend does not support this attention.
         """
-        query, *heads = self._project(x, positions)
+        query, *heads = self._project(x, positions, segments=mask.query_segments)
         key, value = self._heads_to_read(heads, kv)
         if self.relative_bias_tpl is not None:
             from layerkit.layers.attention.biases import add_bias_of_rows
@@ -269,7 +297,8 @@ class MultiHeadAttention(BaseAttention):
         """Create an empty cache: `key` and `value` `[batch, kv_heads, max_length, head_dim]`.
 
         They are in the collection `CACHE`, in the compute dtype, or with scales `key_scale` and
-        `value_scale` under a `cache_format`.
+        `value_scale` under a `cache_format`. A rolling cache has window - 1 slots. Convolutions
+        have `NAME_last` `[batch, width - 1, heads, head_dim]` of queries, keys and values.
 
         Raises:
           ConfigError: A size is below one, or the collection is not mutable.
@@ -278,7 +307,14 @@ class MultiHeadAttention(BaseAttention):
         if self.kv_layer is not None:
             return
         kv_heads, head_dim = self._head_sizes()
-        shape = (batch_size, kv_heads, max_length, head_dim)
+        num_slots = self.window - 1 if self.has_rolling_cache and self.window else max_length
+        shape = (batch_size, kv_heads, num_slots, head_dim)
+        if self.has_rolling_cache or self.qkv_conv_tpl is not None:
+            init_num_prompt(self)
+        for name, axes in _LAST_AXES.items() if self.qkv_conv_tpl is not None else ():
+            conv = getattr(self, f"{name}_conv")
+            last = jnp.zeros((batch_size, conv.width - 1, conv.num_heads, head_dim))
+            write_cache(self, f"{name}_last", self.cast(last), axes)
         for name, axes in self._cache_axes().items():
             if self.cache_format is None:
                 write_cache(self, name, jnp.zeros(shape, self.compute_dtype), axes)
@@ -312,36 +348,48 @@ class MultiHeadAttention(BaseAttention):
 
         Returns:
           `[batch, t, input_dims]` in the compute dtype; NaN if time_step + t exceeds the length of
-          the cache, since the time step is known at run time only.
+          the cache, since the time step is known at run time only. A rolling cache has no limit.
 
         Raises:
           ConfigError: The cache is missing, has wrong sizes or is not mutable, or there is a
-            time step for each row.
+            time step for each row, or `query_ends` with a rolling cache.
         """
         check_time_step(self, time_step)
-        query, *new = self._project(x, positions)
-        extend = extend_cache if self.cache_format is None else extend_rounded_cache
+        query, *new = self._project(x, positions, time_step=time_step)
         cached = (
-            jnp.swapaxes(
-                extend(
-                    self, name, jnp.swapaxes(heads, 1, 2), axes, time_step=time_step, slot_axis=2
-                ),
-                1,
-                2,
-            )
+            jnp.swapaxes(self._extend_cache(name, jnp.swapaxes(heads, 1, 2), axes, time_step), 1, 2)
             for (name, axes), heads in zip(self._cache_axes().items(), new, strict=True)
         )
-        keys, values = self._heads_to_read(cached, kv)
-        (batch, num_tokens), max_length = x.shape[:2], keys.shape[1]
-        mask = AttentionMask.decoding_mask(
-            batch, num_tokens, max_length, time_step=time_step, query_ends=query_ends
-        )
+        # Other layers do not know which tokens a rolling cache holds.
+        keys, values = self._heads_to_read(cached, None if self.has_rolling_cache else kv)
+        (batch, num_tokens), num_keys = x.shape[:2], keys.shape[1]
+        if self.has_rolling_cache:
+            expected = "None with has_rolling_cache=True"
+            require(query_ends is None, self, "query_ends", "an array", expected)
+            mask = AttentionMask.streaming_mask(batch, num_tokens, num_keys, time_step=time_step)
+            if bias is not None:
+                bias = jnp.pad(bias, [(0, 0)] * 3 + [(num_keys - num_tokens, 0)])
+                bias = jax.lax.dynamic_slice_in_dim(bias, time_step, num_keys, axis=3)
+        else:
+            mask = AttentionMask.decoding_mask(
+                batch, num_tokens, num_keys, time_step=time_step, query_ends=query_ends
+            )
         if self.relative_bias_tpl is not None:
             relative = self.relative_bias(mask.query_positions[:1], mask.key_positions[:1])
             bias = relative if bias is None else relative + bias
         mask = mask.within(self.window).split_chunks(self.chunk).look_ahead(self.look_ahead)
         outputs = self._read(query, keys, values, mask, bias, cached=True)
-        return jnp.where(time_step + num_tokens <= max_length, outputs, jnp.nan)
+        fits = self.has_rolling_cache | (time_step + num_tokens <= num_keys)
+        return jnp.where(fits, outputs, jnp.nan)
+
+    def _extend_cache(
+        self, name: str, heads: jax.Array, axes: Axes, time_step: jax.Array
+    ) -> jax.Array:
+        """Cache the next keys or values `[batch, heads, t, head_dim]`; return those to read."""
+        if self.has_rolling_cache:
+            return extend_last(self, name, heads, axes, time_step=time_step, axis=2)
+        extend = extend_cache if self.cache_format is None else extend_rounded_cache
+        return extend(self, name, heads, axes, time_step=time_step, slot_axis=2)
 
     def _heads_to_read(
         self, heads: Iterable[jax.Array], kv: KeysValues | None
@@ -359,10 +407,18 @@ class MultiHeadAttention(BaseAttention):
         require(sizes == expected, self, "kv_layer", sizes, f"{expected}, the sizes of heads")
         return pair
 
-    def _project(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, ...]:
+    def _project(
+        self,
+        x: jax.Array,
+        positions: jax.Array,
+        *,
+        segments: jax.Array | None = None,
+        time_step: jax.Array | None = None,
+    ) -> tuple[jax.Array, ...]:
         """Return rotated queries and keys, and values, `[batch, length, heads, head_dim]`.
 
-        With `kv_layer` there are queries alone.
+        With `kv_layer` there are queries alone. Convolutions read whole rows with documents
+        `segments` `[batch, length]`, or a step at `time_step`.
         """
         tokens, leading = merge_tokens(self, self.cast(x)), x.shape[:-1]
         if self.combined_qkv:
@@ -372,6 +428,9 @@ class MultiHeadAttention(BaseAttention):
             heads = [project(tokens, leading=leading) for project in children]
             if self.kv_layer is None:
                 value = heads[1] if self.values_are_keys else self.value(tokens, leading=leading)
+        if self.qkv_conv_tpl is not None:
+            convolve = functools.partial(self._convolve, segments=segments, time_step=time_step)
+            *heads, value = map(convolve, ("query", "key", "value"), (*heads, value))
         if self.value_norm_tpl is not None:
             value = self.value_norm(value)
         has_norm, norm_first = self.qk_norm_tpl is not None, self.qk_norm_before_rotary
@@ -389,6 +448,23 @@ class MultiHeadAttention(BaseAttention):
             heads.append(value)
         names = ("query", "key", "value")
         return tuple(name_activation(one, name) for one, name in zip(heads, names, strict=False))
+
+    def _convolve(
+        self,
+        name: str,
+        heads: jax.Array,
+        *,
+        segments: jax.Array | None,
+        time_step: jax.Array | None,
+    ) -> jax.Array:
+        conv = getattr(self, f"{name}_conv")
+        history = jnp.zeros((heads.shape[0], conv.width - 1, *heads.shape[2:]), heads.dtype)
+        if time_step is not None:
+            place = {"time_step": time_step, "axis": 1}
+            tokens = extend_last(self, f"{name}_last", heads, _LAST_AXES[name], **place)
+            history = tokens[:, : conv.width - 1]
+        convolved: jax.Array = conv(heads, history, segments=segments)[0]
+        return convolved
 
     def _normalize_all(self, heads: list[jax.Array]) -> list[jax.Array]:
         norms = (getattr(self, name) for name in ("query_norm", "key_norm")[: len(heads)])
@@ -409,7 +485,7 @@ class MultiHeadAttention(BaseAttention):
         value = key if self.combined_qkv or self.values_are_keys else self.value
         of_layers = {"key": key.activation_axes, "value": value.activation_axes}
         return {
-            name: (batch, heads, length, head_dim)
+            name: (batch, heads, None if self.has_rolling_cache else length, head_dim)
             for name, (batch, length, heads, head_dim) in of_layers.items()
         }
 

@@ -15,7 +15,13 @@ from layerkit.config.hparams import Conditions
 from layerkit.layers.attention.base_attention import HeadProjection
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.basic.positions import PositionalEmbedding
-from layerkit.ops.attention.dot_product import AttentionOptions, dot_product_attention
+from layerkit.ops.attention.distance_bias import align_distances
+from layerkit.ops.attention.dot_product import (
+    AttentionOptions,
+    describe_call,
+    dot_product_attention,
+)
+from layerkit.ops.attention.local_blocks import attend_by_local_blocks, find_local_block
 
 
 class TransformerXLAttention(MultiHeadAttention):
@@ -57,6 +63,15 @@ class TransformerXLAttention(MultiHeadAttention):
 
         The positions of queries, and those of keys, are consecutive and the same in all rows.
         """
+        size = find_local_block(describe_call(query, key, value, options))
+        if size is not None and options.backend in ("auto", "xla"):
+            attend = self._attend_to_all
+            return attend_by_local_blocks(query, key, value, options, attend=attend, size=size)
+        return self._attend_to_all(query, key, value, options)
+
+    def _attend_to_all(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, options: AttentionOptions
+    ) -> jax.Array:
         num_queries, num_keys = query.shape[1], key.shape[1]
         mask = options.mask
         assert mask is not None
@@ -71,20 +86,3 @@ class TransformerXLAttention(MultiHeadAttention):
             bias = bias + other
         options = dataclasses.replace(options, bias=bias)
         return dot_product_attention(query + self.theta.u, key, value, options)
-
-
-def align_distances(by_distance: jax.Array) -> jax.Array:
-    """Return entry q - k of each query, `[..., queries, keys]`.
-
-    Args:
-      by_distance: `[..., queries, queries + keys - 1]`, entries of the distances of a query from a
-        key, from queries - 1 down to 1 - keys.
-    """
-    *leading, num_queries, num_distances = by_distance.shape
-    if num_queries == 1:
-        return by_distance
-    # Row q of the result begins at entry queries - 1 - q, so rows that are an entry shorter align.
-    width = num_distances - 1
-    flat = by_distance.reshape(*leading, -1)[..., num_queries - 1 :][..., : num_queries * width]
-    rows = flat.reshape(*leading, num_queries, width)
-    return rows[..., : num_distances - num_queries + 1]

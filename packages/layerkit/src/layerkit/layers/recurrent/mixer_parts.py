@@ -26,6 +26,7 @@ class CausalConvolution(BaseLayer):
       width: Number of tokens that a token reads, itself included.
       use_bias: True to add `b` `[num_heads, head_dim]`, which starts at 0.
       weight_axes: Logical axes of `w` `[width, num_heads, head_dim]`.
+      weight_init: Initializer of `w`; None to draw uniformly within ±1/√width.
     """
 
     num_heads: int = 0
@@ -33,12 +34,13 @@ class CausalConvolution(BaseLayer):
     width: int = 4
     use_bias: bool = False
     weight_axes: tuple[str | None, ...] = (None, "heads", "head_dim")
+    weight_init: WeightInit | None = None
 
     def setup(self) -> None:
         """Check the fields and create the weights."""
         check_sizes(self, num_heads=self.num_heads, head_dim=self.head_dim, width=self.width)
         shape = (self.width, self.num_heads, self.head_dim)
-        init = WeightInit.Uniform(self.width**-0.5)
+        init = self.weight_init or WeightInit.Uniform(self.width**-0.5)
         self.create_variable("w", WeightHParams(shape, self.weight_axes, init=init))
         if self.use_bias:
             zeros = WeightInit.Constant(0.0)

@@ -13,16 +13,14 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from layerkit.base.base_layer import CACHE, BaseLayer
+from layerkit.base.base_layer import BaseLayer
 from layerkit.config.checks import check_sizes, require
 from layerkit.layers.attention.cache import Axes, check_time_step, read_cache, write_cache
+from layerkit.layers.attention.cached_states import count_kept, init_num_prompt
 from layerkit.ops.attention.masks import AttentionMask, first_tokens
 
 State = dict[str, jax.Array]
 """Arrays `[batch, …]` that a mixer carries from token to token, by name."""
-
-# Variable of the cache: number of first tokens of the rows that the first step adds to the state.
-_NUM_PROMPT = "num_prompt"
 
 
 class TokenMixer(BaseLayer):
@@ -89,7 +87,7 @@ class TokenMixer(BaseLayer):
         require(self.is_causal, self, "is_causal", self.is_causal, "True for cached steps")
         for name, value in self.initial_state(batch_size).items():
             write_cache(self, name, value, self.state_axes[name])
-        self.put_variable(CACHE, _NUM_PROMPT, jnp.int32(0))
+        init_num_prompt(self)
 
     def extend_step(
         self,
@@ -124,8 +122,8 @@ class TokenMixer(BaseLayer):
         batch, num_tokens = x.shape[:2]
         segments = None
         if num_tokens > 1:
-            ends = read_cache(self, _NUM_PROMPT) - time_step
-            kept = jnp.broadcast_to(jnp.where(ends > 0, ends, num_tokens), (batch,))
+            kept = count_kept(self, num_tokens, time_step=time_step)
+            kept = jnp.broadcast_to(kept, (batch,))
             segments = first_tokens(kept, num_tokens).astype(jnp.int32)
         state = {
             name: jnp.where(time_step == 0, start, read_cache(self, name))
@@ -135,29 +133,3 @@ class TokenMixer(BaseLayer):
         for name, value in state.items():
             write_cache(self, name, value, self.state_axes[name])
         return outputs
-
-
-def set_num_prompt(cache: Any, num_tokens: jax.Array) -> tuple[Any, bool]:
-    """Set the number of tokens that the first step of rows adds to their states.
-
-    Rows with prompts of unequal lengths are filled in one step and continued from the shortest, so
-    that later steps repeat tokens. A cache of keys is overwritten. A state cannot go back.
-
-    Args:
-      cache: Collection `CACHE` of a network.
-      num_tokens: Number of tokens before the first one that a later step repeats, int32 scalar; 0
-        if the next step has time step 0.
-
-    Returns:
-      (cache, True if any layer has a state).
-    """
-    has_state = False
-
-    def set_one(path: Any, x: jax.Array) -> jax.Array:
-        nonlocal has_state
-        if not path or getattr(path[-1], "key", None) != _NUM_PROMPT:
-            return x
-        has_state = True
-        return jnp.full_like(x, num_tokens)
-
-    return jax.tree_util.tree_map_with_path(set_one, cache), has_state

@@ -40,6 +40,7 @@ class AttentionCall:
       is_causal: True if later keys are masked.
       is_in_row_order: True if positions are known to be the order of the row.
       window: Number of positions back that a query sees, itself included; None for all.
+      reach: Largest numbers of tokens before and after a query that it sees; None if unknown.
       has_segments: True if rows hold several documents or padding.
       has_prefix: True if all queries of a row see a prefix of it.
       bias_dtype: Dtype of the bias of the logits; None if there is no bias.
@@ -65,6 +66,7 @@ class AttentionCall:
     is_causal: bool = False
     is_in_row_order: bool = True
     window: int | None = None
+    reach: tuple[int, int] | None = None
     has_segments: bool = False
     has_prefix: bool = False
     bias_dtype: Any = None

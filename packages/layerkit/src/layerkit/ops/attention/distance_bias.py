@@ -66,6 +66,23 @@ def sum_diagonals(tiles: jax.Array) -> jax.Array:
     return total.reshape(heads, -1)[:, :-1]
 
 
+def align_distances(by_distance: jax.Array) -> jax.Array:
+    """Return entry q - k of each query, `[..., queries, keys]`.
+
+    Args:
+      by_distance: `[..., queries, queries + keys - 1]`, entries of the distances of a query from a
+        key, from queries - 1 down to 1 - keys.
+    """
+    *leading, num_queries, num_distances = by_distance.shape
+    if num_queries == 1:
+        return by_distance
+    # Row q of the result begins at entry queries - 1 - q, so rows that are an entry shorter align.
+    width = num_distances - 1
+    flat = by_distance.reshape(*leading, -1)[..., num_queries - 1 :][..., : num_queries * width]
+    rows = flat.reshape(*leading, num_queries, width)
+    return rows[..., : num_distances - num_queries + 1]
+
+
 def _expand(by_distance: jax.Array) -> jax.Array:
     """Return the matrix `[…, length, length]` with the diagonals `[…, 2·length - 1]`.
 

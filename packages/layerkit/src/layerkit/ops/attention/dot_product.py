@@ -10,6 +10,8 @@ backend, and calls it, on the shard of each device if the model is split over de
 Its logits and softmax are float32 for inputs of every dtype. A masked logit becomes a large finite
 negative number rather than -inf, so that the softmax and gradient of a fully masked row are finite.
 
+Within a window, array code runs by blocks of long rows (`layerkit.ops.attention.local_blocks`).
+
 On a single CPU, array code runs causal attention by blocks of queries, each multiplied with the
 keys up to its last query only. With four blocks this leaves out three eighths of the products,
 logits and exponentials, which are all masked. Each block is compiled separately, so that more
@@ -31,6 +33,7 @@ from layerkit.config.checks import require
 from layerkit.errors import ConfigError
 from layerkit.ops.attention.backends import AttentionCall, BackendName, select_backend
 from layerkit.ops.attention.distance_bias import DistanceBias, LogitBias
+from layerkit.ops.attention.local_blocks import attend_by_local_blocks, find_local_block
 from layerkit.ops.attention.masks import MASKED_LOGIT, AttentionMask
 from layerkit.ops.implementations import Implementation
 from layerkit.ops.losses import soft_cap
@@ -146,6 +149,12 @@ def dot_product_attention(
             sharding=sharding,
             sinks=options.sinks,
         )
+    local_block = find_local_block(call) if chosen.name == "xla" else None
+    if local_block is not None:
+        with jax.named_scope("attention"):
+            return attend_by_local_blocks(
+                query, key, value, options, attend=xla_attention, size=local_block
+            )
     in_blocks = chosen.name == "xla" and uses_causal_blocks(call, sharding)
     # The count of model FLOPs halves the products in the causal scope; blocks have their own.
     with jax.named_scope("causal_attention" if call.is_causal and not in_blocks else "attention"):
@@ -184,6 +193,7 @@ def describe_call(
         is_causal=mask is not None and mask.causal,
         is_in_row_order=mask is None or mask.in_row_order,
         window=None if mask is None else mask.window,
+        reach=None if mask is None else mask.reach,
         has_segments=mask is not None and mask.query_segments is not None,
         has_prefix=mask is not None and mask.reads_ahead,
         bias_dtype=None if bias is None else jax.tree.leaves(bias)[0].dtype,

@@ -50,6 +50,8 @@ class AttentionMask:
         arXiv:2004.05150). None for no window.
       in_row_order: True if positions count the tokens of each row from its start, and query i and
         key i are the same token. Fused kernels support only such positions.
+      num_ahead: Largest number of tokens after a query that it sees by `look_ahead` in rows in
+        order; 0 for none, or for other rows.
     """
 
     query_positions: jax.Array
@@ -61,6 +63,18 @@ class AttentionMask:
     causal: bool = struct.field(pytree_node=False, default=False)
     window: int | None = struct.field(pytree_node=False, default=None)
     in_row_order: bool = struct.field(pytree_node=False, default=False)
+    num_ahead: int = struct.field(pytree_node=False, default=0)
+
+    @property
+    def reach(self) -> tuple[int, int] | None:
+        """Largest numbers of tokens before and after a query that it may see.
+
+        None if the mask has no window, or if tokens may be in another order than positions.
+        """
+        if self.window is None or not (self.in_row_order or self.num_ahead):
+            return None
+        sees_later = not self.causal or self.reads_ahead
+        return self.window - 1, self.num_ahead + (self.window - 1 if sees_later else 0)
 
     @classmethod
     def causal_mask(
@@ -171,6 +185,24 @@ class AttentionMask:
         )
 
     @classmethod
+    def streaming_mask(
+        cls, batch: int, num_queries: int, num_keys: int, *, time_step: int | jax.Array
+    ) -> AttentionMask:
+        """Return the mask of causal attention from the newest tokens to the last `num_keys`.
+
+        Args:
+          batch: Number of rows.
+          num_queries: Newest tokens per row, which are the last keys.
+          num_keys: Number of keys; those before position 0 are hidden.
+          time_step: Number of tokens before the newest; an integer or an int32 scalar.
+        """
+        first = time_step + num_queries - num_keys
+        queries = time_step + row_positions(batch, num_queries)
+        keys = first + row_positions(batch, num_keys)
+        is_token = (keys >= 0).astype(jnp.int32)
+        return cls(queries, keys, jnp.ones_like(queries), is_token, causal=True)
+
+    @classmethod
     def _self_attention(
         cls, batch: int, length: int, segments: jax.Array | None, *, causal: bool
     ) -> AttentionMask:
@@ -239,7 +271,10 @@ class AttentionMask:
             return self
         ends = (self.query_positions // size + 1) * size - 1
         ends = jnp.minimum(ends, self.query_positions[:, -1:])
-        return dataclasses.replace(self, query_positions=ends, in_row_order=False)
+        num_ahead = size - 1 if self.in_row_order else 0
+        return dataclasses.replace(
+            self, query_positions=ends, in_row_order=False, num_ahead=num_ahead
+        )
 
     def part(self, queries: slice, keys: slice) -> AttentionMask:
         """Return the mask of some of the queries and keys of each row.
@@ -256,6 +291,7 @@ class AttentionMask:
             key_in_prefix=_part(self.key_in_prefix, keys),
             query_ends=_part(self.query_ends, queries),
             in_row_order=False,
+            num_ahead=0,
         )
 
     @property
