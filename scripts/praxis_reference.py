@@ -36,6 +36,7 @@ from praxis.layers import (
     normalizations,
     transformers,
 )
+from praxis_attention import attention
 from praxis_models import defaults, first_deviations, language_models
 from praxis_speech import speech
 from praxis_states import quantizers, recurrent, state_spaces
@@ -441,6 +442,7 @@ def main():
         add(record, run, RANDOM)
     for add in (convolution, pooling, networks, recurrent, quantizers, state_spaces, speech):
         add(record)
+    attention(record)
     lines = [f"{json.dumps(name)}: {json.dumps(case)}" for name, case in CASES.items()]
     Path(sys.argv[1]).write_text("{\n" + ",\n".join(lines) + "\n}\n")
 

@@ -108,6 +108,7 @@ EXAMPLES = [
             "images_tpl": Config(L.ImageEmbedding, token_id=3, tower_tpl=TOWER),
             "layer_inputs_tpl": Change(Config(L.LayerInputs, dims=4), refusal="layer_input"),
             "mtp_tpl": Config(L.MultiTokenPrediction),
+            "ngrammer_tpl": Config(L.NGrammer, num_heads=2, num_buckets=3, quantizer_tpl=None),
             "head_tpl": Config(L.NormalizedFeedForward),
             "dropout_rate": 0.5,
         },

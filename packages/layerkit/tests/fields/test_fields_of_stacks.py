@@ -24,7 +24,15 @@ MASK = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=SEGMENTS)
 GAUSSIAN = WeightInit.Gaussian()
 CROSS = Config(L.CrossAttention)
 MODULES = {
-    *("feed_forward", "layer_inputs", "moe", "pipeline", "pipelined_transformer", "repeat"),
+    *(
+        "feed_forward",
+        "layer_inputs",
+        "moe",
+        "ngrammer",
+        "pipeline",
+        "pipelined_transformer",
+        "repeat",
+    ),
     *("residual_adapters", "stacks", "transformer"),
 }
 
@@ -65,6 +73,13 @@ def cached(layer):
     layer.init_cache(BATCH, LENGTH)
     x = NUMBERS[:, :1, : layer.input_dims]
     return layer.extend_step(x, time_step=jnp.int32(0), positions=POSITIONS[:, :1])
+
+
+def whole_and_cached_bigrams(layer):
+    x = NUMBERS[..., : layer.input_dims]
+    whole = layer(SEGMENTS, x, segments=SEGMENTS)
+    layer.init_cache(BATCH)
+    return whole, layer.extend_step(SEGMENTS[:, :1], x[:, :1], time_step=jnp.int32(0))
 
 
 def stack(layer):
@@ -239,6 +254,21 @@ EXAMPLES = [
         {"num_classes": 4, "input_dims": DIMS, "num_layers": 2, "dims": 4},
         lambda layer: layer(SEGMENTS, NUMBERS[..., : layer.input_dims]),
         norm_tpl=Config(L.LayerNorm),
+    ),
+    of(
+        L.NGrammer,
+        {
+            "input_dims": 8,
+            "num_heads": 2,
+            "num_buckets": 5,
+            "quantizer_tpl": L.VectorQuantizer.HParams.config(num_classes=3),
+        },
+        whole_and_cached_bigrams,
+        input_dims=16,
+        vocab_size=Change(6, others={"quantizer_tpl": None, "vocab_size": 5}),
+        bigram_dims=3,
+        quantizer_tpl=L.VectorQuantizer.HParams.config(num_classes=4),
+        norm_tpl=L.LayerNormPerHead.HParams.config(epsilon=0.5),
     ),
     of(
         L.MultitaskResidualAdapter,

@@ -118,6 +118,7 @@ if TYPE_CHECKING:
     from layerkit.layers.transformer.layer_inputs import LayerInputs as LayerInputs
     from layerkit.layers.transformer.multi_token import MultiTokenModule as MultiTokenModule
     from layerkit.layers.transformer.multi_token import MultiTokenPrediction as MultiTokenPrediction
+    from layerkit.layers.transformer.ngrammer import NGrammer as NGrammer
     from layerkit.layers.transformer.pipeline import Pipeline as Pipeline
     from layerkit.layers.transformer.pipelined_transformer import (
         PipelinedTransformer as PipelinedTransformer,

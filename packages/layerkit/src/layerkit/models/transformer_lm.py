@@ -24,6 +24,7 @@ from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.basic.embeddings import ClassSoftmax, SharedEmbeddingSoftmax
 from layerkit.layers.basic.normalizations import BaseNormalization, LayerNorm
 from layerkit.layers.basic.positions import switching_length
+from layerkit.layers.transformer.ngrammer import NGrammer
 from layerkit.layers.transformer.stacks import StackedTransformer
 from layerkit.layers.transformer.transformer import drop_none, gather_positions
 from layerkit.layers.vision.image_embedding import PlacedImages
@@ -51,6 +52,8 @@ class TransformerLm(BaseLayer):
       softmax_tpl: Output layer; a tied one also embeds.
       embedding_tpl: Separate input embedding; None to tie it to the softmax.
       embedding_multiplier: Factor of the token embeddings (Granite).
+      ngrammer_tpl: `NGrammer`, which augments the token embeddings by those of bigrams; None for
+        none.
       position_tpl: Positional embedding that is added to the token embeddings; None for models
         whose attention encodes positions (rotary).
       token_type_tpl: Embedding of the type of each token, such as its sentence (BERT), with its
@@ -73,7 +76,10 @@ class TransformerLm(BaseLayer):
       ConfigError: `embedding_tpl` is None although the softmax cannot embed ids.
     """
 
-    used_only_if: ClassVar[Conditions] = TIED_EMBEDDING_CONDITIONS
+    used_only_if: ClassVar[Conditions] = {
+        **TIED_EMBEDDING_CONDITIONS,
+        "ngrammer_tpl": "not mtp_tpl",
+    }
 
     vocab_size: int = 0
     model_dims: int = 0
@@ -85,6 +91,7 @@ class TransformerLm(BaseLayer):
     softmax_tpl: Config[ClassSoftmax] = sub_config_field(SharedEmbeddingSoftmax.HParams)
     embedding_tpl: Config[BaseLayer] | None = sub_config_field(None)
     embedding_multiplier: float = 1.0
+    ngrammer_tpl: Config[NGrammer] | None = sub_config_field(None)
     position_tpl: Config[BaseLayer] | None = sub_config_field(None)
     token_type_tpl: Config[BaseLayer] | None = sub_config_field(None)
     embedding_norm_tpl: Config[BaseNormalization] | None = sub_config_field(None)
@@ -100,6 +107,10 @@ class TransformerLm(BaseLayer):
     def setup(self) -> None:
         """Create the embeddings, the stack, the norms, the softmax and further predictions."""
         create_token_layers(self)
+        if self.ngrammer_tpl is not None:
+            takes_ids = self.ngrammer_tpl.quantizer_tpl is None
+            sizes = {"vocab_size": self.vocab_size} if takes_ids else {}
+            self.create_child("ngrammer", self.ngrammer_tpl, input_dims=self.model_dims, **sizes)
         if self.position_tpl is not None:
             self.create_child("position", self.position_tpl, dims=self.model_dims)
         if self.token_type_tpl is not None:
@@ -242,7 +253,7 @@ class TransformerLm(BaseLayer):
             is_causal, expected = self.is_causal, "True for inputs with a prefix (in_prefix)"
             require(in_prefix is None, self, "is_causal", is_causal, expected)
             mask = AttentionMask.bidirectional_mask(batch, length, segment_ids=segment_ids)
-        x = self._embed(ids, segment_pos, token_type_ids, images=placed)
+        x = self._embed(ids, segment_pos, token_type_ids, images=placed, segments=segment_ids)
         if segment_ids is not None and switching_length(self.stack_tpl) is not None:
             # Padding makes no row longer.
             segment_pos = jnp.where(segment_ids > 0, segment_pos, 0)
@@ -279,6 +290,8 @@ class TransformerLm(BaseLayer):
         self.stack.init_cache(batch_size, max_length)
         if images is not None:
             self.images.init_cache(batch_size, max_length, images)
+        if self.ngrammer_tpl is not None:
+            self.ngrammer.init_cache(batch_size)
         if drafts:
             expected = "MultiTokenPrediction, to draft tokens"
             require(self.mtp_tpl is not None, self, "mtp_tpl", self.mtp_tpl, expected)
@@ -307,7 +320,7 @@ class TransformerLm(BaseLayer):
         ends = None if placed is None else placed.ends(positions)
         if prefix_lengths is not None:
             ends = jnp.maximum(positions if ends is None else ends, prefix_lengths[:, None] - 1)
-        x = self._embed(ids, positions, images=placed)
+        x = self._embed(ids, positions, images=placed, time_step=time_step)
         more = drop_none(query_ends=ends) | self._embed_for_layers(ids, x)
         x = self.stack.extend_step(x, time_step=time_step, positions=positions, **more)
         hidden = self._normalize(x)
@@ -353,10 +366,16 @@ class TransformerLm(BaseLayer):
         token_type_ids: jax.Array | None = None,
         *,
         images: PlacedImages | None = None,
+        segments: jax.Array | None = None,
+        time_step: jax.Array | None = None,
     ) -> jax.Array:
         x = embed_tokens(self, ids)
         if self.embedding_multiplier != 1.0:
             x = x * self.embedding_multiplier
+        if self.ngrammer_tpl is not None and time_step is None:
+            x = self.ngrammer(ids, x, segments=segments)
+        elif self.ngrammer_tpl is not None:
+            x = self.ngrammer.extend_step(ids, x, time_step=time_step)
         if images is not None:
             x = images.put(x)
         if self.position_tpl is not None:

@@ -44,7 +44,7 @@ KeysValues = dict[int | None, tuple[jax.Array, ...]]
 """Keys and values `[batch, length, num_kv_heads, dim_per_head]` by the number of their layer."""
 
 # Logical axes of the last tokens `[batch, width - 1, heads, head_dim]` that convolutions read.
-_LAST_AXES = {
+_LAST_AXES: dict[str, Axes] = {
     "query": ("batch", None, "act_heads", "head_dim"),
     "key": ("batch", None, "act_kv_heads", "head_dim"),
     "value": ("batch", None, "act_kv_heads", "head_dim"),
@@ -460,8 +460,8 @@ class MultiHeadAttention(BaseAttention):
         conv = getattr(self, f"{name}_conv")
         history = jnp.zeros((heads.shape[0], conv.width - 1, *heads.shape[2:]), heads.dtype)
         if time_step is not None:
-            place = {"time_step": time_step, "axis": 1}
-            tokens = extend_last(self, f"{name}_last", heads, _LAST_AXES[name], **place)
+            last, axes = f"{name}_last", _LAST_AXES[name]
+            tokens = extend_last(self, last, heads, axes, time_step=time_step, axis=1)
             history = tokens[:, : conv.width - 1]
         convolved: jax.Array = conv(heads, history, segments=segments)[0]
         return convolved
