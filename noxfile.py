@@ -55,6 +55,7 @@ TENSORFLOW_SUITES = (
     ROOT / "packages/inputs/tests/seqio",
     ROOT / "packages/inputs/tests/lingvo",
     ROOT / "packages/inputs/tests/testing/test_tfds_folders.py",
+    ROOT / "packages/inputs/tests/images/test_data_sets.py",
 )
 # Tests of code that has another path on a single device, such as unrolled layers.
 ONE_DEVICE_SUITES = (
@@ -99,12 +100,12 @@ GPU_BENCHMARKS = (
 # Packages whose modules can all be imported; some modules of inputs need extras.
 DOCTESTED = ("layerkit", "runner")
 # Extras of layerkit-inputs in the ordinary sessions.
-LIGHT_EXTRAS = "[chat,grain,hf,text]"
+LIGHT_EXTRAS = "[chat,grain,hf,text,vision]"
 # Extras of all packages that TEST_TOOLS and LIGHT_EXTRAS install.
-TESTED_EXTRAS = ("chat", "grain", "hf", "text", "plots", "wandb", "sweeps")
-TENSORFLOW_EXTRAS = "[seqio,lingvo]"
+TESTED_EXTRAS = ("chat", "grain", "hf", "text", "vision", "plots", "wandb", "sweeps")
+TENSORFLOW_EXTRAS = "[seqio,lingvo,vision]"
 # Extras for the corpora of the named experiments.
-CORPUS_EXTRAS = "[chat,grain,hf,seqio,text]"
+CORPUS_EXTRAS = "[chat,grain,hf,seqio,text,vision]"
 # The longest tests come first, so that workers end at about the same time.
 ALL_SUITES = [*ROOT.glob("integration_tests"), *sorted(ROOT.glob("packages/*/tests"), reverse=True)]
 # safetensors belongs to the extra layerkit[hf]; matplotlib, wandb, optuna and flatbuffers belong to

@@ -41,6 +41,12 @@ if TYPE_CHECKING:
     from layerkit_inputs.hugging_face.stream import HuggingFaceStream as HuggingFaceStream
     from layerkit_inputs.hugging_face.text_input import HuggingFaceInput as HuggingFaceInput
     from layerkit_inputs.hugging_face.text_input import HuggingFacePrompts as HuggingFacePrompts
+    from layerkit_inputs.images.data_sets import HuggingFaceImages as HuggingFaceImages
+    from layerkit_inputs.images.data_sets import ImageRows as ImageRows
+    from layerkit_inputs.images.data_sets import TfdsImages as TfdsImages
+    from layerkit_inputs.images.image_folder import ImageFolder as ImageFolder
+    from layerkit_inputs.images.image_input import ImageInput as ImageInput
+    from layerkit_inputs.images.web_dataset import WebDataset as WebDataset
     from layerkit_inputs.lingvo import base_input as base_input
     from layerkit_inputs.lingvo.adaptor import LingvoInputAdaptor as LingvoInputAdaptor
     from layerkit_inputs.lingvo.adaptor import (
