@@ -138,6 +138,22 @@ def test_constrain_shards_under_jit_and_keeps_the_values(cube):
     np.testing.assert_array_equal(y, x)
 
 
+def test_gradient_of_a_gathered_weight_keeps_the_layout_of_the_weight(cube):
+    stored = ("embed", "mlp")
+    w = jax.device_put(jnp.ones((4, 6)), cube.sharding(stored))
+
+    def differentiate(**options):
+        def gather(w):
+            return jnp.sum(cube.constrain(w, (None, None), **options) ** 2)
+
+        return jax.jit(jax.grad(gather))(w)
+
+    assert differentiate().sharding.spec == P()
+    gradient = differentiate(gradient_axes=stored)
+    assert gradient.sharding.is_equivalent_to(w.sharding, 2)
+    np.testing.assert_array_equal(gradient, 2 * np.ones((4, 6)))
+
+
 def test_weights_are_initialized_in_the_layout_of_their_axes():
     bound = BoundSharding(make_mesh(2, 2, 2))
     layer = FeedForward(input_dims=4, output_dims=8, sharding=bound)

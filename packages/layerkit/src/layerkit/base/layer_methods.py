@@ -239,12 +239,21 @@ class LayerMethods(_Module):
         """
         return self.make_rng(RANDOM)
 
-    def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Constrain the layout of `x` `[...]` by one logical axis name per dimension, in a mesh."""
+    def constrain(
+        self,
+        x: jax.Array,
+        *axes: str | None,
+        gradient_axes: tuple[str | None, ...] | None = None,
+    ) -> jax.Array:
+        """Constrain the layout of `x` `[...]` by one logical axis name per dimension, in a mesh.
+
+        `gradient_axes` are those of its gradient if they are others; see `BoundSharding.constrain`.
+        """
         sharding = self.inherited("sharding")
         if sharding is None:
             return x
-        return sharding.constrain(x, axes, owner=self.path_name)
+        path = self.path_name
+        return sharding.constrain(x, axes, gradient_axes=gradient_axes, owner=path)
 
     def cast(self, x: jax.Array) -> jax.Array:
         """Return `x` `[...]`, cast to the compute dtype if it is floating."""

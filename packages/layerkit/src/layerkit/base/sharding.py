@@ -11,6 +11,7 @@ never read an ambient context.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -239,16 +240,37 @@ class BoundSharding:
         axes = self.rules.mesh_axes(name)
         return tuple(axis for axis in axes if self.mesh.shape.get(axis, 1) > 1)
 
-    def constrain(self, x: jax.Array, axes: LogicalAxes, *, owner: str = "") -> jax.Array:
+    def constrain(
+        self,
+        x: jax.Array,
+        axes: LogicalAxes,
+        *,
+        gradient_axes: LogicalAxes | None = None,
+        owner: str = "",
+    ) -> jax.Array:
         """Constrain the layout of `x` `[...]` to these logical axes; its values do not change.
 
         Features may be split unevenly under `jit`; see `spec`.
+
+        Args:
+          x: Array.
+          axes: Logical axes of `x`.
+          gradient_axes: Logical axes of its gradient; None for `axes`. Where a weight is gathered,
+            those of the weight: its gradient is then reduced and scattered, and never whole.
+          owner: Path of the layer, for errors.
         """
         is_traced = isinstance(x, jax.core.Tracer)
         spec = self.spec(axes, shape=x.shape, owner=owner, allow_uneven=is_traced)
         if self.mesh is None:
             return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+        place = functools.partial(
+            jax.lax.with_sharding_constraint, shardings=NamedSharding(self.mesh, spec)
+        )
+        if gradient_axes is None:
+            return place(x)
+        run = jax.custom_jvp(place)
+        run.defjvps(lambda x_dot, *_: self.constrain(x_dot, gradient_axes, owner=owner))
+        return run(x)
 
 
 def model_device(sharding: BoundSharding | None) -> Any:

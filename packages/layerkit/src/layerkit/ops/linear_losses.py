@@ -52,11 +52,13 @@ class TokenChunks(NamedTuple):
     Attributes:
       num_chunks: Number of chunks.
       axes: Logical axes of rows, positions and classes.
+      vector_axes: Logical axes of the head's vectors `[num_classes, dims]`, as they are stored.
       sharding: Sharding of the model.
     """
 
     num_chunks: int = 1
     axes: tuple[str | None, ...] = (None, None, None)
+    vector_axes: tuple[str | None, ...] = (None, None)
     sharding: BoundSharding = BoundSharding(None)
 
     @property
@@ -156,7 +158,8 @@ def _scan_chunks(
     weighted losses (0) and of the leaves of the outputs (from 1).
     """
     hidden, (vectors, bias), weights, arrays = inputs
-    vectors, vocab = vectors.astype(hidden.dtype), chunks.axes[2]
+    vocab = chunks.axes[2]
+    vectors = chunks.sharding.constrain(vectors.astype(hidden.dtype), (chunks.vector_axes[0], None))
 
     def zeros_of_shards(x: jax.Array, *axes: str | None) -> jax.Array:
         zeros = jnp.zeros_like(x, jnp.float32)
@@ -181,19 +184,20 @@ def _scan_chunks(
         by_hidden = jnp.einsum("...v,vd->...d", by_logit, vectors)
         # GPUs add the sum so far within this product.
         by_vector = jnp.einsum(
-            "...tv,...td->...vd", by_logit, hidden, preferred_element_type=jnp.float32
+            "...tv,...td->...dv", by_logit, hidden, preferred_element_type=jnp.float32
         )
         sums = jax.tree.map(jnp.add, sums, (by_vector, by_bias))
         return sums, (results, by_hidden, by_weight)
 
     # The sums of each shard of the tokens are added after the last chunk.
     by_bias = None if bias is None else zeros_of_shards(bias, vocab)
-    zeros = zeros_of_shards(vectors, vocab, None), by_bias
+    zeros = zeros_of_shards(vectors.T, None, vocab), by_bias
     parts = jax.tree.map(chunks.split, (hidden, weights, arrays, cotangents))
     sums, by_chunk = jax.lax.scan(run_chunk, zeros, parts)
     (losses, outputs), *by_token = jax.tree.map(lambda x: chunks.join(x, *weights.shape), by_chunk)
     # With one axis of shards, one reduction adds over both of their mesh axes.
-    by_head = jax.tree.map(
-        lambda x, like: jnp.sum(x.reshape(-1, *like.shape), axis=0), sums, inputs[1]
-    )
-    return (jnp.sum(losses), outputs), (by_token[0], by_head, by_token[1])
+    by_vector, by_bias = jax.tree.map(lambda x: jnp.sum(x.reshape(-1, *x.shape[2:]), axis=0), sums)
+    # A whole sum would be several times as large as the logits of a chunk. The dimensions, over
+    # which weights are mostly sharded, come first, since a reduce-scatter copies others.
+    by_vector = chunks.sharding.constrain(by_vector, chunks.vector_axes[::-1]).T
+    return (jnp.sum(losses), outputs), (by_token[0], (by_vector, by_bias), by_token[1])

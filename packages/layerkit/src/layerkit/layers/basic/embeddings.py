@@ -84,11 +84,12 @@ def _embed(
     if axes is not None and sharding is not None and sharding.is_split(axes[-1]):
         # Each device looks up its shard of the features of every id, since whole vectors of all
         # tokens would be too large.
-        table = layer.constrain(layer.theta.w, None, axes[-1])
+        vocab, features = None, axes[-1]
     else:
         # Each device holds whole vectors of its shard of the vocabulary. Otherwise the compiler
         # keeps the layout of the weight, and every device looks up the ids of all rows.
-        table = layer.constrain(layer.theta.w, layer.weight_axes[0], None)
+        vocab, features = layer.weight_axes[0], None
+    table = layer.constrain(layer.theta.w, vocab, features, gradient_axes=layer.weight_axes)
     vectors = lookup(table, ids)
     if layer.scale_by_sqrt_dims:
         vectors *= math.sqrt(layer.input_dims)
@@ -194,6 +195,11 @@ class ClassSoftmax(BaseLayer):
     def class_vectors(self) -> jax.Array:
         """Return `w` as `[num_classes, input_dims]`."""
         raise NotImplementedError(f"{type(self).__qualname__} does not define class_vectors")
+
+    @property
+    def vector_axes(self) -> tuple[str | None, ...]:
+        """Logical axes of `class_vectors`."""
+        raise NotImplementedError(f"{type(self).__qualname__} does not define vector_axes")
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Map `[batch, length, input_dims]` to float32 logits `[batch, length, num_classes]`."""
@@ -325,7 +331,7 @@ class ClassSoftmax(BaseLayer):
         if hidden.ndim != 3:
             return chunks
         if sharding is not None and self.activation_axes is not None:
-            chunks = TokenChunks(1, self.activation_axes, sharding)
+            chunks = TokenChunks(1, self.activation_axes, self.vector_axes, sharding)
         length, shape = hidden.shape[1], (*hidden.shape[:2], self.num_classes)
         num_bytes = 4 * math.prod(map(math.ceil, map(truediv, shape, chunks.shards)))
         count = math.ceil(num_bytes / _LARGEST_LOGITS)
@@ -340,7 +346,9 @@ class ClassSoftmax(BaseLayer):
 
     def _multiply(self, hidden: jax.Array, head: tuple[jax.Array, jax.Array | None]) -> jax.Array:
         tokens, (vectors, bias) = merge_tokens(self, self._scale(hidden)), head
-        products = class_logits(tokens, self.cast(vectors))
+        axes = self.vector_axes
+        vectors = self.constrain(self.cast(vectors), axes[0], None, gradient_axes=axes)
+        products = class_logits(tokens, vectors)
         products = products.reshape(*hidden.shape[:-1], self.num_classes)
         return products if bias is None else products + bias.astype(jnp.float32)
 
@@ -371,7 +379,12 @@ class FullSoftmax(ClassSoftmax):
 
     def class_vectors(self) -> jax.Array:
         """Return `w` as `[num_classes, input_dims]`."""
-        return self.constrain(self.theta.w.T, self.weight_axes[1], None)
+        return self.theta.w.T
+
+    @property
+    def vector_axes(self) -> tuple[str | None, ...]:
+        """Logical axes of `class_vectors`."""
+        return self.weight_axes[::-1]
 
 
 class SharedEmbeddingSoftmax(ClassSoftmax):
@@ -396,7 +409,12 @@ class SharedEmbeddingSoftmax(ClassSoftmax):
 
     def class_vectors(self) -> jax.Array:
         """Return `w`, `[num_classes, input_dims]`."""
-        return self.constrain(self.theta.w, self.weight_axes[0], None)
+        return self.theta.w
+
+    @property
+    def vector_axes(self) -> tuple[str | None, ...]:
+        """Logical axes of `class_vectors`."""
+        return self.weight_axes
 
     def embed(self, ids: jax.Array) -> jax.Array:
         """Look up ids `[batch, length]` as `Embedding` does."""

@@ -140,7 +140,8 @@ class TrainablePositionalEmbedding(BaseLayer):
         require(length <= self.max_length, self, "length of rows", length, expected)
         check_integer_arrays(self, positions=positions)
         # Features that are split stay so, since whole vectors of all tokens may be too large.
-        table = self.constrain(self.theta.w, self.weight_axes[0], "act_embed")
+        gathered = (self.weight_axes[0], "act_embed")
+        table = self.constrain(self.theta.w, *gathered, gradient_axes=self.weight_axes)
         return lookup(table[self.offset :], positions)
 
 

@@ -27,6 +27,7 @@ Step = Callable[[State, jax.Array, jax.Array | None], State]
 """A function of a state, projected inputs `[batch, gates, units]` and a random key."""
 
 _OUTPUT = {"output": ("batch", "act_embed")}
+_GATES = ("embed", None, "mlp")
 
 
 class BaseRnnCell(BaseLayer):
@@ -57,7 +58,7 @@ class BaseRnnCell(BaseLayer):
         for name, dims in {"w": self.input_dims, "recurrent": self.output_dims}.items():
             weight = WeightHParams(
                 (dims, num_gates, units),
-                ("embed", None, "mlp"),
+                _GATES,
                 fan_in_dims=(0,),
                 fan_out_dims=(1, 2),
                 parts=(-2, (1,) * num_gates),
@@ -118,7 +119,7 @@ class BaseRnnCell(BaseLayer):
     def _recurrent(self) -> Callable[[jax.Array], jax.Array]:
         """Return the product of `[batch, output_dims]` and `recurrent`: `[batch, gates, units]`."""
         # Gathered over fsdp once, before the steps.
-        w = self.constrain(self.theta.recurrent, None, None, "act_mlp")
+        w = self.constrain(self.theta.recurrent, None, None, "act_mlp", gradient_axes=_GATES)
         return lambda output: jnp.einsum("bo,ogu->bgu", output, w)
 
     def _zoneout(self, before: State, after: State, key: jax.Array | None) -> State:
