@@ -93,8 +93,7 @@ def test_tokenizer_and_positions_are_those_of_the_folder(tmp_path):
 
 # Keys that do not change the computation; the table of each family gives the reasons.
 INERT = {"architectures", "bos_token_id", "eos_token_id", "max_position_embeddings"}
-# Granite 4 without experts has `shared_intermediate_size`, and GPT-J rotary positions.
-INERT_OF = {"granitemoehybrid": "intermediate_size", "gptj": "n_positions"}
+INERT_OF = {"gptj": "n_positions"}  # since it has rotary positions
 
 
 def test_each_key_changes_the_config_or_raises(configs):
@@ -128,6 +127,7 @@ def test_each_key_changes_the_config_or_raises(configs):
 
 
 PACKED = ["gemma", "olmo3", "smollm3", "granite", "gpt_neox", "stablelm"]
+PACKED += ["granitemoehybrid", "mamba2"]
 PACKED += ["bert", "roberta", "modernbert", "bart"]
 
 

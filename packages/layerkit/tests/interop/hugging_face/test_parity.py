@@ -83,6 +83,10 @@ WIDE = {**SIZES, "hidden_size": 32}
 NEOX = {key: value for key, value in WIDE.items() if key != "num_key_value_heads"}
 DENSE = {"num_local_experts": 0, "layer_types": ["attention"] * 3, "shared_intermediate_size": 20}
 DENSE |= {"mamba_n_heads": 4}
+MAMBA = {**SIZES, "mamba_n_heads": 4, "mamba_d_state": 6, "shared_intermediate_size": 20}
+MAMBA2 = {"num_heads": 4, "head_dim": 8, "state_size": 6, "n_groups": 2, "hidden_size": 16}
+MAMBA2 |= {key: SIZES[key] for key in ("vocab_size", "num_hidden_layers", "bos_token_id")}
+MAMBA2 |= {key: SIZES[key] for key in ("eos_token_id", "pad_token_id")}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32}
@@ -381,6 +385,34 @@ CASES = [
         note="biases",
     ),
     Case("GraniteMoeHybrid", {"tie_word_embeddings": True, **DENSE}, note="tied, no positions"),
+    Case(
+        "GraniteMoeHybrid",
+        {
+            "num_local_experts": 5,
+            "num_hidden_layers": 6,
+            "layer_types": ["mamba", "mamba", "attention", "mamba", "mamba", "attention"],
+            "residual_multiplier": 0.22,
+            "mamba_n_groups": 2,
+            "mamba_proj_bias": True,
+        },
+        MAMBA,
+        "Mamba layers, experts",
+    ),
+    Case("Mamba2", {"tie_word_embeddings": True}, MAMBA2, "tied"),
+    Case(
+        "Mamba2",
+        {
+            "n_groups": 1,
+            "use_bias": True,
+            "use_conv_bias": False,
+            "conv_kernel": 3,
+            "time_step_limit": (0.01, 0.05),
+            "hidden_act": "gelu",
+        },
+        MAMBA2,
+        "biases, limits",
+        is_slow=True,
+    ),
     Case("GPTNeoX", sizes=NEOX, note="a quarter rotary"),
     Case(
         "GPTNeoX",
@@ -557,10 +589,7 @@ THEIRS = [family for family in FAMILIES if family.model_type != "minicpm"]
 def test_missing_keys_have_the_defaults_of_transformers(family):
     model_type = family.model_type.replace("kimi_k2", "deepseek_v3")
     # The defaults of GLM are no model: they give heads of 42.7 coordinates, half of them rotated.
-    # Those of Granite 4 are a mixture.
-    dense = {"num_local_experts": 0, "layer_types": ["attention"] * 32}
-    shorter = {"glm4_moe": {"head_dim": 128}, "granitemoehybrid": dense}
-    heads = shorter.get(model_type, {})
+    heads = {"glm4_moe": {"head_dim": 128}}.get(model_type, {})
     full = transformers.AutoConfig.for_model(model_type, **heads).to_dict()
     needed = {"model_type", "vocab_size", "hidden_size", "intermediate_size"}
     needed |= {"num_hidden_layers", "num_attention_heads", *heads}
@@ -651,7 +680,7 @@ def test_cached_greedy_decoding_gives_the_same_tokens(theirs):
         pytest.param(case, id=name_of(case))
         for case in CASES
         if ({"num_experts", "num_local_experts", "n_routed_experts"} & {*case.sizes, *case.options})
-        or case.family in ("Cohere2", "Gemma4", "GPTJ")
+        or case.family in ("Cohere2", "Gemma4", "GPTJ", "Mamba2")
         if not case.is_slow
     ],
     indirect=True,

@@ -65,12 +65,12 @@ _NO_EFFECT = frozenset({
     "cache_format", "capacity_factor", "chunk_size", "circular_repeats", "context_parallel",
     "decoder", "down_init", "dropout_rate", "droppath_rate", "dtype", "embedding_axes",
     "exchange_buffer_factor", "expert_exchange", "fprop_dtype", "gather_weights_once",
-    "grouped_matmul", "initial_scale", "jitter", "kernel_blocks", "label_smoothing",
-    "load_balance_weight", "loss_weight", "max_scale", "microbatch_size", "num_groups",
-    "num_microbatches", "num_stages", "output_dropout_rate", "params_init", "remat",
+    "grouped_matmul", "initial_rates", "initial_scale", "initial_steps", "jitter", "kernel_blocks",
+    "label_smoothing", "load_balance_weight", "loss_weight", "max_scale", "microbatch_size",
+    "num_groups", "num_microbatches", "num_stages", "output_dropout_rate", "params_init", "remat",
     "router_z_weight", "score_bias_rate", "sharding", "stacked_shape", "stage_remat",
-    "stream_inputs", "train", "unmasked_ids", "unroll", "weight_axes", "weight_init",
-    "z_loss_weight",
+    "stream_inputs", "tokens_per_chunk", "train", "unmasked_ids", "unroll", "weight_axes",
+    "weight_init", "z_loss_weight",
 })
 # fmt: on
 # Products that round their factors. The weights themselves are not rounded.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from layerkit.config import Config
+from layerkit.config import Config, fields_of
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, key
 from layerkit.interop.hugging_face.parts import (
@@ -59,9 +59,9 @@ def llama_network(
     norm = norm_class.HParams.config(scale_offset=scale_offset)
     network: Config = TransformerLm.HParams.config(final_norm_tpl=norm)
     template = Transformer.HParams.config(norm_tpl=norm.clone(), **layer)
-    template.attention_tpl.set(
-        rotary_tpl=RotaryPositionalEmbedding.HParams.config(), **(attention or {})
-    )
+    rotary_tpl = RotaryPositionalEmbedding.HParams.config()
+    mixer = template.attention_tpl
+    mixer.set(**fields_of(mixer, rotary_tpl=rotary_tpl), **(attention or {}))
     if qk_norm:
         template.attention_tpl.set(qk_norm_tpl=norm.clone(), qk_norm_before_rotary=True)
     if "feed_forward_tpl" not in layer:
@@ -131,16 +131,22 @@ THEIR_LAYER = "model.layers.{layer}."
 _ATTENTION = THEIR_LAYER + "self_attn."
 _NORM, _POST_NORM = LAYER + "feed_forward_norm", LAYER + "attention_post_norm/scale"
 
+RECURRENT_WEIGHT = LAYER + "attention/time_step/bias"
+"""Path of a weight of layers with a recurrent mixer, whose projections have other tensors."""
+
 # A family uses the rows of the weights that it has.
 LLAMA_ROWS = (
     *embedding_rows("model.embed_tokens.weight"),
     *layer_rows(
         {
+            f"{LAYER}attention/{name}": f"{_ATTENTION}{name[0]}_proj"
+            for name in ("query", "key", "value", "output")
+        },
+        instead_of=RECURRENT_WEIGHT,
+    ),
+    *layer_rows(
+        {
             "lm/final_norm": "model.norm",
-            **{
-                f"{LAYER}attention/{name}": f"{_ATTENTION}{name[0]}_proj"
-                for name in ("query", "key", "value", "output")
-            },
             LAYER + "attention/query_norm": _ATTENTION + "q_norm",
             LAYER + "attention/key_norm": _ATTENTION + "k_norm",
             **gated_names(LAYER + "feed_forward/", THEIR_LAYER + "mlp."),

@@ -1,0 +1,155 @@
+"""Mamba-2 (Dao and Gu, 2024): layers of a recurrent mixer alone, without a feed-forward.
+
+Residuals have the compute dtype; `residual_in_fp32` of Transformers keeps them in float32. The
+other families with Mamba-2 layers use the entries and rows of this module.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from layerkit.config import Config
+from layerkit.interop.hugging_face.families.llama import LAYER, RECURRENT_WEIGHT, llama_network
+from layerkit.interop.hugging_face.family import Family
+from layerkit.interop.hugging_face.keys import (
+    NORM_EPSILONS,
+    ConfigFile,
+    Entry,
+    get_field,
+    key,
+    set_field,
+)
+from layerkit.interop.hugging_face.layouts import INTO_HEADS
+from layerkit.interop.hugging_face.parts import (
+    activation,
+    embedding_rows,
+    layer_rows,
+    tied_embedding,
+)
+from layerkit.interop.hugging_face.tensors import Row
+from layerkit.layers.recurrent.linear_attention import Mamba2
+
+MIXER = "layer.attention_tpl."
+"""Path of the fields of a mixer."""
+MIXER_NEUTRAL = frozenset({"time_step_floor", "time_step_max"})
+"""Keys of the initial time steps."""
+
+
+def mixer_keys(**fields: tuple[str, Any]) -> tuple[Entry, ...]:
+    """Return the entries of fields of a mixer, each field = (key, default of Transformers)."""
+    return tuple(key(name, MIXER + field, default) for field, (name, default) in fields.items())
+
+
+def head_size(name: str, default: Any, *, expand: str) -> Entry:
+    """Return the entry of the size of a mixer's heads, to be read after their number.
+
+    Args:
+      name: Key of the size, which may be `auto`.
+      default: Value of Transformers if the key is left out.
+      expand: Key of the size of all heads together, as a multiple of the model dimension.
+    """
+    count, field = MIXER + "num_value_heads", MIXER + "value_dim_per_head"
+
+    def read(file: ConfigFile, network: Config) -> None:
+        heads, total = get_field(network, count), file.get(expand, 2) * network.model_dims
+        size = file.get(name, default)
+        size = total // heads if size == "auto" else size
+        if size * heads != total:
+            raise file.invalid(name, f"{expand} · hidden_size / heads = {total} / {heads}")
+        set_field(network, field, size)
+
+    def write(network: Config) -> dict[str, Any]:
+        size = get_field(network, field)
+        return {name: size, expand: size * get_field(network, count) // network.model_dims}
+
+    return Entry(read, write)
+
+
+def _read_limits(file: ConfigFile, network: Config) -> None:
+    # Transformers 5 writes a number that JSON lacks as {"__float__": "Infinity"}.
+    limits = [
+        float(one["__float__"]) if isinstance(one, dict) else one
+        for one in file.get("time_step_limit", None) or (0.0, math.inf)
+    ]
+    set_field(network, _LIMITS, None if limits == [0, math.inf] else tuple(limits))
+
+
+def _write_limits(network: Config) -> dict[str, Any]:
+    limits = get_field(network, _LIMITS)
+    return {} if limits is None else {"time_step_limit": list(limits)}
+
+
+_LIMITS = MIXER + "time_step_tpl.limits"
+TIME_STEP_LIMIT = Entry(_read_limits, _write_limits)
+"""Entry of the limits of time steps, of which (0, infinity) is None here."""
+
+
+def mixer_rows(theirs: str) -> tuple[Row, ...]:
+    """Return the rows of the Mamba-2 mixers of layers, with names of tensors that begin so."""
+    ours, inputs = LAYER + "attention/", ("value", "key", "query")
+    return (
+        *layer_rows(
+            {ours + name: theirs + "in_proj" for name in ("gate", *inputs, "step")},
+            INTO_HEADS,
+            joined_axis=0,
+            beside=RECURRENT_WEIGHT,
+        ),
+        *layer_rows(
+            {f"{ours}{name}_conv": theirs + "conv1d" for name in inputs},
+            "(heads head_dim) () width -> width heads head_dim",
+            joined_axis=0,
+        ),
+        *layer_rows({ours + "norm": theirs + "norm"}, "(heads dims) -> heads dims"),
+        *layer_rows({ours + "output": theirs + "out_proj"}, beside=RECURRENT_WEIGHT),
+        Row(theirs + "A_log", ours + "time_step/log_rate"),
+        Row(theirs + "dt_bias", RECURRENT_WEIGHT, "(heads channels) -> heads channels"),
+        Row(theirs + "D", ours + "skip"),
+    )
+
+
+def _network() -> Config:
+    return llama_network(attention_tpl=Mamba2.HParams.config(), feed_forward_tpl=None)
+
+
+BACKBONE = "backbone.layers.{layer}."
+"""Prefix of the tensors of a layer."""
+
+MAMBA2 = Family(
+    model_type="mamba2",
+    architecture="Mamba2ForCausalLM",
+    network=_network,
+    entries=(
+        tied_embedding(default=False),
+        key("vocab_size", "vocab_size", 32768),
+        key("hidden_size", "model_dims", 4096),
+        key("num_hidden_layers", "num_layers", 64),
+        key("layer_norm_epsilon", (*NORM_EPSILONS, MIXER + "norm_tpl.epsilon"), 1e-5),
+        *mixer_keys(
+            num_value_heads=("num_heads", 128),
+            num_key_heads=("n_groups", 8),
+            key_dim_per_head=("state_size", 128),
+            conv_width=("conv_kernel", 4),
+            use_bias=("use_bias", False),
+            use_conv_bias=("use_conv_bias", True),
+        ),
+        head_size("head_dim", 64, expand="expand"),
+        activation("hidden_act", "silu", MIXER + "activation_tpl"),
+        TIME_STEP_LIMIT,
+    ),
+    rows=(
+        *embedding_rows("backbone.embeddings.weight"),
+        *layer_rows(
+            {
+                "lm/final_norm": "backbone.norm_f",
+                LAYER + "attention_norm": BACKBONE + "norm",
+            }
+        ),
+        *mixer_rows(BACKBONE + "mixer."),
+    ),
+    neutral=MIXER_NEUTRAL
+    | {"chunk_size", "rescale_prenorm_residual", "residual_in_fp32"}
+    | {"time_step_min", "time_step_rank"},
+    prefix="backbone.",
+    copies={"lm_head.weight": "backbone.embeddings.weight"},
+)
