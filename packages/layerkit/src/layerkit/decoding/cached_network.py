@@ -107,10 +107,10 @@ def cache_prompts(
     cache, has_state = set_num_prompt(make_cache((inputs, prefix_lengths)), repeats)
     can_draft = hasattr(bare, "draft_step") and not switches and not has_state
     expected = "one without drafts, unless the network is a TransformerLm without LongRoPE"
-    expected += " or recurrent layers, whose states cannot drop a rejected token"
+    expected += " or layers with a state, which cannot drop a rejected token"
     name = type(decoder).__name__
     require(can_draft or not decoder.drafts, model, "decoder", name, expected)
-    expected = "no LongRoPE in a network with recurrent layers, whose states cannot be recomputed"
+    expected = "no LongRoPE in a network that has layers with a state, which cannot go back"
     require(not (switches and has_state), model, "scaling", "LongRopeScaling", expected)
     return CachedPrompts(
         decoder,

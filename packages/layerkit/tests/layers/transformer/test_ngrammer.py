@@ -91,15 +91,19 @@ def test_packed_rows_and_decoded_rows_equal_whole_rows():
     random = np.random.default_rng(1)
     variables = jax.tree.map(lambda x: jnp.asarray(random.normal(0, 0.5, x.shape)), shapes)
     variables["non_trainable"] = jax.tree.map(jnp.abs, variables["non_trainable"])
-    logits = jax.jit(lambda ids, **packing: model.bind(variables).lm.logits(ids, **packing))
-    segments, positions = jnp.array([[1, 1, 1, 2, 2, 0]]), jnp.array([[0, 1, 2, 0, 1, 0]])
-    packed = logits(IDS[:1], segment_ids=segments, segment_pos=positions)
-    for part in (slice(0, 3), slice(3, 5)):
-        alone = logits(IDS[:1, part])
-        np.testing.assert_allclose(packed[:, part], alone, atol=1e-5)
+    logits = jax.jit(
+        lambda ids, segments: model.bind(variables).lm.logits(ids, segment_ids=segments)
+    )
+    # A row of two documents, and each of them alone.
+    ids, rows = np.zeros((3, 10), np.int32), np.zeros((3, 10), np.int32)
+    ids[0, :5], ids[1, :3], ids[2, :2] = IDS[0, :5], IDS[0, :3], IDS[0, 3:5]
+    rows[0, :3], rows[0, 3:5], rows[1, :3], rows[2, :2] = 1, 2, 1, 1
+    packed, first, second = logits(ids, rows)
+    np.testing.assert_allclose(packed[:3], first[:3], atol=1e-5)
+    np.testing.assert_allclose(packed[3:5], second[:2], atol=1e-5)
     batch = NestedMap(ids=IDS, prompt_lengths=np.array([6, 2, 4]))
     outputs = jax.jit(lambda: model.apply(variables, batch, method="decode"))()
-    log_probs = jax.nn.log_softmax(logits(outputs.ids))[:, :-1]
+    log_probs = jax.nn.log_softmax(logits(outputs.ids, np.ones((3, 10), np.int32)))[:, :-1]
     chosen = jnp.take_along_axis(log_probs, outputs.ids[:, 1:, None], axis=-1)[..., 0]
     drawn = outputs.log_probs[:, 1:] != 0
     assert drawn.sum() == 12

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layerkit.base.sharding import BoundSharding
 from layerkit.ops.attention.distance_bias import DistanceBias
 from layerkit.ops.attention.dot_product import (
     AttentionOptions,
@@ -109,3 +110,24 @@ def test_compiled_flops_and_memory_grow_with_the_length():
 def test_blocks_are_for_rows_that_are_long_for_their_window(change, expected):
     options = AttentionOptions(**{"mask": CAUSAL.within(5), **change})
     assert find_local_block(describe_call(QUERY, KEY, VALUE, options)) == expected
+
+
+@pytest.mark.slow
+def test_blocks_of_rows_and_heads_stay_on_their_devices():
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), (jax.sharding.AxisType.Auto,) * 2)
+    axes = ("batch", "length", "act_heads", "head_dim")
+    bound = BoundSharding(mesh)
+
+    def run(sharding):
+        def loss(*inputs):
+            if sharding is not None:
+                inputs = [sharding.constrain(x, axes) for x in inputs]
+            options = AttentionOptions(mask=PACKED.within(20), sharding=sharding)
+            return jnp.sum(jnp.sin(dot_product_attention(*inputs, options)))
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+
+    close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, run(bound)(QUERY, KEY, VALUE), run(None)(QUERY, KEY, VALUE))
+    compiled = run(bound).lower(QUERY, KEY, VALUE).compile().as_text()
+    assert "all-to-all" not in compiled and "collective-permute" not in compiled
