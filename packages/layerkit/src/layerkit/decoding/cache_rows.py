@@ -114,5 +114,6 @@ def round_up(length: int, parts: int) -> int:
 
 
 def pad_columns(x: jax.Array, parts: int) -> jax.Array:
-    """Pad `x` `[rows, length]` with zeros to a length that is a multiple of `parts`."""
-    return jnp.pad(x, ((0, 0), (0, round_up(x.shape[1], parts) - x.shape[1])))
+    """Pad `x` `[rows, length, …]` with zeros to a length that is a multiple of `parts`."""
+    widths = ((0, 0), (0, round_up(x.shape[1], parts) - x.shape[1]), *[(0, 0)] * (x.ndim - 2))
+    return jnp.pad(x, widths)

@@ -114,6 +114,9 @@ if TYPE_CHECKING:
     from layerkit.layers.speech.conformer import LightConv1D as LightConv1D
     from layerkit.layers.speech.log_mel import LogMel as LogMel
     from layerkit.layers.speech.spectrum_augmenter import SpectrumAugmenter as SpectrumAugmenter
+    from layerkit.layers.speech.transformer_encoder import (
+        SpeechTransformerEncoder as SpeechTransformerEncoder,
+    )
     from layerkit.layers.transformer.layer_inputs import GatedInput as GatedInput
     from layerkit.layers.transformer.layer_inputs import LayerInputs as LayerInputs
     from layerkit.layers.transformer.multi_token import MultiTokenModule as MultiTokenModule

@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from layerkit.config.lazy_names import lazy_names
 
 if TYPE_CHECKING:
+    from layerkit.models.attention_decoder_model import (
+        AttentionDecoderModel as AttentionDecoderModel,
+    )
     from layerkit.models.bert import BertModel as BertModel
     from layerkit.models.classification_model import ClassificationModel as ClassificationModel
     from layerkit.models.contrastive_model import ContrastiveModel as ContrastiveModel

@@ -1,4 +1,4 @@
-"""TransformerEncoderDecoder: from source ids and target ids to hidden states, logits and losses.
+"""TransformerEncoderDecoder: from a source and target ids to hidden states, logits and losses.
 
 The encoder attends to the source in both directions. The decoder attends to the target up to each
 position and, by cross-attention, to the encoder's output (Vaswani et al., 2017, arXiv:1706.03762).
@@ -31,14 +31,14 @@ from layerkit.models.transformer_lm import (
     locate_in_stack,
     stack_sizes,
 )
-from layerkit.ops.attention.masks import AttentionMask, row_positions
+from layerkit.ops.attention.masks import AttentionMask, row_positions, segments_from_paddings
 
 _SOURCE_SEGMENTS = "source_segment_ids"
 _DECODER_LAYER = Transformer.HParams.config(cross_attention_tpl=CrossAttention.HParams.config())
 
 
 class TransformerEncoderDecoder(BaseLayer):
-    """An encoder over source ids and a decoder over target ids.
+    """An encoder over source ids, or of features, and a decoder over target ids.
 
     The sizes and the softmax are those of `TransformerLm`.
 
@@ -54,6 +54,9 @@ class TransformerEncoderDecoder(BaseLayer):
         separate weights; None for models whose attention encodes positions.
       embedding_norm_tpl: Norm of the embeddings of both sides before the stacks, with separate
         weights (BART); None for no norm.
+      encoder_tpl: Encoder of features, such as `ConformerEncoder`, in place of the layers over
+        source ids; `position_tpl` and `embedding_norm_tpl` are then those of the target. None for
+        source ids.
       encoder_stack_tpl: Layers of the encoder.
       decoder_stack_tpl: Layers of the decoder, with a `cross_attention_tpl`.
       encoder_norm_tpl: Norm after the encoder; None if its layers end in a norm (`post`).
@@ -66,7 +69,13 @@ class TransformerEncoderDecoder(BaseLayer):
         another vocabulary but no embedding.
     """
 
-    used_only_if: ClassVar[Conditions] = TIED_EMBEDDING_CONDITIONS
+    used_only_if: ClassVar[Conditions] = {
+        **TIED_EMBEDDING_CONDITIONS,
+        "num_encoder_layers": "not encoder_tpl",
+        "source_embedding_tpl": "not encoder_tpl",
+        "encoder_stack_tpl": "not encoder_tpl",
+        "encoder_norm_tpl": "not encoder_tpl",
+    }
 
     vocab_size: int = 0
     source_vocab_size: int | None = None
@@ -82,6 +91,7 @@ class TransformerEncoderDecoder(BaseLayer):
     source_embedding_tpl: Config[BaseLayer] | None = sub_config_field(None)
     position_tpl: Config[BaseLayer] | None = sub_config_field(None)
     embedding_norm_tpl: Config[BaseNormalization] | None = sub_config_field(None)
+    encoder_tpl: Config[BaseLayer] | None = sub_config_field(None)
     encoder_stack_tpl: Config[BaseLayer] = sub_config_field(StackedTransformer.HParams)
     decoder_stack_tpl: Config[BaseLayer] = sub_config_field(
         StackedTransformer.HParams, layer_tpl=_DECODER_LAYER
@@ -96,9 +106,11 @@ class TransformerEncoderDecoder(BaseLayer):
         self._create_embeddings()
         for name in ("position", "embedding_norm"):
             if (template := getattr(self, f"{name}_tpl")) is not None:
-                for side in ("source", "target"):
+                for side in ("source", "target") if self.encoder_tpl is None else ("target",):
                     self.create_child(f"{side}_{name}", template, dims=self.model_dims)
-        for side in ("encoder", "decoder"):
+        if self.encoder_tpl is not None:
+            self.create_child("encoder", self.encoder_tpl)
+        for side in ("encoder", "decoder") if self.encoder_tpl is None else ("decoder",):
             template = getattr(self, f"{side}_stack_tpl")
             num_layers = getattr(self, f"num_{side}_layers")
             self.create_child(side, template, **stack_sizes(self, num_layers=num_layers))
@@ -110,35 +122,46 @@ class TransformerEncoderDecoder(BaseLayer):
 
     def fprop(
         self,
-        source_ids: jax.Array,
+        source: jax.Array,
         target_ids: jax.Array,
         *,
         labels: jax.Array,
         weights: jax.Array,
-        **packing: Any,
+        source_segment_ids: jax.Array | None = None,
+        source_segment_pos: jax.Array | None = None,
+        target_segment_ids: jax.Array | None = None,
+        target_segment_pos: jax.Array | None = None,
     ) -> NestedMap:
         """Compute the losses of predicting `labels`.
 
         Args:
-          source_ids: Source ids int32 `[batch, source]`.
+          source: See `hidden`, as for the segments and positions.
           target_ids: Inputs of the decoder, int32 `[batch, target]`.
           labels: Next token of each position, int32 `[batch, target]`.
           weights: Token weights float32 `[batch, target]`; 0 excludes a token.
-          **packing: Segments and positions; see `hidden`.
+          source_segment_ids: Documents of the source.
+          source_segment_pos: Positions of the source.
+          target_segment_ids: Documents of the target.
+          target_segment_pos: Positions of the target.
 
         Returns:
-          Outputs of the softmax; see `FullSoftmax.fprop`.
+          Outputs of the softmax; see `FullSoftmax.fprop`. With an `encoder_tpl` also its outputs
+          `encoded` `[batch, frames, dims]` and `encoded_segment_ids` int32 `[batch, frames]`.
         """
-        hidden = self.hidden(source_ids, target_ids, **packing)
-        return self.softmax(hidden, labels=labels, weights=weights)
+        memory = self._encode(source, source_segment_ids, source_segment_pos)
+        hidden = self._decode(target_ids, *memory, target_segment_ids, target_segment_pos)
+        outputs: NestedMap = self.softmax(hidden, labels=labels, weights=weights)
+        if self.encoder_tpl is not None:
+            outputs.encoded, outputs.encoded_segment_ids = memory
+        return outputs
 
-    def logits(self, source_ids: jax.Array, target_ids: jax.Array, **packing: Any) -> jax.Array:
+    def logits(self, source: jax.Array, target_ids: jax.Array, **packing: Any) -> jax.Array:
         """Compute logits float32 `[batch, target, vocab]`; see `hidden` for the arguments."""
-        return self.softmax.logits(self.hidden(source_ids, target_ids, **packing))
+        return self.softmax.logits(self.hidden(source, target_ids, **packing))
 
     def hidden(
         self,
-        source_ids: jax.Array,
+        source: jax.Array,
         target_ids: jax.Array,
         *,
         source_segment_ids: jax.Array | None = None,
@@ -149,7 +172,8 @@ class TransformerEncoderDecoder(BaseLayer):
         """Compute normalized hidden states of the decoder, `[batch, target, dims]`.
 
         Args:
-          source_ids: Source ids int32 `[batch, source]`.
+          source: Source ids int32 `[batch, source]`, or features `[batch, source, dims]` of one
+            document each for an `encoder_tpl`.
           target_ids: Inputs of the decoder, int32 `[batch, target]`.
           source_segment_ids: Number of each token's document in its row, int32 `[batch, source]`,
             from 1; 0 is padding. A target document attends to the source document of its number.
@@ -158,25 +182,12 @@ class TransformerEncoderDecoder(BaseLayer):
           target_segment_ids: Number of each token's document in its row, int32 `[batch, target]`.
           target_segment_pos: Position within the document, int32 `[batch, target]`.
         """
-        memory = self.encode(
-            source_ids, segment_ids=source_segment_ids, segment_pos=source_segment_pos
-        )
-        batch, length = target_ids.shape
-        positions = row_positions(batch, length)
-        x = self.decoder(
-            self._embed("target", target_ids, target_segment_pos),
-            mask=AttentionMask.causal_mask(batch, length, segment_ids=target_segment_ids),
-            positions=positions if target_segment_pos is None else target_segment_pos,
-            memory=memory,
-            memory_mask=self._memory_mask(
-                target_ids, memory, target_segment_ids, source_segment_ids
-            ),
-        )
-        return self._normalize("decoder", x)
+        memory = self._encode(source, source_segment_ids, source_segment_pos)
+        return self._decode(target_ids, *memory, target_segment_ids, target_segment_pos)
 
     def encode(
         self,
-        ids: jax.Array,
+        source: jax.Array,
         *,
         segment_ids: jax.Array | None = None,
         segment_pos: jax.Array | None = None,
@@ -184,24 +195,20 @@ class TransformerEncoderDecoder(BaseLayer):
         """Compute the encoder's output `[batch, source, dims]`.
 
         Args:
-          ids: Source ids int32 `[batch, source]`.
+          source: Source ids or features; see `hidden`.
           segment_ids: Number of each token's document, int32 `[batch, source]`; 0 is padding.
           segment_pos: Position within the document, int32 `[batch, source]`; None counts from the
             start of the row.
         """
-        batch, length = ids.shape
-        positions = row_positions(batch, length) if segment_pos is None else segment_pos
-        mask = AttentionMask.bidirectional_mask(batch, length, segment_ids=segment_ids)
-        x = self.encoder(self._embed("source", ids, segment_pos), mask=mask, positions=positions)
-        return self._normalize("encoder", x)
+        return self._encode(source, segment_ids, segment_pos)[0]
 
     def init_cache(
-        self, source_ids: jax.Array, max_length: int, *, segment_ids: jax.Array | None = None
+        self, source: jax.Array, max_length: int, *, segment_ids: jax.Array | None = None
     ) -> None:
         """Encode the source and create an empty cache for targets.
 
         Args:
-          source_ids: Source ids int32 `[batch, source]` with one document per row.
+          source: Source ids or features with one document per row; see `hidden`.
           max_length: Largest number of tokens of a target.
           segment_ids: 1 for tokens and 0 for padding, int32 `[batch, source]`; None for no padding.
 
@@ -209,14 +216,14 @@ class TransformerEncoderDecoder(BaseLayer):
           ConfigError: The model has fewer positions than `max_length`.
         """
         if segment_ids is None:
-            segment_ids = jnp.ones(source_ids.shape, jnp.int32)
-        batch = source_ids.shape[0]
+            segment_ids = jnp.ones(source.shape[:2], jnp.int32)
+        batch = source.shape[0]
         if self.position_tpl is not None:
             # A table of positions raises for rows that are too long. A single step is never too
             # long.
             self.target_position(row_positions(batch, max_length))
-        memory = self.encode(source_ids, segment_ids=segment_ids)
-        self.put_variable(CACHE, _SOURCE_SEGMENTS, segment_ids)
+        memory, segments = self._encode(source, segment_ids, None)
+        self.put_variable(CACHE, _SOURCE_SEGMENTS, segments)
         self.decoder.init_cache(batch, max_length, memory=memory)
 
     def extend_step(self, ids: jax.Array, *, time_step: jax.Array) -> jax.Array:
@@ -251,6 +258,40 @@ class TransformerEncoderDecoder(BaseLayer):
             template=f"{side}_stack_tpl",
             num_layers=getattr(self, f"num_{side}_layers"),
         )
+
+    def _encode(
+        self, source: jax.Array, segment_ids: jax.Array | None, segment_pos: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return the encoder's output `[batch, frames, dims]` and its segments; see `encode`."""
+        batch, length = source.shape[:2]
+        if self.encoder_tpl is not None:
+            if segment_ids is None:
+                segment_ids = jnp.ones((batch, length), jnp.int32)
+            outputs = self.encoder(source, paddings=jnp.float32(segment_ids == 0))
+            return outputs.encoded, segments_from_paddings(outputs.paddings)
+        positions = row_positions(batch, length) if segment_pos is None else segment_pos
+        mask = AttentionMask.bidirectional_mask(batch, length, segment_ids=segment_ids)
+        x = self.encoder(self._embed("source", source, segment_pos), mask=mask, positions=positions)
+        return self._normalize("encoder", x), segment_ids
+
+    def _decode(
+        self,
+        ids: jax.Array,
+        memory: jax.Array,
+        memory_segments: jax.Array | None,
+        segment_ids: jax.Array | None,
+        segment_pos: jax.Array | None,
+    ) -> jax.Array:
+        """Return hidden states `[batch, target, dims]` from the outputs of `_encode`."""
+        batch, length = ids.shape
+        x = self.decoder(
+            self._embed("target", ids, segment_pos),
+            mask=AttentionMask.causal_mask(batch, length, segment_ids=segment_ids),
+            positions=row_positions(batch, length) if segment_pos is None else segment_pos,
+            memory=memory,
+            memory_mask=self._memory_mask(ids, memory, segment_ids, memory_segments),
+        )
+        return self._normalize("decoder", x)
 
     def _memory_mask(
         self,

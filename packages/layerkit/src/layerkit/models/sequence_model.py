@@ -25,7 +25,8 @@ from layerkit.ops.attention.masks import segments_from_paddings
 class SequenceModel(BaseModel):
     """A model from sequences to sequences, as in translation, summarization or T5.
 
-    A batch has `src` with `ids` int32 `[batch, source]`, and `tgt` with `ids` (the decoder's
+    A batch has `src` with `ids` int32 `[batch, source]`, or `features` `[batch, source, dims]` for
+    a network with an `encoder_tpl`, and `tgt` with `ids` (the decoder's
     inputs), `labels` int32 and `weights` float32 `[batch, target]`. Padding of the source is
     marked by `src.paddings` (1 is padding) or `src.segment_ids` (0 is padding). Packed rows have
     `segment_ids` and `segment_pos` on both sides. Decoding does not need `tgt`, and treats a row
@@ -35,6 +36,7 @@ class SequenceModel(BaseModel):
       model_tpl: Network.
       decoder: Decoder of targets, a `SampleDecoder` or `BeamSearch`.
       start_id: First input of the decoder.
+      prompt_ids: Ids that follow `start_id` in decoding, such as those of a language and a task.
       apply_eval_sample_weights: True to multiply the weights of tokens by `eval_sample_weights`
         `[batch]`, where a batch has them, as evaluations do.
     """
@@ -45,6 +47,7 @@ class SequenceModel(BaseModel):
     model_tpl: Config[BaseLayer] = sub_config_field(TransformerEncoderDecoder.HParams)
     decoder: Annotated[Any, Decoder] = instance_field(SampleDecoder.HParams)
     start_id: int = 0
+    prompt_ids: tuple[int, ...] = ()
     apply_eval_sample_weights: bool = False
 
     def setup(self) -> None:
@@ -54,7 +57,7 @@ class SequenceModel(BaseModel):
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
         """Return the outputs of `TransformerEncoderDecoder.fprop`, per token `[batch, target]`."""
         return self.model(
-            batch.src.ids,
+            _inputs(batch.src),
             batch.tgt.ids,
             labels=batch.tgt.labels,
             weights=token_weights(batch.tgt.weights, batch, apply=self.apply_eval_sample_weights),
@@ -76,17 +79,18 @@ class SequenceModel(BaseModel):
           batch: `src` with rows `[batch, source]` of one document each.
 
         Returns:
-          Outputs of `layerkit.decoding.extend_prompts`. The prompt of each row is `start_id`, which
-          `ids` and `lengths` include. `source` has the source `ids` `[batch, source]` and their
-          `lengths` `[batch]`.
+          Outputs of `layerkit.decoding.extend_prompts`. The prompt of each row is `start_id` and
+          `prompt_ids`, which `ids` and `lengths` include. `source` has the source `ids` `[batch,
+          source]` and their `lengths` `[batch]`; it is left out for features.
 
         Raises:
           ConfigError: The decoder draws but has no random key, sources are packed, or the model has
             fewer positions than tokens.
         """
         outputs = self._prompts(batch).decode()
-        lengths = jnp.sum(_source_segments(batch) != 0, axis=1, dtype=jnp.int32)
-        outputs.source = NestedMap(ids=batch.src.ids, lengths=lengths)
+        if "ids" in batch.src:
+            lengths = jnp.sum(_source_segments(batch) != 0, axis=1, dtype=jnp.int32)
+            outputs.source = NestedMap(ids=batch.src.ids, lengths=lengths)
         return outputs
 
     def start_decoding(self, batch: NestedMap) -> SampledRows:
@@ -100,27 +104,34 @@ class SequenceModel(BaseModel):
         expected = "a batch with one source per row"
         require("segment_pos" not in batch.src, self, "src.segment_pos", "packed rows", expected)
         segments, parts = _source_segments(batch), row_parts(self)
-        source = NestedMap(ids=batch.src.ids, segment_ids=segments)
+        source = NestedMap(inputs=_inputs(batch.src), segment_ids=segments)
 
         def init_cache(
             model: TransformerEncoderDecoder, source: NestedMap, max_length: int
         ) -> None:
-            model.init_cache(source.ids, max_length, segment_ids=source.segment_ids)
+            model.init_cache(source.inputs, max_length, segment_ids=source.segment_ids)
 
-        ids = jnp.full((segments.shape[0], 1), self.start_id, jnp.int32)
+        first = jnp.array([self.start_id, *self.prompt_ids], jnp.int32)
+        ids = jnp.broadcast_to(first, (segments.shape[0], len(first)))
+        lengths = jnp.where(jnp.any(segments != 0, axis=1), len(first), 0)
         return cache_prompts(
             self,
             self.model,
             batch,
             init_cache=init_cache,
             inputs=jax.tree.map(lambda x: pad_columns(x, parts), source),
-            prompts=(ids, jnp.any(segments != 0, axis=1).astype(jnp.int32)),
+            prompts=(ids, lengths.astype(jnp.int32)),
         )
 
 
 def _source_segments(batch: NestedMap) -> jax.Array:
     segments = _segments(batch.src)
-    return jnp.ones(batch.src.ids.shape, jnp.int32) if segments is None else segments
+    return jnp.ones(_inputs(batch.src).shape[:2], jnp.int32) if segments is None else segments
+
+
+def _inputs(src: NestedMap) -> jax.Array:
+    inputs: jax.Array = src.ids if "ids" in src else src.features
+    return inputs
 
 
 def _segments(side: NestedMap) -> jax.Array | None:

@@ -56,10 +56,7 @@ class CtcModel(BaseModel):
 
     def setup(self) -> None:
         """Create the front end, the encoder and the softmax."""
-        if self.frontend_tpl is not None:
-            self.create_child("frontend", self.frontend_tpl)
-        if self.augmenter_tpl is not None:
-            self.create_child("augmenter", self.augmenter_tpl)
+        create_frontend(self)
         self.create_child("encoder", self.encoder_tpl)
         self._create_output(self.encoder.model_dims)
 
@@ -69,12 +66,7 @@ class CtcModel(BaseModel):
 
     def encode(self, src: NestedMap) -> NestedMap:
         """Return `encoded` `[batch, frames, dims]` and `paddings` of the sounds `src`."""
-        if self.frontend_tpl is not None:
-            src = self.frontend(src.waveform, lengths=src.lengths)
-        features = src.features
-        if self.augmenter_tpl is not None:
-            features = self.augmenter(features, paddings=src.paddings)
-        encoded: NestedMap = self.encoder(features, paddings=src.paddings)
+        encoded: NestedMap = self.encoder(**compute_features(self, src))
         return encoded
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
@@ -227,6 +219,23 @@ class TransducerModel(CtcModel):
         """Return log-probabilities float32 `[..., vocab_size]` of broadcast `[..., joint_dims]`."""
         logits = self.softmax.logits(self.activation(frames + predicted))
         return jax.nn.log_softmax(logits.astype(jnp.float32))
+
+
+def create_frontend(model: Any) -> None:
+    """Create the children `frontend` and `augmenter` of a model with these templates."""
+    for name in ("frontend", "augmenter"):
+        if (template := getattr(model, f"{name}_tpl")) is not None:
+            model.create_child(name, template)
+
+
+def compute_features(model: Any, src: NestedMap) -> NestedMap:
+    """Return `features` `[batch, frames, bins]`, masked in training, and `paddings` of sounds."""
+    if model.frontend_tpl is not None:
+        src = model.frontend(src.waveform, lengths=src.lengths)
+    features = src.features
+    if model.augmenter_tpl is not None:
+        features = model.augmenter(features, paddings=src.paddings)
+    return NestedMap(features=features, paddings=src.paddings)
 
 
 def collect_labels(ids: jax.Array, log_probs: jax.Array) -> NestedMap:

@@ -279,6 +279,8 @@ class BaseAttention(AttentionLayer):
       use_bias: Adds a bias in the projections.
       use_output_bias: Adds a bias in the output projection; None for the value of `use_bias`.
         Qwen 2 has biases in the input projections only.
+      use_key_bias: True for the value of `use_bias` in the projection of keys; False for no bias
+        there (Whisper), which would change no probability.
       qk_norm_tpl: Norm of queries and keys (Henry et al., 2020, arXiv:2010.04245); None for no
         norm.
       qk_norm_over: `head` to normalize each head (Qwen 3, Gemma 3), or `projection` to normalize
@@ -316,7 +318,8 @@ class BaseAttention(AttentionLayer):
 
     used_only_if: ClassVar[Conditions] = {
         "qk_norm_over": "qk_norm_tpl",
-        "qk_clip": "not qk_norm_tpl",
+        "qk_clip": ("not qk_norm_tpl", "use_key_bias"),
+        "use_key_bias": "use_bias",
     }
 
     input_dims: int = 0
@@ -325,6 +328,7 @@ class BaseAttention(AttentionLayer):
     dim_per_head: int | None = None
     use_bias: bool = False
     use_output_bias: bool | None = None
+    use_key_bias: bool = True
     qk_norm_tpl: Config[BaseNormalization] | None = sub_config_field(None)
     qk_norm_over: Literal["head", "projection"] = "head"
     per_dim_scale: bool = False
@@ -353,16 +357,13 @@ class BaseAttention(AttentionLayer):
         """Create the children `query` and `projections`; the latter read `[…, memory_dims]`."""
         kv_heads, head_dim = self._head_sizes()
         shared = {"head_dim": head_dim, "use_bias": self.use_bias}
-        self.create_child(
-            "query",
-            self.query_tpl,
-            input_dims=self.input_dims,
-            num_heads=self.num_heads,
-            **shared,
-        )
+        query = {"input_dims": self.input_dims, "num_heads": self.num_heads}
+        self.create_child("query", self.query_tpl, **query, **shared)
         for name in projections:
-            template = getattr(self, f"{name}_tpl")
-            self.create_child(name, template, input_dims=memory_dims, num_heads=kv_heads, **shared)
+            sizes = {**shared, "input_dims": memory_dims, "num_heads": kv_heads}
+            if name == "key" and not self.use_key_bias:
+                sizes["use_bias"] = False
+            self.create_child(name, getattr(self, f"{name}_tpl"), **sizes)
 
     def _create_attention_parts(self, *, has_key: bool = True) -> None:
         """Create norms, scale, sinks, dropout and the output projection."""

@@ -194,6 +194,7 @@ class MultiHeadAttention(BaseAttention):
         "qkv_conv_tpl": ("not kv_layer", "not values_are_keys"),
         "query_tpl": "not combined_qkv",
         "key_tpl": ("not combined_qkv", "not kv_layer"),
+        "use_key_bias": ("use_bias", "not combined_qkv", "not kv_layer"),
         "value_tpl": ("not combined_qkv", "not values_are_keys", "not kv_layer"),
         "values_are_keys": ("not combined_qkv", "not kv_layer"),
         "value_norm_tpl": "not kv_layer",

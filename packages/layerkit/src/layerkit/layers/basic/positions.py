@@ -105,6 +105,8 @@ class TrainablePositionalEmbedding(BaseLayer):
       max_length: Number of positions.
       offset: Number of rows of the table before that of position 0, which are not used (2 in BART
         and RoBERTa).
+      is_frozen: True for a table that training does not change (Whisper, whose folders hold
+        sinusoids).
       weight_axes: Logical axes of `w`, `[offset + max_length, dims]`.
       weight_init: Initializer of `w`; None for the inherited `params_init`, or else normal with
         standard deviation 1/√dims.
@@ -113,6 +115,7 @@ class TrainablePositionalEmbedding(BaseLayer):
     dims: int = 0
     max_length: int = 0
     offset: int = 0
+    is_frozen: bool = False
     weight_axes: tuple[str | None, ...] = ("positions", "embed")
     weight_init: WeightInit | None = None
 
@@ -124,7 +127,7 @@ class TrainablePositionalEmbedding(BaseLayer):
         init = self.weight_init or self.inherited("params_init") or default
         shape = (self.offset + self.max_length, self.dims)
         weight = WeightHParams(shape, axes=self.weight_axes, init=init, decays=False)
-        self.create_variable("w", weight)
+        self.create_variable("w", weight, trainable=not self.is_frozen)
 
     def fprop(self, positions: jax.Array) -> jax.Array:
         """Return vectors `[batch, length, dims]` of positions `[batch, length]`.
@@ -140,8 +143,9 @@ class TrainablePositionalEmbedding(BaseLayer):
         require(length <= self.max_length, self, "length of rows", length, expected)
         check_integer_arrays(self, positions=positions)
         # Features that are split stay so, since whole vectors of all tokens may be too large.
+        weight = self.cast(self.get_var("w")) if self.is_frozen else self.theta.w
         gathered = (self.weight_axes[0], "act_embed")
-        table = self.constrain(self.theta.w, *gathered, gradient_axes=self.weight_axes)
+        table = self.constrain(weight, *gathered, gradient_axes=self.weight_axes)
         return lookup(table[self.offset :], positions)
 
 
