@@ -86,7 +86,10 @@ def cache_prompts(
     ids, lengths = prompts[0], jnp.minimum(prompts[1], prompts[0].shape[1])
     bare, variables = step_weights(network)
     decoder, parts = model.decoder, row_parts(model)
-    max_length = round_up(ids.shape[1] + decoder.max_decode_steps, parts)
+    max_length = ids.shape[1] + decoder.max_decode_steps
+    if decoder.max_length is not None:
+        max_length = min(max_length, max(ids.shape[1], decoder.max_length))
+    max_length = round_up(max_length, parts)
 
     extend, switches = _step(bare, variables, max_length, lengths)
 

@@ -17,6 +17,7 @@ from layerkit.interop.hugging_face.folder import stored_dtype as stored_dtype
 from layerkit.interop.hugging_face.folder import tokenizer_file as tokenizer_file
 from layerkit.interop.hugging_face.generation import decoder_config as decoder_config
 from layerkit.interop.hugging_face.generation import generation_notes as generation_notes
+from layerkit.interop.hugging_face.generation import speech_prompt as speech_prompt
 from layerkit.interop.hugging_face.importing import TensorMismatchError as TensorMismatchError
 from layerkit.interop.hugging_face.importing import import_model as import_model
 from layerkit.interop.hugging_face.importing import load_weights as load_weights

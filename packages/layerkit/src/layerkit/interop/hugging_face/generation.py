@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from layerkit.config import Config, build
-from layerkit.decoding import BannedIds, NoRepeatNgrams, SampleDecoder
+from layerkit.config.checks import require
+from layerkit.decoding import BannedIds, MinSteps, NoRepeatNgrams, SampleDecoder
 from layerkit.errors import ConfigError, short_repr
 from layerkit.interop.hugging_face.folder import CONFIG, eos_id, read_json, write_json
 
@@ -23,7 +24,7 @@ GENERATION_CONFIG = "generation_config.json"
 # null, false, 0 or empty.
 # fmt: off
 _UNSUPPORTED: dict[str, Any] = {
-    "begin_suppress_tokens": None, "constraints": None, "dola_layers": None,
+    "constraints": None, "dola_layers": None,
     "encoder_no_repeat_ngram_size": None, "encoder_repetition_penalty": 1, "epsilon_cutoff": None,
     "eta_cutoff": None, "exponential_decay_length_penalty": None, "force_words_ids": None,
     "forced_bos_token_id": None, "forced_eos_token_id": None, "guidance_scale": 1,
@@ -34,7 +35,7 @@ _UNSUPPORTED: dict[str, Any] = {
 # Those that Transformers reads in one mode alone, by whether it samples.
 _OF_MODE = {True: {"epsilon_cutoff", "eta_cutoff", "top_h", "typical_p"}, False: {"penalty_alpha"}}
 _SUPPORTED = frozenset({
-    "bad_words_ids", "do_sample", "max_length", "max_new_tokens", "min_new_tokens", "min_p",
+    "bad_words_ids", "begin_suppress_tokens", "do_sample", "max_length", "max_new_tokens", "min_new_tokens", "min_p",
     "no_repeat_ngram_size", "repetition_penalty", "suppress_tokens", "temperature", "top_k",
     "top_p",
 })
@@ -45,6 +46,7 @@ _KEYS = {
     "min_decode_steps": "min_new_tokens",
     "size": "no_repeat_ngram_size",
 }
+_NO_TIMESTAMPS = "no_timestamps_token_id"
 _IDS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"})
 
 
@@ -71,6 +73,31 @@ def decoder_config(folder: str | os.PathLike[str]) -> Config:
     return decoder
 
 
+def speech_prompt(
+    folder: str | os.PathLike[str], *, language: str = "en", task: str = "transcribe"
+) -> tuple[int, ...]:
+    """Return the ids after the start token by which Whisper writes a text without timestamps.
+
+    Args:
+      folder: Folder whose generation_config.json has the ids.
+      language: Code of the spoken language. A model of English alone has no ids of languages.
+      task: `transcribe`, or `translate` into English.
+
+    Raises:
+      FileNotFoundError: The folder has no config.json.
+      ConfigError: The model has no such language or task.
+    """
+    name, content = _read(folder)
+    ids = []
+    for table, value in (("lang_to_id", f"<|{language}|>"), ("task_to_id", task)):
+        if table in content:
+            owner, choices = str(Path(folder) / name), content[table]
+            is_known = value in choices
+            require(is_known, owner, table, value, f"one of {', '.join(choices)}")
+            ids.append(choices[value])
+    return (*ids, *([content[_NO_TIMESTAMPS]] if _NO_TIMESTAMPS in content else []))
+
+
 def generation_notes(folder: str | os.PathLike[str], decoder: Config) -> list[str]:
     """Return lines for reports: the options of a decoder, and those of the folder that it lacks.
 
@@ -85,7 +112,8 @@ def generation_notes(folder: str | os.PathLike[str], decoder: Config) -> list[st
     names += ["min_decode_steps", "max_length" if decoder.max_length else "max_decode_steps"]
     values = {key: getattr(decoder, key) for key in names}
     if decoder.processors:
-        names = ["no_repeat_ngram_size", "suppress_tokens", "bad_words_ids"]
+        names = ["no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens"]
+        names += ["bad_words_ids"]
         values |= {key: short_repr(content[key]) for key in names if content.get(key)}
     shown = ["greedy"] * is_greedy + [f"{key}={value}" for key, value in values.items() if value]
     lines = [f"generation   {', '.join(shown)}, by default ({name})"]
@@ -131,6 +159,9 @@ def _fields(content: Mapping[str, Any], ends: Collection[int | None]) -> dict[st
     banned = {*content.get("suppress_tokens", ()), *words}
     if banned:
         fields["processors"].append(BannedIds.HParams.config(ids=tuple(sorted(banned))))
+    if first := content.get("begin_suppress_tokens"):
+        not_first = MinSteps.HParams.config(num_steps=1, eos_ids=tuple(first))
+        fields["processors"].append(not_first)
     if "max_new_tokens" in content:
         fields["max_decode_steps"] = content["max_new_tokens"]
     elif "max_length" in content:

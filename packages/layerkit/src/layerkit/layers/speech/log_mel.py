@@ -23,7 +23,8 @@ class LogMel(BaseLayer):
     |---|---|
     | Kaldi, SeamlessM4T | `input_scale=2**15, fft_length=512, low_frequency=20.0, center=False, \
 preemphasis=0.97, removes_mean=True, window="povey", triangles_in_mel=True, floor=2**-23` |
-    | Whisper | `mel_scale="slaney", has_unit_area=True, normalization="whisper"` |
+    | Whisper | `mel_scale="slaney", has_unit_area=True, normalization="whisper", \
+num_samples=480_000` |
 
     Attributes:
       sample_rate: Samples per second.
@@ -48,6 +49,8 @@ preemphasis=0.97, removes_mean=True, window="povey", triangles_in_mel=True, floo
       normalization: `none`; `utterance` for mean 0 and variance 1 of each bin over the frames of an
         utterance; `whisper` for log10 that is at most 8 below the maximum, plus 4, divided by 4,
         without the last frame.
+      num_samples: Number of samples to which silence pads each utterance, whose frames are then no
+        padding; None for utterances as they are.
 
     Raises:
       ConfigError: A number is out of range, or the frame is longer than the transform.
@@ -72,6 +75,7 @@ preemphasis=0.97, removes_mean=True, window="povey", triangles_in_mel=True, floo
     removes_mean: bool = False
     floor: float = 1e-10
     normalization: Literal["none", "utterance", "whisper"] = "none"
+    num_samples: int | None = None
 
     def setup(self) -> None:
         """Check the fields."""
@@ -93,6 +97,9 @@ preemphasis=0.97, removes_mean=True, window="povey", triangles_in_mel=True, floo
           waveform: Samples, float `[batch, samples]`, in [-1, 1].
           lengths: Number of samples of each row without padding, int32 `[batch]`; None for all.
 
+        Raises:
+          ConfigError: Rows are longer than `num_samples`.
+
         Returns:
           A NestedMap:
             features: `[batch, frames, num_bins]` in the compute dtype, 0 in padding.
@@ -104,6 +111,11 @@ preemphasis=0.97, removes_mean=True, window="povey", triangles_in_mel=True, floo
         if lengths is None:
             lengths = jnp.full(x.shape[:1], x.shape[1], jnp.int32)
         x = jnp.where(first_tokens(lengths, x.shape[1]), x, 0.0)
+        if self.num_samples is not None:
+            missing, expected = self.num_samples - x.shape[1], f"at most {self.num_samples}"
+            require(missing >= 0, self, "samples of a row", x.shape[1], expected)
+            x = jnp.pad(x, ((0, 0), (0, missing)))
+            lengths = jnp.where(lengths > 0, self.num_samples, 0)
         half = self.frame_length // 2 if self.center else 0
         x = mirror_ends(x, lengths, size=half)
         frames = split_frames(x, frame_length=self.frame_length, hop_length=self.hop_length)

@@ -16,6 +16,7 @@ MODULES = (
     "gemma4", "phi3", "olmo2", "olmoe", "olmo3", "smollm3", "granite", "granite_moe_hybrid",
     "mamba2", "minicpm", "gpt_neox", "stablelm", "gptj", "cohere", "cohere2", "starcoder2",
     "seed_oss", "ernie4_5", "t5", "bart", "bert", "roberta", "modernbert", "vit", "clip",
+    "whisper",
 )
 # fmt: on
 """Modules of the families, in the order in which export tries these."""
