@@ -82,6 +82,7 @@ HEADS = {
     "num_kv_heads": 2,
     "dim_per_head": 4,
     "use_output_bias": True,
+    "use_key_bias": Change(value=False, others={"use_bias": True}),
     "qk_norm_tpl": Config(LayerNorm),
     "qk_norm_over": Change("projection", others={"qk_norm_tpl": Config(RmsNorm)}),
 }

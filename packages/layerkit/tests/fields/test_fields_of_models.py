@@ -43,7 +43,8 @@ def lm(layer):
 
 
 def encoder_decoder(layer):
-    return layer(IDS, LABELS, labels=IDS, weights=WEIGHTS)
+    source = IDS if layer.encoder_tpl is None else jnp.tile(NUMBERS[:, None], (1, 16, 1))
+    return layer(source, LABELS, labels=IDS, weights=WEIGHTS)
 
 
 def model(batch):
@@ -126,6 +127,7 @@ EXAMPLES = [
             "embedding_norm_tpl": Config(L.LayerNorm),
             "dropout_rate": 0.5,
             "output_dropout_rate": 0.5,
+            "encoder_tpl": ENCODER,
         },
     ),
     of(
@@ -141,6 +143,7 @@ EXAMPLES = [
             NestedMap(src=NestedMap(ids=IDS), tgt=ROWS, eval_sample_weights=jnp.ones(BATCH))
         ),
         decoder=Config(SampleDecoder, temperature=0.0, max_decode_steps=31),
+        prompt_ids=(3,),
     ),
     of(
         M.BertModel,
@@ -178,6 +181,25 @@ EXAMPLES = [
         reference="none",
         decoder=Config(SampleDecoder, temperature=0.0, max_decode_steps=16),
     ),
+    of(
+        M.AttentionDecoderModel,
+        {
+            "frontend_tpl": SPEECH_FIELDS["frontend_tpl"],
+            "model_tpl": small(M.TransformerEncoderDecoder, encoder_tpl=ENCODER),
+            "decoder": Config(SampleDecoder, temperature=0.0, max_decode_steps=15, eos_id=9),
+        },
+        # The mesh splits the start, three labels, and two ids of a prompt.
+        model_and_decoding(
+            NestedMap(SPEECH, tgt=NestedMap(labels=IDS[:, :3], paddings=jnp.zeros((BATCH, 3))))
+        ),
+        frontend_tpl=SPEECH_CHANGES["frontend_tpl"],
+        augmenter_tpl=SPEECH_CHANGES["augmenter_tpl"],
+        model_tpl=small(M.TransformerEncoderDecoder, encoder_tpl=SPEECH_CHANGES["encoder_tpl"]),
+        decoder=Config(SampleDecoder, temperature=0.0, max_decode_steps=31, eos_id=9),
+        prompt_ids=(3, 4),
+        apply_eval_sample_weights=Change(value=True, refusal="apply_eval_sample_weights"),
+        ctc_softmax_tpl=Change(Config(L.FullSoftmax), others={"ctc_weight": 0.5}),
+    ),
     of(M.CtcModel, SPEECH_FIELDS, model_and_decoding(SPEECH), **SPEECH_CHANGES),
     of(
         M.TransducerModel,
@@ -207,6 +229,7 @@ EXAMPLES = [
 
 
 _SLOW = {
+    M.AttentionDecoderModel,
     M.CtcModel,
     M.TransducerModel,
     M.SequenceModel,

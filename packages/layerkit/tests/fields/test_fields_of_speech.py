@@ -68,6 +68,7 @@ EXAMPLES = [
         mel_scale="slaney",
         window="povey",
         normalization="utterance",
+        num_samples=3200,
         low_frequency=50.0,
     ),
     of(
@@ -105,8 +106,19 @@ EXAMPLES = [
         layer_input_tpl=Change(Config(L.GatedInput, dims=4), refusal="layer_input"),
         droppath_rate=0.5,
     ),
+    of(
+        L.SpeechTransformerEncoder,
+        {name: size for name, size in ENCODER.items() if name != "num_channels"},
+        encode,
+        num_bins=16,
+        activation_tpl=Config(L.Tanh),
+        position_tpl=Config(L.TrainablePositionalEmbedding, max_length=LENGTH),
+    ),
     of(L.ConformerEncoder, ENCODER, encode, num_bins=16, activation_tpl=Config(L.Tanh)),
 ]
+
+
+_SLOW = {L.Conformer, L.ConformerEncoder, L.SpeechTransformerEncoder}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +126,7 @@ EXAMPLES = [
     [
         pytest.param(
             example,
-            marks=[pytest.mark.slow] * (example.layer_class in {L.Conformer, L.ConformerEncoder}),
+            marks=[pytest.mark.slow] * (example.layer_class in _SLOW),
             id=example.layer_class.__name__,
         )
         for example in EXAMPLES

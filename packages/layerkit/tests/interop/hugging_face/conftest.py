@@ -437,6 +437,27 @@ CONFIGS |= {
     "vit": {**_IMAGES, "qkv_bias": True, "id2label": {"0": "LABEL_0", "1": "LABEL_1"}},
     "clip": {"vision_config": _IMAGES, "text_config": _TEXTS, "projection_dim": 6},
     "siglip": {"vision_config": _IMAGES, "text_config": _TEXTS},
+    "whisper": {
+        "vocab_size": 12,
+        "d_model": 8,
+        "num_mel_bins": 4,
+        "encoder_layers": 2,
+        "decoder_layers": 3,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 10,
+        "decoder_ffn_dim": 9,
+        "max_source_positions": 6,
+        "max_target_positions": 7,
+        "activation_function": "gelu_new",
+        "dropout": 0.1,
+        "attention_dropout": 0.0,
+        "activation_dropout": 0.0,
+        "scale_embedding": False,
+        "tie_word_embeddings": True,
+        "decoder_start_token_id": 2,
+        "is_encoder_decoder": True,
+    },
 }
 for _name, _config in CONFIGS.items():
     _config["model_type"] = _name

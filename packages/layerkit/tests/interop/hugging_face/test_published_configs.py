@@ -21,6 +21,8 @@ SIZE_KEYS = {
     "gpt_neox": "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size",
     "t5": "d_model d_kv d_ff num_layers num_heads",
     "bart": "d_model encoder_layers decoder_layers vocab_size",
+    "whisper": "d_model encoder_layers decoder_layers encoder_ffn_dim decoder_ffn_dim"
+    " encoder_attention_heads decoder_attention_heads num_mel_bins vocab_size",
 }
 ENCODER_SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size"
 SIZE_KEYS |= dict.fromkeys(["bert", "roberta", "xlm-roberta", "modernbert"], ENCODER_SIZES)
@@ -192,6 +194,11 @@ MODERN |= {"hidden_activation": "gelu", "initializer_cutoff_factor": 2.0, "layer
 MODERN |= {"max_position_embeddings": 8192, "mlp_bias": False, "mlp_dropout": 0.0}
 MODERN |= {"norm_bias": False, "norm_eps": 1e-5, "position_embedding_type": "absolute"}
 MODERN |= {"reference_compile": True, "sparse_pred_ignore_index": -100, "sparse_prediction": False}
+WHISPER = {"model_type": "whisper", "activation_function": "gelu", "is_encoder_decoder": True}
+WHISPER |= {"apply_spec_augment": False, "scale_embedding": False, "use_weighted_layer_sum": False}
+WHISPER |= {"max_source_positions": 1500, "max_target_positions": 448, "torch_dtype": "float16"}
+WHISPER |= {"encoder_layerdrop": 0.0, "mask_time_prob": 0.05, "median_filter_width": 7}
+WHISPER |= {"forced_decoder_ids": [[1, 50259]], "decoder_start_token_id": 50258}
 BART = {"model_type": "bart", "activation_dropout": 0.1, "activation_function": "gelu"}
 BART |= {"add_bias_logits": False, "add_final_layer_norm": False, "attention_dropout": 0.1}
 BART |= {"bos_token_id": 0, "classif_dropout": 0.1, "decoder_layerdrop": 0.0, "dropout": 0.1}
@@ -512,6 +519,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         360748032,
     ),
     "t5-small": (FIRST_T5, (512, 64, 2048, 6, 8), 60506624),
+    "whisper-tiny": (WHISPER, (384, 4, 4, 1536, 1536, 6, 6, 80, 51865), 37760640),
     "t5-v1_1-base": (T5_11, (768, 64, 2048, 12, 12), 247577856),
     "flan-t5-small": (
         {**T5_11, "n_positions": 512, "num_decoder_layers": 8},
@@ -630,6 +638,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
     "xlm-roberta-base": (XLM_ROBERTA, (768, 3072, 12, 12, 250002), 278295186),
     "ModernBERT-base": (MODERN, (768, 1152, 22, 12, 50368), 149655232),
     "ModernBERT-large": (MODERN, (1024, 2624, 28, 16, 50368), 395881664),
+    "whisper-large-v3": (
+        WHISPER,
+        (1280, 32, 32, 5120, 5120, 20, 20, 128, 51866),
+        1543490560,
+    ),
     "bart-base": ({**BART, **BASE_BART}, (768, 6, 6, 50265), 139420416),
     "bart-large": ({**BART, **LARGE_BART}, (1024, 12, 12, 50265), 406291456),
     "bart-large-cnn": ({**BART, **LARGE_BART, **CNN}, (1024, 12, 12, 50264), 406290432),
@@ -758,6 +771,8 @@ OPTIONS = [
     ("roberta", "add_cross_attention", False, True),
     ("modernbert", "attention_dropout", 0.0, 0.1),
     ("bart", "normalize_embedding", True, False),
+    ("whisper", "apply_spec_augment", False, True),
+    ("whisper", "scale_embedding", False, True),
     ("bart", "decoder_layerdrop", 0.0, 0.1),
     ("bart", "tie_word_embeddings", True, False),
     ("llama", "residual_multiplier", 1.0, 0.22),

@@ -47,6 +47,7 @@ def whisper(tmp_path_factory):
     for weight in model.parameters():
         if weight.requires_grad:
             torch.nn.init.normal_(weight, std=0.3)
+    torch.nn.init.normal_(model.model.decoder.embed_positions.weight, std=2.0)
     model.generation_config = transformers.GenerationConfig(**GENERATION)
     folder = tmp_path_factory.mktemp("whisper")
     model.save_pretrained(folder)
@@ -63,7 +64,7 @@ def source():
 
 
 @pytest.mark.parametrize("num_bins", [80, 128])
-def test_features_equal_those_of_whisper(num_bins):
+def test_features_equal_those_of_Whisper(num_bins):
     extractor = transformers.WhisperFeatureExtractor(num_bins)
     expected = extractor([WAVEFORM[0, :5000]], sampling_rate=16000, return_tensors="np")
     fields = {"mel_scale": "slaney", "has_unit_area": True, "normalization": "whisper"}
@@ -82,11 +83,11 @@ def test_logits_of_Whisper_equal_those_of_transformers_and_export_is_exact(
     config, variables = import_model(folder)
     ours = build(config)
 
-    def logits(bound):
+    def run(bound):
         encoded = bound.frontend(source().waveform, lengths=source().lengths)
         return encoded.features, bound.model.logits(encoded.features, jnp.asarray(IDS))
 
-    found, logits = jax.jit(lambda v: ours.apply(v, method=logits))(variables)
+    found, logits = jax.jit(lambda v: ours.apply(v, method=run))(variables)
     np.testing.assert_allclose(found, features.transpose(1, 2), atol=1e-5)
     with torch.no_grad():
         expected = model(input_features=features, decoder_input_ids=torch.tensor(IDS)).logits
@@ -109,7 +110,4 @@ def test_decoded_labels_of_Whisper_equal_those_of_transformers(whisper):
     ours = build(config)
     outputs = jax.jit(lambda v: ours.apply(v, NestedMap(src=source()), method="decode"))(variables)
     expected = model.generate(features, language="de", task="transcribe", return_timestamps=False)
-    for row, length in enumerate(outputs.lengths):
-        theirs = expected[row].tolist()
-        print(outputs.ids[row, :length].tolist(), theirs)
-        assert outputs.ids[row, :length].tolist()[-len(theirs) :] == theirs
+    assert outputs.ids[:, 4:].tolist() == expected.tolist() and len(np.unique(expected)) > 3

@@ -35,8 +35,9 @@ _UNSUPPORTED: dict[str, Any] = {
 # Those that Transformers reads in one mode alone, by whether it samples.
 _OF_MODE = {True: {"epsilon_cutoff", "eta_cutoff", "top_h", "typical_p"}, False: {"penalty_alpha"}}
 _SUPPORTED = frozenset({
-    "bad_words_ids", "begin_suppress_tokens", "do_sample", "max_length", "max_new_tokens", "min_new_tokens", "min_p",
-    "no_repeat_ngram_size", "repetition_penalty", "suppress_tokens", "temperature", "top_k",
+    "bad_words_ids", "begin_suppress_tokens", "do_sample", "max_length",
+    "max_new_tokens", "min_new_tokens", "min_p", "no_repeat_ngram_size", "repetition_penalty",
+    "suppress_tokens", "temperature", "top_k",
     "top_p",
 })
 # fmt: on
