@@ -55,15 +55,15 @@ class SpeechTransformerEncoder(BaseLayer):
 
     def setup(self) -> None:
         """Create the convolutions, the positions, the stack and the norm."""
-        dims, window = self.model_dims, {"kernel_size": (3,), "padding": ((1, 1),)}
-        for name, size, stride in (("conv_0", self.num_bins, 1), ("conv_1", dims, 2)):
-            sizes = {"input_dims": size, "output_dims": dims, "strides": stride}
-            self.create_child(name, self.conv_tpl, **sizes, **window)
+        dims = self.model_dims
+        window: dict[str, Any] = {"kernel_size": (3,), "padding": ((1, 1),), "output_dims": dims}
+        self.create_child("conv_0", self.conv_tpl, input_dims=self.num_bins, **window)
+        self.create_child("conv_1", self.conv_tpl, input_dims=dims, strides=2, **window)
         self.create_child("activation", self.activation_tpl)
         if self.position_tpl is not None:
             self.create_child("position", self.position_tpl, dims=dims)
         self.create_child("dropout", Dropout.HParams.config(rate=self.dropout_rate))
-        sizes: dict[str, Any] = {"input_dims": dims, "hidden_dims": self.hidden_dims}
+        sizes = {"input_dims": dims, "hidden_dims": self.hidden_dims}
         sizes |= {"num_layers": self.num_layers, "num_heads": self.num_heads}
         self.create_child("stack", self.stack_tpl, **sizes)
         self.create_child("final_norm", self.final_norm_tpl, dims=dims)

@@ -22,8 +22,7 @@ from layerkit.models.encoder_decoder import TransformerEncoderDecoder
 
 _ENCODER, _DECODER = "encoder_tpl.stack_tpl.layer_tpl", "decoder_stack_tpl.layer_tpl"
 _LAYERS = (_ENCODER, _DECODER)
-_ATTENTIONS = (f"{_ENCODER}.attention_tpl", f"{_DECODER}.attention_tpl")
-_ATTENTIONS += (f"{_DECODER}.cross_attention_tpl",)
+_ATTENTIONS = (*(f"{layer}.attention_tpl" for layer in _LAYERS), f"{_DECODER}.cross_attention_tpl")
 _DROPOUTS = tuple(f"{layer}.dropout_rate" for layer in _LAYERS)
 _HIDDEN_DROPOUTS = tuple(f"{layer}.feed_forward_tpl.dropout_rate" for layer in _LAYERS)
 # Samples of a position: two frames of 160.
@@ -38,8 +37,9 @@ def _network() -> Config:
         layer.attention_tpl.set(use_bias=True, use_key_bias=False)
         layer.feed_forward_tpl.has_bias = True
         if is_decoder:
-            biases = {"use_bias": True, "use_key_bias": False}
-            layer.cross_attention_tpl = CrossAttention.HParams.config(**biases)
+            layer.cross_attention_tpl = CrossAttention.HParams.config(
+                use_bias=True, use_key_bias=False
+            )
         stacks.append(StackedTransformerRepeated.HParams.config(layer_tpl=layer))
     positions = TrainablePositionalEmbedding.HParams.config()
     encoder = SpeechTransformerEncoder.HParams.config(
