@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from layerkit_inputs import GeneratedDigits
+from layerkit_inputs.testing.image_files import write_image_folder
 from layerkit_runner.checkpointing import CheckpointManager
 from layerkit_runner.checkpointing.handlers import stored_leaves
 
@@ -47,6 +49,21 @@ def metrics(folder: Path, *, dataset: str | None = None) -> list[dict[str, Any]]
 def test_classifier_learns_the_digits(name: str, tmp_path: Path):
     run(f"--exp=vision.digits.{name}", f"--job_log_dir={tmp_path}")
     assert metrics(tmp_path, dataset="heldout")[-1]["accuracy"] > 0.95
+
+
+def test_small_resnet_learns_from_image_files(tmp_path: Path):
+    for split, seed, count in (("train", 1, 4000), ("val", 2, 500)):
+        reader = GeneratedDigits(batch_size=count, is_training=True, input_random_seed=seed)
+        batch = reader.get_next()
+        pixels = np.uint8(np.clip(batch.inputs[..., 0], 0, 1) * 255)
+        write_image_folder(tmp_path / split, pixels, batch.labels.tolist())
+    words = (
+        "--fdl.MAX_STEPS=400",
+        f"--fdl.DATA_FOLDER={tmp_path}",
+        f"--job_log_dir={tmp_path}/run",
+    )
+    run("--exp=vision.image_files.SmallImages", *words)
+    assert metrics(tmp_path / "run", dataset="heldout")[-1]["accuracy"] > 0.95
 
 
 def test_spoken_digits_are_recognized(tmp_path: Path):
