@@ -127,7 +127,7 @@ def test_each_key_changes_the_config_or_raises(configs):
 
 
 PACKED = ["gemma", "olmo3", "smollm3", "granite", "gpt_neox", "stablelm"]
-PACKED += ["granitemoehybrid", "mamba2"]
+PACKED += ["granitemoehybrid", "mamba2", "nemotron_h"]
 PACKED += ["bert", "roberta", "modernbert", "bart"]
 
 

@@ -87,6 +87,10 @@ MAMBA = {**SIZES, "mamba_n_heads": 4, "mamba_d_state": 6, "shared_intermediate_s
 MAMBA2 = {"num_heads": 4, "head_dim": 8, "state_size": 6, "n_groups": 2, "hidden_size": 16}
 MAMBA2 |= {key: SIZES[key] for key in ("vocab_size", "num_hidden_layers", "bos_token_id")}
 MAMBA2 |= {key: SIZES[key] for key in ("eos_token_id", "pad_token_id")}
+TYPES = ["linear_attention", "moe", "full_attention", "mlp"]
+NEMOTRON = {**WIDE_HEADS, "ssm_state_size": 6, "mamba_num_heads": 4, "mamba_head_dim": 8}
+NEMOTRON |= {"n_groups": 2, "n_routed_experts": 6, "moe_intermediate_size": 12}
+NEMOTRON |= {"moe_shared_expert_intermediate_size": 20}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32}
@@ -411,6 +415,20 @@ CASES = [
         },
         MAMBA2,
         "biases, limits",
+        is_slow=True,
+    ),
+    Case("NemotronH", {"layers_block_type": [*TYPES, "linear_attention"]}, NEMOTRON, "all kinds"),
+    Case(
+        "NemotronH",
+        {
+            "layers_block_type": [*["linear_attention", "mlp"] * 2, "full_attention", "mlp"],
+            "use_bias": True,
+            "mlp_bias": True,
+            "use_conv_bias": False,
+            "time_step_min": 0.02,
+        },
+        NEMOTRON,
+        "no experts, biases",
         is_slow=True,
     ),
     Case("GPTNeoX", sizes=NEOX, note="a quarter rotary"),

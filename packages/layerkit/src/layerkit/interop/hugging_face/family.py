@@ -38,7 +38,8 @@ class Family:
       model_entries: Table from keys of config.json to fields of the model itself.
       token_ids: Special tokens of Transformers if the keys are left out, where they may be beyond a
         small vocabulary.
-      counts: Keys of config.json with the numbers of layers, such as `text_config.num_layers`.
+      counts: Keys of config.json with the numbers of layers, such as `text_config.num_layers`, or
+        with lists of the types of layers.
       extra_layers: Keys of config.json with the number of layers behind the others, which a folder
         may lack.
       text_of: For a model of text and images, of which the text alone is read: `model_type` of the
@@ -119,7 +120,8 @@ class Family:
             part: Any = content
             for name in key.split("."):
                 part = part.get(name) if isinstance(part, Mapping) else None
-            self._check_count(key, part, num_tensors)
+            count = len(part) if isinstance(part, (str, list)) else part
+            self._check_count(key, count, num_tensors)
 
     def check_experts(self, model: Config, *, num_tensors: int) -> None:
         """Compare the number of experts with tensors of their own with a number of tensors.
