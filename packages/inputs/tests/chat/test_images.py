@@ -12,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from layerkit.config import build
 from layerkit.errors import ConfigError
 from layerkit_inputs import HuggingFaceTokenizer
 from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.base.host_batches import spec_of
 from layerkit_inputs.chat.chat_input import ChatInput, ChatPrompts
 from layerkit_inputs.chat.conversations import read_conversation
+from layerkit_inputs.chat.folder_images import folder_images
 from layerkit_inputs.chat.images import ChatImages
 from layerkit_inputs.chat.preference_input import PairInput
 from layerkit_inputs.testing import laws
@@ -275,6 +277,47 @@ def test_corrupt_image_names_file_and_row(make, tmp_path):
     with pytest.raises(BadRecordError, match=r"chat\.jsonl, line 2") as error:
         [*source.eval_batches()]
     assert "corrupt.png" in str(error.value)
+
+
+FOLDER = {
+    "config": {"model_type": "gemma3", "mm_tokens_per_image": 3},
+    "preprocessor_config": {
+        "size": {"height": 4, "width": 4},
+        "image_mean": [0.5, 0.5, 0.5],
+        "resample": 2,
+        "do_pan_and_scan": None,
+        "rescale_factor": 0.00392156862745098,
+    },
+}
+
+
+def write_folder(folder: Path, **changed: Any) -> str:
+    for name, content in FOLDER.items():
+        (folder / f"{name}.json").write_text(json.dumps(content | changed))
+    return str(folder)
+
+
+def test_form_of_a_folder_is_that_of_its_processor(tmp_path):
+    images = build(folder_images(write_folder(tmp_path), max_images=2))
+    names = (*NAMES, "mean", "std", "resampling")
+    assert {n: getattr(images, n) for n in names} == {n: getattr(IMAGES, n) for n in names}
+    assert images.num_images(64) == 2
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model_type": "llama"},
+        {"do_pan_and_scan": True},
+        {"do_normalize": False},
+        {"size": {"shortest_edge": 4}},
+        {"rescale_factor": 1.0},
+        {"resample": 9},
+    ],
+)
+def test_setting_of_a_processor_that_is_not_supported_raises(tmp_path, changed):
+    with pytest.raises(ConfigError, match=next(iter(changed))):
+        folder_images(write_folder(tmp_path, **changed))
 
 
 @pytest.mark.parametrize(

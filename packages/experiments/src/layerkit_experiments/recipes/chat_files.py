@@ -43,6 +43,8 @@ class ChatFiles(BaseExperiment, abstract=True):
     """Tokenizer as in `LocalFiles`; None for that of the folder of weights."""
     SPECIAL_TOKENS_IN_TEXT: Literal["ids", "text"] = "text"
     """Encoding of special tokens that a message spells out."""
+    MAX_IMAGES: int = 0
+    """Maximum number of images of a row, in the form of the folder of weights; 0 for text alone."""
     MAX_SEQ_LEN: int = 1024
     PERCORE_BATCH_SIZE: float = 8.0
     """Rows per device."""
@@ -108,4 +110,13 @@ class ChatFiles(BaseExperiment, abstract=True):
             "chat_template": self.CHAT_TEMPLATE,
             "template_date": self.TEMPLATE_DATE,
             "special_tokens_in_text": self.SPECIAL_TOKENS_IN_TEXT,
+            **self._images(),
         }
+
+    def _images(self) -> dict[str, Config]:
+        if not self.MAX_IMAGES:
+            return {}
+        from layerkit_inputs.chat.folder_images import folder_images  # few conversations have them
+
+        folder = getattr(self, "HF_FOLDER", ".")
+        return {"images": folder_images(folder, max_images=self.MAX_IMAGES)}

@@ -9,21 +9,21 @@ from __future__ import annotations
 
 import base64
 import bisect
-import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from layerkit.config import Configurable
 from layerkit.config.checks import check_sizes, require
 from layerkit.config.hparams import check_fields
-from layerkit_inputs.base.errors import BadRecordError, require_extra
+from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.base.tokenizer_interface import Tokenizer
 from layerkit_inputs.chat.conversations import IMAGE_MARKER
 from layerkit_inputs.chat.template import Rendering
+from layerkit_inputs.images.decode_image import decode_image, pillow
 
 
 class ImageSource(NamedTuple):
@@ -31,8 +31,8 @@ class ImageSource(NamedTuple):
 
     content: Path | bytes
     """Path of a file, or the bytes of one."""
-    where: str
-    """File and row of the conversation, for messages."""
+    name: str
+    """File and row of the conversation, and the path, for messages."""
 
 
 class ChatImages(Configurable):
@@ -143,14 +143,14 @@ class ChatImages(Configurable):
             head, encoding, data = name.partition(";base64,")
             require(encoding, None, "image", head[:80], "a URI data:…;base64,…", BadRecordError)
             try:
-                return ImageSource(base64.b64decode(data, validate=True), where)
+                return ImageSource(base64.b64decode(data, validate=True), f"{where}, {head}")
             except ValueError as error:
                 raise BadRecordError(f"no Base64: {error}", field="image", value=head) from None
         folder = (Path(self.folder) if self.folder else beside).resolve()
         path = (folder / name).resolve()
         is_inside = path.is_relative_to(folder) and path.is_file()
         require(is_inside, None, "image", name, f"a file in the folder {folder}", BadRecordError)
-        return ImageSource(path, where)
+        return ImageSource(path, f"{where}, {name}")
 
     def read(self, rows: Sequence[Sequence[ImageSource]], *, length: int) -> np.ndarray:
         """Return the normalized pixels of the images of rows.
@@ -176,15 +176,7 @@ class ChatImages(Configurable):
 
     def _decode(self, source: ImageSource) -> np.ndarray:
         """Return the pixels of an image, uint8 `[height, width, 3]`."""
-        pillow: Any = require_extra("PIL.Image", needed_by="images of conversations")
-        content = source.content
-        try:
-            with pillow.open(io.BytesIO(content) if isinstance(content, bytes) else content) as im:
-                filter_ = pillow.Resampling[self.resampling.upper()]
-                return np.asarray(im.convert("RGB").resize((self.width, self.height), filter_))
-        except (OSError, ValueError, SyntaxError, pillow.DecompressionBombError) as error:
-            name = f"{len(content)} bytes of a data: URI" if isinstance(content, bytes) else content
-            problem = f"cannot decode the image: {error}"
-            raise BadRecordError(
-                problem, owner=source.where, field="image", value=str(name)
-            ) from None
+        filter_ = pillow().Resampling[self.resampling.upper()]
+        content = source.content if isinstance(source.content, bytes) else {"path": source.content}
+        image = decode_image(content, channels=3, owner=source.name)
+        return np.asarray(image.resize((self.width, self.height), filter_))
