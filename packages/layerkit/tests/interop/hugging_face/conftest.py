@@ -491,6 +491,12 @@ CONFIGS |= {
         "decoder_start_token_id": 2,
         "is_encoder_decoder": True,
     },
+    "gemma3": {
+        "vision_config": {**_IMAGES, "vision_use_head": False},
+        "text_config": CONFIGS["gemma3_text"],
+        "mm_tokens_per_image": 1,
+        "image_token_index": 7,
+    },
 }
 for _name, _config in CONFIGS.items():
     _config["model_type"] = _name

@@ -83,7 +83,7 @@ def round_matrices(tensors, dtype, stored):
 @pytest.mark.parametrize(
     "content",
     [
-        {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}},
+        {"model_type": "mistral3", "text_config": {"model_type": "mistral"}},
         {"model_type": "llamma"},
         {"model_type": ["llama"]},
         {"hidden_size": 8},

@@ -85,3 +85,40 @@ def test_vectors_and_losses_equal_those_of_transformers(case, tmp_path, parity_t
     before = model.state_dict()
     assert again.keys() == before.keys()
     assert all(torch.equal(again[name], tensor) for name, tensor in before.items())
+
+
+GEMMA3 = {"hidden_size": 16, "head_dim": 8, "num_key_value_heads": 1, "sliding_window": 5}
+GEMMA3 |= {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8}
+PLACEHOLDER = 7
+
+
+def test_logits_of_Gemma3_with_images_equal_those_of_transformers(tmp_path, parity_table):
+    vision = {**IMAGES, "image_size": 24, "patch_size": 6, "vision_use_head": False}
+    config = transformers.Gemma3Config(
+        text_config={**TEXTS, **GEMMA3},
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=PLACEHOLDER,
+    )
+    model = draw("Gemma3ForConditionalGeneration", config)
+    model.save_pretrained(tmp_path / "theirs")
+    ours, variables = import_model(tmp_path / "theirs")
+    images = RANDOM.normal(size=(2, 2, 24, 24, 3)).astype(np.float32)
+    ids = RANDOM.integers(8, 28, (2, 14)).astype(np.int32)
+    ids[:, 2:6] = ids[:, 8:12] = PLACEHOLDER
+    found = build(ours).apply(
+        variables, ids, images=images, method=lambda m, ids, **images: m.lm.logits(ids, **images)
+    )
+    expected = model(
+        input_ids=torch.tensor(ids, dtype=torch.long),
+        pixel_values=torch.tensor(images.reshape(-1, 24, 24, 3).transpose(0, 3, 1, 2)),
+        token_type_ids=torch.tensor(ids == PLACEHOLDER, dtype=torch.long),
+    ).logits
+    error = largest_difference(found, expected)
+    parity_table.append(("gemma3", "images", error))
+    assert error < 1e-5
+    export_model(tmp_path / "ours", ours, variables)
+    again = type(model).from_pretrained(tmp_path / "ours").state_dict()
+    before = model.state_dict()
+    assert again.keys() == before.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in before.items())

@@ -268,9 +268,10 @@ def _token_ids(family: Family, content: Mapping[str, Any]) -> dict[str, Any]:
     """
     stated = dict(family.token_ids) | {key: content[key] for key in _CARRIED if key in content}
     kept: dict[str, Any] = {}
+    size = content.get("text_config", content).get("vocab_size", 0)
     for key, value in stated.items():
         several = value if isinstance(value, list) else [value]
-        inside = [one for one in several if one is not None and 0 <= one < content["vocab_size"]]
+        inside = [one for one in several if one is not None and 0 <= one < size]
         kept[key] = (inside if isinstance(value, list) else inside[0]) if inside else None
     return kept
 

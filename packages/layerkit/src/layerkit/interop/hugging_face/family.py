@@ -29,7 +29,7 @@ class Family:
       copies: Tensors that a folder may contain although they repeat another: copy → original.
       stand_ins: Tensors that a folder may lack, although config.json says nothing of it: tensor →
         the one that Transformers then takes.
-      older_endings: Endings of names in older folders: ending → older ending.
+      other_names: Other names of tensors in some folders: regular expression → replacement.
       buffers: Regular expression of the names of tensors that are not weights.
       unread: Ends of names of tensors that a folder may have in a layer that reads none of them.
       zeros: Regular expression of the names of tensors that are supported if they are 0.
@@ -55,7 +55,7 @@ class Family:
     prefix: str = ""
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     stand_ins: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    older_endings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    other_names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     buffers: str = "(?!)"
     unread: tuple[str, ...] = ()
     zeros: str = "(?!)"

@@ -279,9 +279,9 @@ def _stored_pieces(source: SafetensorsFolder, family: Family, anatomy: Anatomy) 
 
     def stored(name: str) -> str:
         plain = strip_prefix(name)
-        for ending, older in family.older_endings.items():
-            if plain not in present and plain.endswith(ending):
-                plain = plain.removesuffix(ending) + older
+        for pattern, other in family.other_names.items():
+            if plain not in present:
+                plain = re.sub(pattern, other, plain)
         # A tied tensor may be stored under the name of any of its copies alone.
         others = [copy for copy, original in copies.items() if original == name]
         return plain if plain in present else [*others, family.stand_ins.get(name, plain)][0]

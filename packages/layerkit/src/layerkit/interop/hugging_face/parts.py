@@ -74,6 +74,52 @@ def activation(
     return Entry(read, write)
 
 
+def nested(
+    name: str,
+    path: str,
+    *entries: Entry,
+    of_model: tuple[Entry, ...] = (),
+    defaults: Mapping[str, Any] | None = None,
+    shared: tuple[str, ...] = (),
+    neutral: frozenset[str] = frozenset(),
+) -> Entry:
+    """Return the entry of a nested config, such as `vision_config`.
+
+    Args:
+      name: Name of the key.
+      path: Path of the part of the model that the nested config describes.
+      *entries: Entries of the part.
+      of_model: Further entries of the nested config, for fields of the model itself.
+      defaults: Values of Transformers for keys that have no default elsewhere.
+      shared: Keys that the whole config may have as well, where they take precedence.
+      neutral: Keys that do not change the computation.
+    """
+
+    def read(file: ConfigFile, model: Config) -> None:
+        # Older files of CLIP repeat keys in a second config, which takes precedence.
+        first, second = (file.get(key, None) or {} for key in (name, f"{name}_dict"))
+        for key_of_part in first:  # `read_json` adds the keys of `text_config` to the others.
+            file.get(key_of_part, None)
+        whole = {key: value for key in shared if (value := file.get(key, None)) is not None}
+        content = {**(defaults or {}), **first, **second, **whole}
+        part = ConfigFile(content, owner=f"{file.owner}: {name}", neutral=neutral)
+        for entry in entries:
+            entry.read(part, get_field(model, path))
+        for entry in of_model:
+            entry.read(part, model)
+        part.require_all_read()
+
+    def write(model: Config) -> dict[str, Any]:
+        written: dict[str, Any] = {}
+        for entry in entries:
+            written |= entry.write(get_field(model, path))
+        for entry in of_model:
+            written |= entry.write(model)
+        return {name: written, **{key: written[key] for key in shared}}
+
+    return Entry(read, write)
+
+
 def spelling_of(activation: Config, *, preferred: str) -> str:
     """Return the name of an activation in config.json.
 

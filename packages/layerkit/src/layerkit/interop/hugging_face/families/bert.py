@@ -122,7 +122,7 @@ BERT = Family(
     ),
     prefix="bert.",
     copies={_HEAD + "decoder.weight": _WORDS, _HEAD + "decoder.bias": _HEAD + "bias"},
-    older_endings={"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"},
+    other_names={r"LayerNorm\.weight$": "LayerNorm.gamma", r"LayerNorm\.bias$": "LayerNorm.beta"},
     buffers=r"\bposition_ids$|\bpooler\.dense\.|^cls\.seq_relationship\.",
     rows=(
         Row(_WORDS, "lm/softmax/w", _TABLE),

@@ -13,7 +13,7 @@ from layerkit.config import Config
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, fixed, key
 from layerkit.interop.hugging_face.layouts import BIAS_OF_HEADS, INTO_HEADS, LINEAR
-from layerkit.interop.hugging_face.parts import activation, layer_rows
+from layerkit.interop.hugging_face.parts import activation, layer_rows, nested
 from layerkit.interop.hugging_face.tensors import Row
 from layerkit.layers.basic.elementwise import Identity
 from layerkit.layers.basic.linears import FeedForward
@@ -28,7 +28,7 @@ from layerkit.models.transformer_lm import TransformerLm
 
 TABLE = "rows embed -> rows embed"
 PATCHES = "out channel row column -> row column channel out"
-_NORMS = ("final_norm_tpl", "layer.norm_tpl")
+NORMS = ("final_norm_tpl", "layer.norm_tpl")
 
 
 def tower(network: Any, **fields: Any) -> Config:
@@ -42,7 +42,7 @@ def tower(network: Any, **fields: Any) -> Config:
 
 
 def tower_entries(
-    *sizes: int, epsilon: float, act: str, norms: tuple[str, ...] = _NORMS
+    *sizes: int, epsilon: float, act: str, norms: tuple[str, ...] = NORMS
 ) -> tuple[Entry, ...]:
     """Return the entries of a tower, with the defaults of its sizes, epsilon and activation."""
     names = {
@@ -73,49 +73,28 @@ def image_entries(patch_size: int) -> tuple[Entry, ...]:
     return (Entry(read, write), key("num_channels", "patch_tpl.channels", 3))
 
 
-_DROPOUT = key("attention_dropout", "layer.attention_tpl.dropout_rate", 0.0)
+DROPOUT = key("attention_dropout", "layer.attention_tpl.dropout_rate", 0.0)
+_NEUTRAL = frozenset({"projection_dim"})
 
 
 def _images_of(patch_size: int, norm: str, *entries: Entry, epsilon: float, act: str) -> Entry:
-    sizes, norms = (768, 3072, 12, 12), (*_NORMS, norm)
+    sizes, norms = (768, 3072, 12, 12), (*NORMS, norm)
     entries_of_tower = tower_entries(*sizes, epsilon=epsilon, act=act, norms=norms)
-    rest = (*image_entries(patch_size), _DROPOUT, *entries)
-    return _part("vision_config", "vision_tpl", *entries_of_tower, *rest)
+    rest = (*image_entries(patch_size), DROPOUT, *entries)
+    return nested("vision_config", "vision_tpl", *entries_of_tower, *rest, neutral=_NEUTRAL)
 
 
 def _texts_of(*sizes: int, vocab: int, length: int, last: Entry, **defaults: Any) -> Entry:
-    return _part(
+    return nested(
         "text_config",
         "text_tpl",
         *tower_entries(*sizes, **defaults),
         key("vocab_size", "vocab_size", vocab),
         key("max_position_embeddings", "position_tpl.max_length", length),
-        _DROPOUT,
-        last,
+        DROPOUT,
+        of_model=(last,),
+        neutral=_NEUTRAL,
     )
-
-
-def _part(name: str, field: str, *entries: Entry) -> Entry:
-    """Return the entry of a nested config, whose entries are those of a field of the model."""
-
-    def read(file: ConfigFile, model: Config) -> None:
-        # Older files of CLIP repeat keys in a second config, which takes precedence.
-        first, second = (file.get(key, None) or {} for key in (name, f"{name}_dict"))
-        for key_of_part in first:  # `read_json` adds the keys of `text_config` to the others.
-            file.get(key_of_part, None)
-        neutral, owner = frozenset({"projection_dim"}), f"{file.owner}: {name}"
-        nested = ConfigFile({**first, **second}, owner=owner, neutral=neutral)
-        for entry in entries:
-            entry.read(nested, getattr(model, field) if entry not in _OF_MODEL else model)
-        nested.require_all_read()
-
-    def write(model: Config) -> dict[str, Any]:
-        written: dict[str, Any] = {}
-        for entry in entries:
-            written |= entry.write(getattr(model, field) if entry not in _OF_MODEL else model)
-        return {name: written}
-
-    return Entry(read, write)
 
 
 def _read_end(file: ConfigFile, model: Config) -> None:
@@ -128,7 +107,6 @@ _END = Entry(_read_end, lambda model: {"eos_token_id": model.text_end_id})
 _PROJECTION = key(
     "projection_size", "embed_dims", None, fallback=lambda model: model.text_tpl.model_dims
 )
-_OF_MODEL = (_END, _PROJECTION)
 
 
 def _add_texts(model: Config, *, is_causal: bool) -> None:
@@ -164,7 +142,7 @@ def tower_rows(ours: str, theirs: str, names: Mapping[str, str]) -> tuple[Row, .
     )
 
 
-_LAYER = {
+LAYER = {
     **{f"attention/{name}": f"self_attn.{name[0]}_proj" for name in ("query", "key", "value")},
     "attention/output": "self_attn.out_proj",
     "attention_norm": "layer_norm1",
@@ -181,8 +159,8 @@ _ROWS = (
     Row(_IMAGES + "position_embedding.weight", "vision/position/w", TABLE),
     Row(_TEXTS + "token_embedding.weight", "text/softmax/w", TABLE),
     Row(_TEXTS + "position_embedding.weight", "text/position/w", TABLE),
-    *tower_rows("vision", "vision_model.encoder.layers.", _LAYER),
-    *tower_rows("text", "text_model.encoder.layers.", _LAYER),
+    *tower_rows("vision", "vision_model.encoder.layers.", LAYER),
+    *tower_rows("text", "text_model.encoder.layers.", LAYER),
     *layer_rows(
         {
             "vision/final_norm": "vision_model.post_layernorm",
