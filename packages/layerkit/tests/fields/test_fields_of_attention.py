@@ -93,6 +93,7 @@ SELF_ATTENTION = dict(
         value=True, others={"qk_norm_tpl": Config(RmsNorm), "rotary_tpl": ROTARY}
     ),
     value_norm_tpl=Config(RmsNorm),
+    output_gate_tpl=HeadProjection.HParams.config(),
     window=2,
     look_ahead=2,
     chunk=2,

@@ -70,6 +70,21 @@ EXPERTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [1],
 }
+DELTA = {
+    **SIZES,
+    **ROPE,
+    **SILU,
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 8,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+    "linear_conv_kernel_dim": 3,
+}
 LATENT = {**SIZES, **ROPE, **SILU, "num_key_value_heads": 4, "q_lora_rank": 6, "kv_lora_rank": 5}
 LATENT |= {"qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 7, "attention_bias": True}
 LATENT |= {"moe_intermediate_size": 6, "n_routed_experts": 4, "n_shared_experts": 2, "n_group": 2}
@@ -137,6 +152,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "head_dim": 4,
         "attention_bias": False,
         "use_sliding_window": False,
+    },
+    "qwen3_next": {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 7},
+    "qwen3_5_text": {**DELTA, "attn_output_gate": True},
+    "qwen3_5_moe_text": {
+        **{key: value for key, value in DELTA.items() if key != "intermediate_size"},
+        "attn_output_gate": True,
+        "moe_intermediate_size": 6,
+        "num_experts": 3,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.02,
+        "shared_expert_intermediate_size": 7,
     },
     "deepseek_v2": {**LATENT, **SOFTMAX, "routed_scaling_factor": 16.0, "norm_topk_prob": False},
     "deepseek_v3": {**LATENT, **SIGMOID},

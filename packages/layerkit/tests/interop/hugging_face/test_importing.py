@@ -300,6 +300,7 @@ def test_dense_layers_among_experts_are_those_of_config_json(make_folder, repeat
     [
         ("llama4", ("", "language_model."), "vision_model.class_embedding"),
         ("gemma4", ("model.", "model.language_model."), "model.vision_tower.std_bias"),
+        ("qwen3_5", ("model.", "model.language_model."), "model.visual.pos_embed.weight"),
     ],
 )
 def test_text_of_a_folder_of_text_and_images_is_read(make_folder, family, renamed, other):
@@ -319,6 +320,27 @@ def test_text_of_a_folder_of_text_and_images_is_read(make_folder, family, rename
     jax.tree.map(np.testing.assert_array_equal, again[1], variables)
 
 
+def test_experts_in_one_tensor_are_those_of_separate_tensors(make_folder):
+    config, variables = import_model(make_folder("qwen3_5_moe_text"))
+
+    def fuse(tensors):
+        for layer in range(2):
+            start = f"model.layers.{layer}.mlp.experts."
+            gate, up, down = (
+                np.stack(
+                    [tensors.pop(f"{start}{expert}.{name}_proj.weight") for expert in range(3)]
+                )
+                for name in ("gate", "up", "down")
+            )
+            tensors[start + "gate_up_proj"] = np.concatenate([gate, up], axis=1)
+            tensors[start + "down_proj"] = down
+        tensors["mtp.fc.weight"] = np.ones((8, 16), np.float32)
+
+    again = import_model(make_folder("qwen3_5_moe_text", change=fuse))
+    assert again[0] == config
+    jax.tree.map(np.testing.assert_array_equal, again[1], variables)
+
+
 @pytest.mark.parametrize("experts", [{"num_experts": 0}, {"mlp_only_layers": [0, 1, 2]}])
 def test_mixture_without_experts_is_read_as_the_dense_family(configs, experts):
     content = configs["qwen3_moe"]
@@ -326,14 +348,18 @@ def test_mixture_without_experts_is_read_as_the_dense_family(configs, experts):
     assert QWEN3_MOE.read_config({**content, **experts}) == dense
 
 
-def test_weights_have_the_sharding_and_dtype_of_like(make_folder):
-    folder = make_folder("mixtral")
+# The two heads that share a key are on two devices of four.
+@pytest.mark.parametrize(("family", "axis", "devices"), [("mixtral", -1, 2), ("qwen3_next", -2, 4)])
+def test_weights_have_the_sharding_and_dtype_of_like(make_folder, family, axis, devices):
+    folder = make_folder(family)
     model = build(model_config(folder))
-    mesh = Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("fsdp", "tensor"))
+    mesh = Mesh(np.reshape(jax.devices()[:4], (devices, -1)), ("fsdp", "tensor"))
 
     def place(leaf):
-        last = "fsdp" if leaf.shape[-1] % 2 == 0 else None
-        sharding = NamedSharding(mesh, PartitionSpec(*[None] * (leaf.ndim - 1), last))
+        spec = [None] * leaf.ndim
+        if leaf.ndim >= -axis and leaf.shape[axis] % devices == 0:
+            spec[axis] = "fsdp"
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
         return jax.ShapeDtypeStruct(leaf.shape, np.float16, sharding=sharding)
 
     like = jax.tree.map(place, jax.eval_shape(model.init, jax.random.key(0)))
@@ -425,6 +451,7 @@ SMALL |= {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_k_e
 MESH_CASES: list[Any] = [("gemma4_text", "context", {}), ("gemma4_text", "expert", EXPERTS)]
 MESH_CASES += [("gemma4_text", "context", SMALL), ("cohere", "context", {})]
 MESH_CASES += [("stablelm", "context", {})]
+MESH_CASES += [pytest.param("qwen3_5_text", "context", {}, marks=pytest.mark.slow)]
 
 
 def test_surplus_keys_and_values_raise_unless_a_layer_reads_those_of_others(make_folder):

@@ -63,6 +63,9 @@ ENCODER = {key: value for key, value in SIZES.items() if key != "num_key_value_h
 WIDE_HEADS = {**SIZES, "head_dim": 8}
 MIXTURE = {**SIZES, "moe_intermediate_size": 12, "num_experts": 5, "num_experts_per_tok": 2}
 SHARED = {**MIXTURE, "shared_expert_intermediate_size": 20}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_hidden_layers": 6}
+DELTA |= {"linear_key_head_dim": 6, "linear_value_head_dim": 5, "head_dim": 8}
+ATTENDS_FIRST = ["full_attention", *["linear_attention"] * 2] * 2
 LATENT = {**MIXTURE, "num_key_value_heads": 4, "q_lora_rank": 10, "kv_lora_rank": 8}
 LATENT |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 3, "n_routed_experts": 6}
 LATENT |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 2}
@@ -101,6 +104,7 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 2.0], "long_factor": 
 
 
 SEQUENCES = ("T5", "Bart")
+OF_IMAGES_TOO = ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")
 HEADS = {"GPT2": "LMHeadModel"} | dict.fromkeys(SEQUENCES, "ForConditionalGeneration")
 
 
@@ -177,6 +181,37 @@ CASES = [
         "window, biases",
         is_slow=True,
     ),
+    Case("Qwen3Next", sizes={**SHARED, **DELTA}, note="6 layers of 4"),
+    Case(
+        "Qwen3Next",
+        {
+            "layer_types": ATTENDS_FIRST,
+            "attention_bias": True,
+            "hidden_act": "gelu",
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 2,
+            "mlp_only_layers": [3],
+            "norm_topk_prob": False,
+            "partial_rotary_factor": 0.5,
+            "tie_word_embeddings": True,
+        },
+        {**SHARED, **DELTA},
+        "dense layer, biases, tied",
+    ),
+    Case("Qwen3_5", sizes={**SIZES, **DELTA}, note="6 layers of 4"),
+    Case(
+        "Qwen3_5",
+        {
+            "layer_types": ATTENDS_FIRST,
+            "attention_bias": True,
+            "hidden_act": "gelu",
+            "tie_word_embeddings": True,
+        },
+        {**SIZES, **DELTA},
+        "biases, tied",
+        is_slow=True,
+    ),
+    Case("Qwen3_5Moe", sizes={**SHARED, **DELTA}, note="6 layers of 4"),
     Case("DeepseekV3", sizes=LATENT),
     Case(
         "DeepseekV3",
@@ -537,7 +572,7 @@ def name_of(case):
 def theirs(request, tmp_path_factory):
     """A case, the model of Transformers and its folder."""
     case = request.param
-    text = "Text" if case.family in ("Gemma3", "Gemma4", "Llama4") else ""
+    text = "Text" if case.family in OF_IMAGES_TOO else ""
     config_class = getattr(transformers, f"{case.family}{text}Config")
     head = HEADS.get(case.family, "ForMaskedLM" if case.sizes is ENCODER else "ForCausalLM")
     model_class = getattr(transformers, case.family + head)
@@ -698,7 +733,7 @@ def test_cached_greedy_decoding_gives_the_same_tokens(theirs):
         pytest.param(case, id=name_of(case))
         for case in CASES
         if ({"num_experts", "num_local_experts", "n_routed_experts"} & {*case.sizes, *case.options})
-        or case.family in ("Cohere2", "Gemma4", "GPTJ", "Mamba2")
+        or case.family in ("Cohere2", "Gemma4", "GPTJ", "Mamba2", "Qwen3_5")
         if not case.is_slow
     ],
     indirect=True,

@@ -28,6 +28,7 @@ ENCODER_SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_h
 SIZE_KEYS |= dict.fromkeys(["bert", "roberta", "xlm-roberta", "modernbert"], ENCODER_SIZES)
 LLAMA_SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads"
 LLAMA_SIZES += " num_key_value_heads vocab_size"
+SIZE_KEYS["qwen3_5_moe_text"] = LLAMA_SIZES.replace("intermediate", "moe_intermediate")
 
 # Options of the files of a family, without sizes. Those without effect on the model, such as
 # `max_window_layers` without a window, may differ from those of a single file.
@@ -78,6 +79,24 @@ QWEN2_MOE |= {"tie_word_embeddings": False}
 QWEN3_MOE = {**QWEN3, **EXPERTS, "model_type": "qwen3_moe", "norm_topk_prob": True}
 QWEN3_MOE |= {"num_experts": 128, "num_experts_per_tok": 8, "mlp_only_layers": []}
 CODER = {"qkv_bias": False, "shared_expert_intermediate_size": 0, "use_qk_norm": True}
+QWEN3_NEXT = {**ANY, "model_type": "qwen3_next", "full_attention_interval": 4, "head_dim": 256}
+QWEN3_NEXT |= {"attention_bias": False, "hidden_act": "silu", "rms_norm_eps": 1e-6}
+QWEN3_NEXT |= {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "rope_theta": 10000000}
+QWEN3_NEXT |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "rope_scaling": None}
+QWEN3_NEXT |= {"linear_value_head_dim": 128, "partial_rotary_factor": 0.25}
+QWEN3_NEXT |= {"use_sliding_window": False, "moe_intermediate_size": 512, "mlp_only_layers": []}
+QWEN3_NEXT |= {"num_experts_per_tok": 10, "shared_expert_intermediate_size": 512}
+QWEN3_5_ROPE = {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "rope_type": "default"}
+QWEN3_5_ROPE |= {"partial_rotary_factor": 0.25, "rope_theta": 10000000}
+DELTA_KEYS = ("hidden_act", "rms_norm_eps", "head_dim", "full_attention_interval")
+DELTA_KEYS += tuple(key for key in QWEN3_NEXT if key.startswith("linear_"))
+QWEN3_5 = {**ANY, **{key: QWEN3_NEXT[key] for key in DELTA_KEYS}, "attn_output_gate": True}
+QWEN3_5 |= {"model_type": "qwen3_5_text", "attention_bias": False, "attention_dropout": 0.0}
+QWEN3_5 |= {"mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1}
+QWEN3_5 |= {"mtp_use_dedicated_embeddings": False, "rope_parameters": QWEN3_5_ROPE}
+QWEN3_5_MOE = {**QWEN3_5, "model_type": "qwen3_5_moe_text", "num_experts": 256}
+QWEN3_5_MOE |= {"num_experts_per_tok": 8, "shared_expert_intermediate_size": 512}
+QWEN3_5_MOE |= {"router_aux_loss_coef": 0.001, "output_router_logits": False}
 OLMOE = {**LLAMA, "model_type": "olmoe", "attention_bias": False, "clip_qkv": None}
 OLMOE |= {"num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}
 OLMOE |= {"output_router_logits": False, "router_aux_loss_coef": 0.01, "rope_theta": 10000.0}
@@ -316,6 +335,18 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         (4096, 12288, 94, 64, 4, 151936),
         235093634560,
     ),
+    # As Transformers counts, without the layer for multi-token prediction.
+    "Qwen3-Next-80B-A3B": (
+        {**QWEN3_NEXT, **EXPERTS, "num_experts": 512, "norm_topk_prob": True},
+        (2048, 5120, 48, 16, 2, 151936),
+        79674391296,
+    ),
+    "Qwen3.5-27B": (
+        {**QWEN3_5, "linear_num_value_heads": 48},
+        (5120, 17408, 64, 24, 4, 248320),
+        26895998464,
+    ),
+    "Qwen3.5-35B-A3B": (QWEN3_5_MOE, (2048, 512, 40, 16, 2, 248320), 34660610688),
     "Qwen3-Coder-480B-A35B": (
         {**QWEN3_MOE, **CODER, "moe_intermediate_size": 2560, "num_experts": 160},
         (6144, 8192, 62, 96, 8, 151936),
@@ -717,6 +748,15 @@ OPTIONS = [
     ("qwen3_moe", "layer_types", None, ["full_attention"] * 3),
     ("qwen3_moe", "shared_expert_intermediate_size", 0, 6),
     ("qwen3_moe", "use_qk_norm", True, False),
+    (
+        "qwen3_next",
+        "layer_types",
+        ["linear_attention", "full_attention"],
+        ["sliding_attention"] * 2,
+    ),
+    ("qwen3_next", "rope_scaling", {"mrope_section": [1]}, {"type": "dynamic"}),
+    ("qwen3_5_text", "attn_output_gate", True, False),
+    ("qwen3_5_moe_text", "norm_topk_prob", True, False),
     ("deepseek_v2", "norm_topk_prob", False, True),
     ("deepseek_v2", "topk_method", "group_limited_greedy", "noaux_tc"),
     ("deepseek_v2", "mlp_bias", False, True),

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 
 from layerkit.base.sharding import DEFAULT_RULES, BoundSharding
 from layerkit.errors import ConfigError
+from layerkit.layers.attention.base_attention import HeadProjection
 from layerkit.layers.attention.biases import Alibi, RelativeBias
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.basic.normalizations import RmsNorm, RmsNormNoScale
@@ -141,6 +142,8 @@ def by_loops(
         read[b, i, h] = sum(
             e / total * value[b, j, h // group] for e, j in zip(exponentials, seen, strict=True)
         )
+    if "gate" in params:
+        read /= 1 + np.exp(-project("gate"))
     output = np.einsum("blnh,nhd->bld", read, params["output"]["w"])
     return output + params["output"].get("b", 0.0)
 
@@ -156,6 +159,7 @@ def by_loops(
         ({"logit_scale": 1.0}, {"scale": 1.0}),
         ({"per_dim_scale": True}, {}),
         ({"value_norm_tpl": RMS_NORM}, {"value_norm": True}),
+        ({"output_gate_tpl": HeadProjection.HParams.config(), "use_bias": True}, {}),
         (
             {
                 "values_are_keys": True,

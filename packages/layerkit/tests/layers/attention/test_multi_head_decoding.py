@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from layerkit.base.base_layer import CACHE, PARAMS
 from layerkit.base.sharding import BoundSharding
 from layerkit.errors import ConfigError
+from layerkit.layers.attention.base_attention import HeadProjection
 from layerkit.layers.attention.biases import Alibi, RelativeBias
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.basic.normalizations import RmsNorm
@@ -106,7 +107,8 @@ OPTIONS = [
     {"window": 3, "chunk": 4, "query_growth": 0.5, "query_growth_step": 2},
     {"combined_qkv": True, "use_bias": True},
     {"relative_bias_tpl": RELATIVE_BIAS},
-    {"qk_norm_tpl": RMS_NORM, "qk_norm_before_rotary": True, "qk_norm_over": "projection"},
+    {"qk_norm_tpl": RMS_NORM, "qk_norm_before_rotary": True, "qk_norm_over": "projection"}
+    | {"output_gate_tpl": HeadProjection.HParams.config()},
     {"use_sinks": True},
     {"values_are_keys": True, "value_norm_tpl": RMS_NORM, "use_bias": True},
     {"use_bias": True},

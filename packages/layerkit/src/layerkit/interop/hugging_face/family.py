@@ -10,7 +10,7 @@ from layerkit.config import Config
 from layerkit.config.checks import require
 from layerkit.errors import ConfigError
 from layerkit.interop.hugging_face.keys import ConfigFile, Entry, UnsupportedModelError, all_layers
-from layerkit.interop.hugging_face.tensors import EXPERT, Row
+from layerkit.interop.hugging_face.tensors import EXPERT, Row, replace_rows
 from layerkit.models.language_model import LanguageModel
 
 
@@ -24,6 +24,8 @@ class Family:
       network: Function that returns the config of the network with the family's templates.
       entries: Table from keys of config.json to fields, read in this order.
       rows: Table from tensors to weights.
+      fused_rows: Rows that replace those of the same weights in folders that have their tensors,
+        such as tensors of all experts.
       neutral: Keys that do not change the computation, in addition to `keys.NEUTRAL`.
       prefix: Prefix of all tensor names, which some folders leave out.
       copies: Tensors that a folder may contain although they repeat another: copy → original.
@@ -51,6 +53,7 @@ class Family:
     network: Callable[[], Config]
     entries: tuple[Entry, ...]
     rows: tuple[Row, ...]
+    fused_rows: tuple[Row, ...] = ()
     neutral: frozenset[str] = frozenset()
     prefix: str = ""
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -70,6 +73,12 @@ class Family:
     @property
     def _owner(self) -> str:
         return f"config.json of a {self.model_type} model"
+
+    def rows_for(self, names: Collection[str]) -> tuple[Row, ...]:
+        """Return the rows of a folder with tensors of these names."""
+        endings = tuple(row.name.rpartition("}")[2] for row in self.fused_rows)
+        is_fused = bool(endings) and any(name.endswith(endings) for name in names)
+        return replace_rows(self.rows, self.fused_rows) if is_fused else self.rows
 
     def drop_absent_layers(self, content: dict[str, Any], names: Collection[str]) -> dict[str, Any]:
         """Return the content of a config.json without extra layers if a folder lacks them.
@@ -123,17 +132,17 @@ class Family:
             count = len(part) if isinstance(part, (str, list)) else part
             self._check_count(key, count, num_tensors)
 
-    def check_experts(self, model: Config, *, num_tensors: int) -> None:
-        """Compare the number of experts with tensors of their own with a number of tensors.
+    def check_experts(self, model: Config, names: Collection[str]) -> None:
+        """Compare the number of experts with tensors of their own with the tensors of a folder.
 
         Raises:
           UnsupportedModelError: The model has more experts, over all layers, than tensors.
         """
-        if any(EXPERT in row.name for row in self.rows):
+        if any(EXPERT in row.name for row in self.rows_for(names)):
             network = getattr(model, self.network_field)
             experts = [layer.feed_forward_tpl for layer in all_layers(network)]
             total = sum(getattr(one, "num_experts", 0) for one in experts)
-            self._check_count("number of experts of all layers", total, num_tensors)
+            self._check_count("number of experts of all layers", total, len(names))
 
     def _check_count(self, field: str, count: Any, num_tensors: int) -> None:
         is_valid = not isinstance(count, int) or count <= num_tensors
@@ -186,11 +195,15 @@ def text_part(
     def rename(name: str) -> str:
         return after + name.removeprefix(before) if name.startswith(before) else name
 
+    def rename_rows(rows: tuple[Row, ...]) -> tuple[Row, ...]:
+        return tuple(dataclasses.replace(row, name=rename(row.name)) for row in rows)
+
     return dataclasses.replace(
         family,
         model_type=model_type,
         text_of=family.model_type,
-        rows=tuple(dataclasses.replace(row, name=rename(row.name)) for row in family.rows),
+        rows=rename_rows(family.rows),
+        fused_rows=rename_rows(family.fused_rows),
         neutral=family.neutral | neutral | {"text_config", "vision_config"},
         prefix=prefix,
         copies={rename(copy): rename(of) for copy, of in family.copies.items()},

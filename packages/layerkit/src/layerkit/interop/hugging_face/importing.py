@@ -83,7 +83,7 @@ def model_config(
         compression_of(content)
         model = family.read_config({key: content[key] for key in content if key != KEY})
         if names is not None:
-            family.check_experts(model, num_tensors=len(names))
+            family.check_experts(model, names)
     except UnsupportedModelError as error:
         error.owner = str(pathlib.Path(folder, error.owner or CONFIG))
         raise
@@ -263,11 +263,12 @@ def _stored_pieces(source: SafetensorsFolder, family: Family, anatomy: Anatomy) 
     Raises:
       TensorMismatchError: The tensors of the folder do not match the model.
     """
-    both = pieces_of(anatomy, family.rows)
+    present = set(source.names())
+    both = pieces_of(anatomy, family.rows_for(present))
     pieces = [piece for piece in both if not piece.is_copy]
     named = {piece.path: piece.name for piece in pieces}
     repeated = {piece.name: named[piece.path] for piece in both if piece.is_copy}
-    needed, present = {piece.name for piece in pieces}, set(source.names())
+    needed = {piece.name for piece in pieces}
     # A model that was saved without its head has no prefix.
     is_bare = not any(name.startswith(family.prefix) for name in present)
 

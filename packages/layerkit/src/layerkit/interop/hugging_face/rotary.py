@@ -48,8 +48,12 @@ _KEYS = {
 _UNSCALED = {"rope_type": "default"}
 # Phi 3 first called LongRoPE `su`.
 _OTHER_NAMES = {"su": "longrope"}
-# The last marks models that were trained with the scaling (YaRN's authors).
-_NOT_OF_SCALING = ("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned")
+# `finetuned` marks models that were trained with the scaling (YaRN's authors). The last two divide
+# the coordinates of a head among the axes of images, which have one position in text.
+_NOT_OF_SCALING = (
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"),
+    *("mrope_section", "mrope_interleaved"),
+)
 
 
 def rotary(

@@ -46,6 +46,8 @@ class Row:
         the order of the rows; None if the tensor holds one weight.
       joined_per: Name of the first axis of the layout's group at `joined_axis` if the tensor
         concatenates the weights for each of its indices, such as each head; None for whole weights.
+      joined_like: Path of a weight of the same layout whose axis `joined_per` counts the stretches,
+        such as keys of which each serves several heads; None for the weight of the row.
       beside: Path of a weight that must exist for the row to apply, such as a separate embedding.
       instead_of: Path of a weight that must not exist for the row to apply.
       behind: Path of another stack, whose layers come first in the numbers of `{layer}`.
@@ -58,6 +60,7 @@ class Row:
     layout: str = "dims -> dims"
     joined_axis: int | None = None
     joined_per: str | None = None
+    joined_like: str | None = None
     beside: str | None = None
     instead_of: str | None = None
     behind: str | None = None
@@ -111,7 +114,8 @@ class Piece:
             return self.layout.to_ours(source.read(self.name, theirs), shape)[inside]
         width = self.their_shape[axis] // self.repeats
         total = source.shape(self.name)[axis] // self.repeats
-        first, last = (bound // width for bound in theirs[axis])
+        start, stop = theirs[axis]
+        first, last = start // width, -(-stop // width)
         if width == 1:  # The parts alternate, and those of others need not be decoded.
             theirs[axis] = (first * total + self.offset, last * total, total)
             return self.layout.to_ours(source.read(self.name, theirs), shape)[inside]
@@ -121,6 +125,8 @@ class Piece:
         )
         outer = (slice(None),) * (axis + 1)
         part = stretches[(*outer, slice(self.offset, self.offset + width))]
+        part = part.reshape(*part.shape[:axis], -1, *part.shape[axis + 2 :])
+        part = part[(*outer[:-1], slice(start - first * width, stop - first * width))]
         return self.layout.to_ours(part, shape)[inside]
 
     def split(self, tensor: np.ndarray) -> np.ndarray:
@@ -184,11 +190,11 @@ def pieces_of(anatomy: Anatomy, rows: Sequence[Row]) -> list[Piece]:
     offsets: dict[str, int] = {}
     pieces = []
     for row in rows:
-        for name, path, index, shape in _expand(row, anatomy):
+        for name, path, index, shape, like in _expand(row, anatomy):
             layout = Layout.parse(row.layout)
             offset, repeats = 0, 1
             if row.joined_per is not None:
-                repeats = shape[layout.ours.index(row.joined_per)]
+                repeats = like[layout.ours.index(row.joined_per)]
             if row.joined_axis is not None:
                 offset = offsets.get(name, 0)
                 offsets[name] = offset + layout.their_shape(shape)[row.joined_axis] // repeats
@@ -218,8 +224,10 @@ def their_shapes(pieces: Sequence[Piece]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _expand(row: Row, anatomy: Anatomy) -> Iterator[tuple[str, Path, Index, tuple[int, ...]]]:
-    """Yield (tensor, weight, index on its leading axes, shape of the part) for each layer."""
+def _expand(
+    row: Row, anatomy: Anatomy
+) -> Iterator[tuple[str, Path, Index, tuple[int, ...], tuple[int, ...]]]:
+    """Yield (tensor, weight, index on its leading axes, shape, that of `joined_like`) of parts."""
     stack, has_layers, _ = row.path.partition(f"/{_LAYER}")
     places: list[tuple[Path, Index]] = anatomy.layers[stack] if has_layers else [((), ())]
     if row.copied_for is not None:
@@ -240,12 +248,13 @@ def _expand(row: Row, anatomy: Anatomy) -> Iterator[tuple[str, Path, Index, tupl
         if row.instead_of is not None and absolute(row.instead_of) in anatomy.weights:
             continue
         shape = anatomy.weights[path].shape[len(index) :]
+        like = anatomy.weights[absolute(row.joined_like or row.path)].shape[len(index) :]
         name = row.name.replace(_LAYER, str(layer))
         if EXPERT not in name:
-            yield name, path, index, shape
+            yield name, path, index, shape, like
             continue
         for expert in range(shape[0]):
-            yield name.replace(EXPERT, str(expert)), path, (*index, expert), shape[1:]
+            yield name.replace(EXPERT, str(expert)), path, (*index, expert), shape[1:], like[1:]
 
 
 def group_by_tensor(pieces: Sequence[Piece]) -> dict[str, list[Piece]]:

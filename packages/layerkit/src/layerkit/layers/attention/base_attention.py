@@ -409,8 +409,12 @@ class BaseAttention(AttentionLayer):
         bias: LogitBias | None,
         *,
         cached: bool,
+        gate: jax.Array | None = None,
     ) -> jax.Array:
-        """Return the output `[batch, queries, input_dims]` of attention and its projection."""
+        """Return the output `[batch, queries, input_dims]` of attention and its projection.
+
+        The sigmoid of `gate`, of the shape of the queries, multiplies what they read.
+        """
         if self.per_dim_scale:
             scale = jax.nn.softplus(self.theta.scale.astype(jnp.float32))
             query = self.cast(query * (_INVERSE_SOFTPLUS_OF_0 * scale))
@@ -419,6 +423,8 @@ class BaseAttention(AttentionLayer):
         if not cached:
             self._clip_logits(query, key, options, has_bias=self.use_bias, **self._clip_rule())
         read = self.attend(query, key, value, options)
+        if gate is not None:
+            read = read * jax.nn.sigmoid(gate)
         out: jax.Array = self.output(
             self.constrain(read, "batch", "length", "act_heads", "head_dim")
         )

@@ -3,7 +3,7 @@
 The order of operations, with at most one of the norms, is:
 
     project → convolve → norm → rotate → norm → scale → logits → bias → cap → mask → softmax →
-    values → project
+    values → gate → project
 
 `fprop` processes whole rows. `extend_step` processes the newest tokens of a row and keeps the
 rotated keys and the values of all tokens in a cache. They differ only in the source of keys, values
@@ -156,6 +156,9 @@ class MultiHeadAttention(BaseAttention):
         projections (Primer; So et al., 2021, arXiv:2109.08668), such as `CausalConvolution` of
         width 3; None for none. Cached steps keep the last width - 1 tokens.
       value_norm_tpl: Norm of the values of each head (Gemma 4); None for no norm.
+      output_gate_tpl: Projection of the inputs to gates, such as `HeadProjection`, whose sigmoid
+        multiplies what each head reads (Qiu et al., 2025, arXiv:2505.06708; Qwen3-Next); None for
+        no gate.
       values_are_keys: True for values that are the keys before `qk_norm_tpl` and the rotation, so
         that there is no child `value` (Gemma 4).
       window: Number of positions that a query sees: itself, those before it and, unless the mask
@@ -209,6 +212,7 @@ class MultiHeadAttention(BaseAttention):
     qk_norm_before_rotary: bool = False
     qkv_conv_tpl: Config[BaseLayer] | None = sub_config_field(None)
     value_norm_tpl: Config[BaseNormalization] | None = sub_config_field(None)
+    output_gate_tpl: Config[BaseLayer] | None = sub_config_field(None)
     values_are_keys: bool = False
     window: int | None = None
     chunk: int | None = None
@@ -251,6 +255,10 @@ class MultiHeadAttention(BaseAttention):
         if self.value_norm_tpl is not None:
             sizes = fields_of(self.value_norm_tpl, dims=head_dim, num_heads=kv_heads)
             self.create_child("value_norm", self.value_norm_tpl, **sizes)
+        if self.output_gate_tpl is not None:
+            sizes = {"input_dims": self.input_dims, "num_heads": self.num_heads}
+            sizes |= {"head_dim": head_dim, "use_bias": self.use_bias}
+            self.create_child("gate", self.output_gate_tpl, **sizes)
         if self.rotary_tpl is not None:
             self.create_child("rotary", self.rotary_tpl, dims=head_dim)
         if self.relative_bias_tpl is not None:
@@ -292,7 +300,7 @@ class MultiHeadAttention(BaseAttention):
             bias = add_bias_of_rows(self.relative_bias, bias, mask)
         mask = mask.within(self.window).split_chunks(self.chunk, positions)
         mask = mask.look_ahead(self.look_ahead)
-        return self._read(query, key, value, mask, bias, cached=False)
+        return self._read(query, key, value, mask, bias, cached=False, gate=self._gate(x))
 
     def init_cache(self, batch_size: int, max_length: int) -> None:
         """Create an empty cache: `key` and `value` `[batch, kv_heads, max_length, head_dim]`.
@@ -379,7 +387,7 @@ class MultiHeadAttention(BaseAttention):
             relative = self.relative_bias(mask.query_positions[:1], mask.key_positions[:1])
             bias = relative if bias is None else relative + bias
         mask = mask.within(self.window).split_chunks(self.chunk).look_ahead(self.look_ahead)
-        outputs = self._read(query, keys, values, mask, bias, cached=True)
+        outputs = self._read(query, keys, values, mask, bias, cached=True, gate=self._gate(x))
         fits = self.has_rolling_cache | (time_step + num_tokens <= num_keys)
         return jnp.where(fits, outputs, jnp.nan)
 
@@ -391,6 +399,10 @@ class MultiHeadAttention(BaseAttention):
             return extend_last(self, name, heads, axes, time_step=time_step, axis=2)
         extend = extend_cache if self.cache_format is None else extend_rounded_cache
         return extend(self, name, heads, axes, time_step=time_step, slot_axis=2)
+
+    def _gate(self, x: jax.Array) -> jax.Array | None:
+        """Return the gate `[batch, length, num_heads, dim_per_head]`; None without a gate."""
+        return None if self.output_gate_tpl is None else self.gate(self.cast(x))
 
     def _heads_to_read(
         self, heads: Iterable[jax.Array], kv: KeysValues | None

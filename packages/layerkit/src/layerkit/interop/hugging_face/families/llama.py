@@ -26,10 +26,11 @@ from layerkit.layers.transformer.stacks import StackedTransformerRepeated
 from layerkit.layers.transformer.transformer import Transformer
 from layerkit.models.transformer_lm import TransformerLm
 
+_HIDDEN_SIZE = key("intermediate_size", "hidden_dims")
 BASIC_ENTRIES = (
     key("vocab_size", "vocab_size"),
     key("hidden_size", "model_dims"),
-    key("intermediate_size", "hidden_dims"),
+    _HIDDEN_SIZE,
     key("num_hidden_layers", "num_layers"),
     key("num_attention_heads", "num_heads"),
     key("attention_dropout", "layer.attention_tpl.dropout_rate", 0.0),
@@ -81,6 +82,7 @@ def llama_entries(
     attention_bias: bool | None = None,
     positions: Entry | None = None,
     nonlinearity: Entry | None = None,
+    hidden_size: Entry = _HIDDEN_SIZE,
 ) -> tuple[Entry, ...]:
     """Return the keys that the families share.
 
@@ -94,11 +96,12 @@ def llama_entries(
       attention_bias: Default of `attention_bias`; None if the family has no such key.
       positions: Entry of the positions; None for `rotary()`.
       nonlinearity: Entry of the activation; None for `hidden_act`, by default SiLU.
+      hidden_size: Entry of the hidden size of the feed-forward.
     """
     norms = ["final_norm_tpl", "layer.norm_tpl"] + ["layer.attention_tpl.qk_norm_tpl"] * qk_norm
     return (
         tied_embedding(default=tied, scale_by_sqrt_dims=scale_by_sqrt_dims),
-        *BASIC_ENTRIES,
+        *(hidden_size if entry is _HIDDEN_SIZE else entry for entry in BASIC_ENTRIES),
         key("num_key_value_heads", "num_kv_heads", kv_heads, fallback=lambda lm: lm.num_heads),
         key(
             "head_dim",

@@ -23,12 +23,14 @@ from layerkit.interop.hugging_face.layer_types import FAR, NEAR, layer_types
 from layerkit.interop.hugging_face.parts import gated_names
 
 
-def routing_entries(*, experts: int, choices: int, balance: float) -> tuple[Entry, ...]:
+def routing_entries(
+    *, experts: int, choices: int, balance: float, renormalize: bool = False
+) -> tuple[Entry, ...]:
     """Return the keys of the routed experts of Qwen and OLMoE, with their defaults."""
     return (
         experts_key(experts),
         key("num_experts_per_tok", EXPERTS + "num_experts_per_token", choices),
-        key("norm_topk_prob", EXPERTS + "router_tpl.renormalize", default=False),
+        key("norm_topk_prob", EXPERTS + "router_tpl.renormalize", renormalize),
         balance_loss(balance),
     )
 
@@ -67,24 +69,29 @@ def _near_at_first(file: ConfigFile, layer: int) -> str:
     return NEAR if is_near and file.get("use_sliding_window", default=False) else FAR
 
 
-def _read_shared(file: ConfigFile, network: Config) -> None:
-    size = file.get("shared_expert_intermediate_size", 5632)
-    count, rest = divmod(size, network.hidden_dims)
-    if size == 0:
-        raise file.invalid("shared_expert_intermediate_size", "1 or more")
-    set_field(network, EXPERTS + "num_shared_experts", 1 if rest else count)
-    if rest:
-        set_field(network, EXPERTS + "shared_tpl.hidden_dims", size)
+def shared_expert(default: int) -> Entry:
+    """Return the entry of the size of the shared expert, with its default in Transformers."""
+
+    def read(file: ConfigFile, network: Config) -> None:
+        size = file.get("shared_expert_intermediate_size", default)
+        count, rest = divmod(size, network.hidden_dims)
+        if size == 0:
+            raise file.invalid("shared_expert_intermediate_size", "1 or more")
+        set_field(network, EXPERTS + "num_shared_experts", 1 if rest else count)
+        if rest:
+            set_field(network, EXPERTS + "shared_tpl.hidden_dims", size)
+
+    def write(network: Config) -> dict[str, Any]:
+        size = get_field(network, EXPERTS + "shared_tpl.hidden_dims")
+        size = size or get_field(network, EXPERTS + "num_shared_experts") * network.hidden_dims
+        return {"shared_expert_intermediate_size": size}
+
+    return Entry(read, write)
 
 
-def _write_shared(network: Config) -> dict[str, Any]:
-    size = get_field(network, EXPERTS + "shared_tpl.hidden_dims")
-    size = size or get_field(network, EXPERTS + "num_shared_experts") * network.hidden_dims
-    return {"shared_expert_intermediate_size": size}
-
-
-def _network() -> Config:
-    network = mixture_network(attention={"use_output_bias": False})
+def shared_expert_network(**fields: Any) -> Config:
+    """Return the network of `mixture_network` with a gated shared expert."""
+    network = mixture_network(**fields)
     set_field(network, EXPERTS + "use_shared_gate", value=True)
     return network
 
@@ -92,7 +99,7 @@ def _network() -> Config:
 QWEN2_MOE = llama_family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
-    network=_network,
+    network=lambda: shared_expert_network(attention={"use_output_bias": False}),
     entries=(
         *llama_entries(kv_heads=16),
         key("qkv_bias", "layer.attention_tpl.use_bias", default=True),
@@ -100,7 +107,7 @@ QWEN2_MOE = llama_family(
         qwen_expert_layers(
             (
                 key("moe_intermediate_size", "hidden_dims", 1408),
-                Entry(_read_shared, _write_shared),
+                shared_expert(5632),
                 *routing_entries(experts=60, choices=4, balance=0.001),
             ),
             experts=60,
