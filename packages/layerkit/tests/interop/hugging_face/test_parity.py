@@ -63,9 +63,11 @@ ENCODER = {key: value for key, value in SIZES.items() if key != "num_key_value_h
 WIDE_HEADS = {**SIZES, "head_dim": 8}
 MIXTURE = {**SIZES, "moe_intermediate_size": 12, "num_experts": 5, "num_experts_per_tok": 2}
 SHARED = {**MIXTURE, "shared_expert_intermediate_size": 20}
-DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_hidden_layers": 6}
-DELTA |= {"linear_key_head_dim": 6, "linear_value_head_dim": 5, "head_dim": 8}
-ATTENDS_FIRST = ["full_attention", *["linear_attention"] * 2] * 2
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 8}
+DELTA |= {"linear_key_head_dim": 6, "linear_value_head_dim": 5}
+# Two layers and one of the next two.
+DELTA |= {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+ATTENDS_FIRST = ["full_attention", *["linear_attention"] * 2]
 LATENT = {**MIXTURE, "num_key_value_heads": 4, "q_lora_rank": 10, "kv_lora_rank": 8}
 LATENT |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 3, "n_routed_experts": 6}
 LATENT |= {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 2}
@@ -181,7 +183,7 @@ CASES = [
         "window, biases",
         is_slow=True,
     ),
-    Case("Qwen3Next", sizes={**SHARED, **DELTA}, note="6 layers of 4"),
+    Case("Qwen3Next", sizes={**SHARED, **DELTA}),
     Case(
         "Qwen3Next",
         {
@@ -190,7 +192,7 @@ CASES = [
             "hidden_act": "gelu",
             "linear_num_value_heads": 2,
             "linear_conv_kernel_dim": 2,
-            "mlp_only_layers": [3],
+            "mlp_only_layers": [1],
             "norm_topk_prob": False,
             "partial_rotary_factor": 0.5,
             "tie_word_embeddings": True,
@@ -198,7 +200,7 @@ CASES = [
         {**SHARED, **DELTA},
         "dense layer, biases, tied",
     ),
-    Case("Qwen3_5", sizes={**SIZES, **DELTA}, note="6 layers of 4"),
+    Case("Qwen3_5", sizes={**SIZES, **DELTA}),
     Case(
         "Qwen3_5",
         {
@@ -211,7 +213,7 @@ CASES = [
         "biases, tied",
         is_slow=True,
     ),
-    Case("Qwen3_5Moe", sizes={**SHARED, **DELTA}, note="6 layers of 4"),
+    Case("Qwen3_5Moe", sizes={**SHARED, **DELTA}),
     Case("DeepseekV3", sizes=LATENT),
     Case(
         "DeepseekV3",
