@@ -7,6 +7,8 @@ experts in all layers, which published folders join in one tensor. The text of `
 
 from __future__ import annotations
 
+from typing import Any
+
 from layerkit.interop.hugging_face.expert_layers import EXPERTS, balance_loss, experts_key
 from layerkit.interop.hugging_face.families.llama import (
     LAYER,
@@ -85,7 +87,7 @@ QWEN3_5_MOE_TEXT = llama_family(
     buffers=MTP,
 )
 
-_IMAGES = {
+_IMAGES: dict[str, Any] = {
     "prefix": "model.",
     "renamed": ("model.", "model.language_model."),
     "others": r"^model\.visual\.",
