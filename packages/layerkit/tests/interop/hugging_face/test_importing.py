@@ -127,7 +127,8 @@ def test_each_key_changes_the_config_or_raises(configs):
 
 
 PACKED = ["gemma", "olmo3", "smollm3", "granite", "gpt_neox", "stablelm"]
-PACKED += ["granitemoehybrid", "mamba2", "nemotron_h"]
+RECURRENT = ["granitemoehybrid", "mamba2", "nemotron_h"]  # They compile for long.
+PACKED += [pytest.param(name, marks=pytest.mark.slow) for name in RECURRENT]
 PACKED += ["bert", "roberta", "modernbert", "bart"]
 
 
