@@ -57,11 +57,7 @@ def test_small_resnet_learns_from_image_files(tmp_path: Path):
         batch = reader.get_next()
         pixels = np.uint8(np.clip(batch.inputs[..., 0], 0, 1) * 255)
         write_image_folder(tmp_path / split, pixels, batch.labels.tolist())
-    words = (
-        "--fdl.MAX_STEPS=400",
-        f"--fdl.DATA_FOLDER={tmp_path}",
-        f"--job_log_dir={tmp_path}/run",
-    )
+    words = (f"--fdl.DATA_FOLDER={tmp_path}", f"--job_log_dir={tmp_path}/run")
     run("--exp=vision.image_files.SmallImages", *words)
     assert metrics(tmp_path / "run", dataset="heldout")[-1]["accuracy"] > 0.95
 

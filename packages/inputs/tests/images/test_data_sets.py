@@ -39,6 +39,15 @@ def test_rows_of_a_sequence_are_read(raises):
         ImageRows(**{**PLAIN, "num_classes": 3}, dataset=rows).get_next()
 
 
+@pytest.mark.parametrize("label", [1.5, "dog", None, [1], 9, -1])
+def test_labels_that_are_no_classes_raise_or_are_skipped(label, raises):
+    rows = [{"image": IMAGES[0], "label": label}, {"image": IMAGES[1], "label": np.int64(1)}]
+    with raises(BadRecordError, field="label", value=label):
+        ImageRows(**PLAIN, dataset=rows).get_next()
+    batch = ImageRows(**PLAIN, dataset=rows, on_bad_record="skip").get_next()
+    assert batch.eval_sample_weights.tolist() == [0, 1, 0, 0]
+
+
 def test_parquet_files_with_an_image_column_are_read(tmp_path, raises):
     datasets = pytest.importorskip("datasets")
     columns = {

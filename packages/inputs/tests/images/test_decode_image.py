@@ -46,6 +46,18 @@ def test_every_mode_becomes_rgb_or_gray():
         np.testing.assert_array_equal(decoded(data, channels=1), gray, err_msg=f"file {number}")
 
 
+def test_gray_pixels_of_one_column_are_read():
+    assert decoded(np.uint8([[1], [2]]), channels=1).tolist() == [[1], [2]]
+
+
+@pytest.mark.parametrize(
+    "value", [None, "a.png", np.full((4, 4), 0.5, np.float32), np.full((4, 4), 9, np.int32)]
+)
+def test_other_types_raise_with_their_name(value, raises):
+    with raises(BadRecordError, owner="x"):
+        decoded(value)
+
+
 def test_path_of_a_hugging_face_image_is_read(tmp_path):
     (tmp_path / "a.png").write_bytes(encode_image(np.full((2, 2), 7, np.uint8)))
     image = {"bytes": None, "path": str(tmp_path / "a.png")}
@@ -97,7 +109,7 @@ def test_damaged_foreign_and_huge_files_raise_with_their_name(data, raises):
         decoded(data)
 
 
-@pytest.mark.parametrize("size", [(37, 21), (8, 8), (5, 90), (64, 48)])
+@pytest.mark.parametrize("size", [(37, 21), (8, 8), (5, 90), (64, 48), (49, 98)])
 def test_center_is_that_of_resize_and_center_crop(size):
     # torchvision: the short side becomes 32 pixels, the long one int(32 * long / short).
     image = Image.fromarray(np.random.default_rng(0).integers(256, size=size[::-1], dtype=np.uint8))

@@ -95,9 +95,19 @@ def test_wrong_folders_and_fields_raise(folder, raises, monkeypatch):
     (folder / "2").mkdir()
     with raises(ConfigError, field="files of class '2'"):
         source(folder, num_classes=3).get_next()
-    for name, value in (("mean", (0.5,)), ("crop_fraction", 0.0), ("rand_augment", (2, 11))):
-        with raises(ConfigError, field=name):
-            source(folder, **{name: value})
+    wrong: dict[str, list[object]] = {
+        "mean": [(0.5,)],
+        "std": [(0.5,), (0, 1, 1)],
+        "crop_fraction": [0.0],
+        "crop_scale": [(0.5,), (0.9, 0.2), (-1, 1), (0.5, 2)],
+        "rand_augment": [(2, 11), (0, 5), (2.5, 5)],
+        "mixup_alpha": [0.0],
+        "cutmix_alpha": [-1.0],
+    }
+    for name, values in wrong.items():
+        for value in values:
+            with raises(ConfigError, field=name):
+                source(folder, **{name: value})
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with raises(MissingExtraError):
         source(folder, num_classes=3).get_next()

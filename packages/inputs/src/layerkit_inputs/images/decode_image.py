@@ -53,8 +53,12 @@ def decode_image(encoded: Any, *, channels: int, owner: str) -> Any:
             encoded = Path(encoded["path"]).read_bytes() if data is None else data
         if isinstance(encoded, bytes):
             encoded = module.open(io.BytesIO(encoded), formats=FORMATS)
-        elif isinstance(encoded, np.ndarray):
-            encoded = module.fromarray(encoded[..., 0] if encoded.shape[-1] == 1 else encoded)
+        elif isinstance(encoded, np.ndarray) and encoded.dtype == np.uint8:
+            is_gray = encoded.ndim == 3 and encoded.shape[2] == 1
+            encoded = module.fromarray(encoded[..., 0] if is_gray else encoded)
+        elif not isinstance(encoded, module.Image):
+            kind = getattr(encoded, "dtype", type(encoded).__qualname__)
+            raise TypeError(f"{kind}, expected bytes, uint8 pixels or a Pillow image")
         image = operations.exif_transpose(encoded)
         if image.mode.startswith("I"):
             image = module.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
@@ -80,8 +84,7 @@ def center_crop(image: Any, *, size: int, fraction: float) -> Any:
     CenterCrop do.
     """
     short = max(round(size / fraction), size)
-    scale = short / min(image.size)
-    width, height = (short if side == min(image.size) else int(side * scale) for side in image.size)
+    width, height = (int(short * side / min(image.size)) for side in image.size)
     image = image.resize((width, height), pillow().Resampling.BILINEAR)
     left, top = round((width - size) / 2), round((height - size) / 2)
     return image.crop((left, top, left + size, top + size))

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from layerkit.config.checks import check_sizes, require
+from layerkit.config.checks import check_positive, check_sizes, require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.errors import BadRecordError, require_extra
 from layerkit_inputs.grain.map_input import GrainMapInput
@@ -68,15 +68,23 @@ class ImageInput(GrainMapInput):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        label, sizes = self._label, {"image_size": self.image_size, "num_classes": self.num_classes}
-        check_sizes(label, **sizes)
-        for name in ("mean", "std"):
-            value, expected = getattr(self, name), f"{self.channels} numbers, one for each channel"
-            require(len(value) == self.channels, label, name, value, expected)
-        for name, most, count in (("crop_scale", 1, 2), ("rand_augment", 10, 2)):
-            value = getattr(self, name)
-            is_valid = value is None or (len(value) == count and 0 <= value[1] <= most)
-            require(is_valid, label, name, value, f"two numbers, the second of at most {most}")
+        label, scale, operations = self._label, self.crop_scale, self.rand_augment
+        check_sizes(label, image_size=self.image_size, num_classes=self.num_classes)
+        check_positive(label, mixup_alpha=self.mixup_alpha, cutmix_alpha=self.cutmix_alpha)
+        expected = f"{self.channels} numbers, one for each channel"
+        require(len(self.mean) == self.channels, label, "mean", self.mean, expected)
+        is_valid = len(self.std) == self.channels and min(self.std) > 0
+        require(is_valid, label, "std", self.std, f"{expected}, above 0")
+        is_valid = scale is None or (len(scale) == 2 and 0 < scale[0] <= scale[1] <= 1)
+        require(is_valid, label, "crop_scale", scale, "two shares above 0, at most 1, in order")
+        is_valid = operations is None or (
+            len(operations) == 2
+            and operations[0] >= 1
+            and operations[0] % 1 == 0
+            and 0 <= operations[1] <= 10
+        )
+        expected = "a whole number of operations, and a magnitude from 0 to 10"
+        require(is_valid, label, "rand_augment", operations, expected)
         is_valid = 0 < self.crop_fraction <= 1
         require(is_valid, label, "crop_fraction", self.crop_fraction, "above 0, at most 1")
 
@@ -106,9 +114,10 @@ class ImageInput(GrainMapInput):
     def _decoded(self, row: int, random: np.random.Generator) -> NestedMap:
         """Return the row with a number: `inputs` `[height, width, channels]` and `labels` `[]`."""
         encoded, label, name = self._encoded(int(row))
-        if not 0 <= label < self.num_classes:
-            expected = f"0 to num_classes - 1 = {self.num_classes - 1}"
-            raise BadRecordError(owner=name, field="label", value=label, expected=expected)
+        number = np.asarray(label)
+        is_valid = not number.ndim and number.dtype.kind in "iu" and 0 <= number < self.num_classes
+        expected = f"an integer from 0 to num_classes - 1 = {self.num_classes - 1}"
+        require(is_valid, name, "label", label, expected, BadRecordError)
         image = decode_image(encoded, channels=self.channels, owner=name)
         if self.is_training and self.crop_scale is not None:
             image = random_resized_crop(image, random, size=self.image_size, scale=self.crop_scale)
