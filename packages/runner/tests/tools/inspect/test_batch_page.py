@@ -27,7 +27,7 @@ from layerkit_inputs import (
     PairInput,
 )
 from layerkit_runner.partitioning import SpmdPartitioner
-from layerkit_runner.tools.inspect.batch_forms import batch_page, image_data, turns
+from layerkit_runner.tools.inspect.batch_forms import batch_page, image_data, images_data, turns
 from layerkit_runner.tools.inspect.batch_rows import read_row, token_sides
 from layerkit_runner.tools.inspect.batches import read_input, simulated_hosts
 from layerkit_runner.tools.pages.tokens import Token, read_tokens
@@ -131,6 +131,16 @@ def test_images_of_page_are_those_of_batch(tmp_path: Path):
     for number, data in enumerate(images):
         pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(data))))
         np.testing.assert_array_equal(pixels, np.rint(255 * batch.inputs[number, :, :, 0]))
+
+
+def test_page_shows_each_image_of_a_row():
+    images = np.linspace(0, 1, 2 * 3 * 8 * 8 * 3).reshape(2, 3, 8, 8, 3)
+    row = read_row(BaseInput(batch_size=2), NestedMap(images=images), 1)
+    (values,) = row[1].values()
+    shown = [
+        Image.open(io.BytesIO(base64.b64decode(x.partition(",")[2]))) for x in images_data(values)
+    ]
+    np.testing.assert_array_equal(np.stack(shown), np.rint(255 * images[1]))
 
 
 def test_ids_and_labels_of_other_tokens_are_two_sequences():

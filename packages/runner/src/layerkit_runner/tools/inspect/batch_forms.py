@@ -96,7 +96,7 @@ def batch_page(name: str, lead: str, inputs: Iterable[Iterable[Part]]) -> str:
         inputs=[list(parts) for parts in inputs],
         turns=turns,
         numbers=numbers_text,
-        image=image_data,
+        images=images_data,
     )
 
 
@@ -116,6 +116,12 @@ def turns(segment: Segment) -> Iterator[tuple[str, bool | None, list[Token]]]:
         is_cut = len(groups) > 1 + has_first and len(tokens) >= _TURN_TOKENS * len(groups)
         for has_loss, group in groups if is_cut else [(None, tokens)]:
             yield name, has_loss, group
+
+
+def images_data(x: np.ndarray) -> list[str]:
+    """Return `image_data` of an image, or of those of `[num_images, height, width, channels]`."""
+    images = x if x.ndim == 4 else x[None]
+    return [uri for uri in map(image_data, images) if uri]
 
 
 def image_data(x: np.ndarray) -> str | None:
