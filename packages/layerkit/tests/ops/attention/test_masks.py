@@ -65,6 +65,12 @@ def test_prefix_is_visible_to_the_whole_row():
     np.testing.assert_array_equal(dense[0], expected)
 
 
+def test_ends_and_chunks_of_look_ahead_add_up():
+    mask = AttentionMask.causal_mask(1, 6, query_ends=np.array([[0, 4, 4, 4, 4, 0]]))
+    last = mask.look_ahead(2).dense()[0, 0].sum(axis=1) - 1
+    assert list(last) == [1, 4, 4, 4, 5, 5]
+
+
 def test_within_narrows_the_window(raises):
     mask = AttentionMask.causal_mask(1, 6)
     assert mask.within(None) is mask

@@ -96,7 +96,7 @@ class AttentionMask:
           in_prefix: bool `[batch, length]`, True for tokens that all tokens of their document
             attend, including earlier ones; see `first_tokens` for rows of one document.
           query_ends: int32 `[batch, length]`, the last position in the row that each token attends
-            within its document, not before its own.
+            within its document; earlier ones than its own have no effect.
 
         Raises:
           ConfigError: Segment ids, prefix or ends have the wrong shape.
@@ -318,8 +318,9 @@ class AttentionMask:
         require(has_both, "AttentionMask", "segments of one side", None, "query and key segments")
         queries, keys = self.query_positions[:, :, None], self.key_positions[:, None, :]
         if self.causal:
-            ends = queries if self.query_ends is None else self.query_ends[:, :, None]
-            allowed = keys <= ends
+            allowed = keys <= queries
+            if self.query_ends is not None:
+                allowed |= keys <= self.query_ends[:, :, None]
             if self.key_in_prefix is not None:
                 allowed |= self.key_in_prefix[:, None, :]
         else:
