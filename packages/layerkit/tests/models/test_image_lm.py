@@ -7,8 +7,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
-from layerkit.base.base_layer import PARAMS
+from layerkit.base.base_layer import AUX_LOSS, PARAMS, RANDOM
 from layerkit.config import build
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.loop import SampleDecoder
@@ -21,12 +22,18 @@ from layerkit.layers import (
     StackedTransformerRepeated,
 )
 from layerkit.models import LanguageModel
+from layerkit.models.distillation_model import DistillationModel
+from layerkit.models.preference_model import (
+    KtoModel,
+    PreferenceModel,
+    RewardModel,
+    mismatch_answers,
+)
 
 # Ids from `NUM_TEXT` on are those of the vectors in the first test.
 NUM_TEXT, IMAGE, TOKENS = 11, 7, 4
 VOCAB = NUM_TEXT + 6 * TOKENS
-RANDOM = np.random.default_rng(0)
-IMAGES = RANDOM.normal(size=(3, 2, 4, 4, 3)).astype(np.float32)
+IMAGES = np.random.default_rng(0).normal(size=(3, 2, 4, 4, 3)).astype(np.float32)
 IDS = np.array(
     [
         [1, 7, 7, 7, 7, 2, 3, 7, 7, 7, 7, 4],
@@ -162,5 +169,53 @@ def test_images_are_rejected_where_they_cannot_be_read(raises):
     with raises(ConfigError, field="dtype of images"):
         jax.eval_shape(model.init_with_output, jax.random.key(0), batch_of(images=np.uint8(IMAGES)))
     config.lm_tpl.images_tpl = None
+    text = build(config)
     with raises(ConfigError, field="images_tpl"):
-        jax.eval_shape(build(config).init_with_output, jax.random.key(0), batch_of())
+        jax.eval_shape(text.init_with_output, jax.random.key(0), batch_of())
+    variables = jax.eval_shape(text.init, jax.random.key(0))
+    prompts = NestedMap(ids=IDS, prompt_lengths=np.full(3, 12), images=IMAGES)
+    with raises(ConfigError, field="images_tpl"):
+        jax.eval_shape(lambda v: text.apply(v, prompts, method="decode"), variables)
+
+
+def pairs_of(**batch):
+    return NestedMap(chosen=batch_of(**batch), rejected=batch_of(**batch))
+
+
+def distillation(**fields):
+    lm = model_config().lm_tpl
+    return DistillationModel.HParams.config(teacher_tpl=lm.clone(), **fields)
+
+
+@pytest.mark.parametrize(
+    ("config", "make_batch"),
+    [
+        (PreferenceModel.HParams.config(reference="none"), pairs_of),
+        (RewardModel.HParams.config(), lambda **b: pairs_of(**b, segment_ids=np.ones_like(IDS))),
+        (KtoModel.HParams.config(), lambda **b: NestedMap(answer=batch_of(**b))),
+        (distillation(), batch_of),
+        (distillation(on_policy_fraction=1.0, beta=1.0), batch_of),
+    ],
+)
+def test_models_of_preferences_and_of_a_teacher_read_images(config, make_batch, raises):
+    config.lm_tpl = model_config().lm_tpl
+    model = build(config)
+    variables = jax.eval_shape(model.init, jax.random.key(0))
+
+    def predict(variables, batch):
+        return model.clone(train=True).apply(
+            variables,
+            batch,
+            rngs={RANDOM: jax.random.key(0)},
+            method="compute_predictions",
+            mutable=[AUX_LOSS],
+        )
+
+    # The tower rejects integers, so it has read the images.
+    with raises(ConfigError, field="dtype of images"):
+        jax.eval_shape(predict, variables, make_batch(images=np.uint8(IMAGES)))
+
+
+def test_images_of_mismatched_answers_are_those_of_the_prompts():
+    assert mismatch_answers(batch_of()).images is IMAGES
+    assert "images" not in mismatch_answers(batch_of(images=None))

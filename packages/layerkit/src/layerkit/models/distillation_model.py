@@ -23,6 +23,7 @@ from layerkit.config.checks import check_positive, require
 from layerkit.config.hparams import Conditions
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.linears import Linear
+from layerkit.layers.transformer.transformer import drop_none
 from layerkit.models.language_model import DecodedLm
 from layerkit.models.weighted_metrics import token_metrics
 from layerkit.ops.distillation import divergence, top_divergence
@@ -176,7 +177,7 @@ class DistillationModel(DecodedLm):
 
     def _rows(self, batch: NestedMap) -> tuple[NestedMap, jax.Array]:
         """Return the rows to learn from, and whether the student has sampled them."""
-        names = ("ids", "labels", "weights", "segment_ids", "segment_pos")
+        names = ("ids", "labels", "weights", "segment_ids", "segment_pos", "images")
         rows = NestedMap({name: batch[name] for name in names if name in batch})
         if not self._samples:
             return rows, jnp.zeros((), bool)
@@ -190,7 +191,8 @@ class DistillationModel(DecodedLm):
         lengths = jnp.where(
             masked == 0, has_loss.sum(axis=1), jnp.where(masked < width, masked + 1, 0)
         )
-        prompts = NestedMap(ids=batch.ids[:, :width], prompt_lengths=lengths)
+        images = drop_none(images=rows.get("images"))
+        prompts = NestedMap(ids=batch.ids[:, :width], prompt_lengths=lengths, **images)
         steps = length + 1 - width
         decoder = dataclasses.replace(self.decoder, max_decode_steps=steps, max_length=None)
         model, variables = self.unbind()
@@ -206,6 +208,7 @@ class DistillationModel(DecodedLm):
                 "weights": is_row & (positions >= lengths[:, None] - 1),
                 "segment_ids": is_row,
                 "segment_pos": jnp.broadcast_to(positions, batch.ids.shape),
+                **images,
             }
             return NestedMap({name: made[name].astype(rows[name].dtype) for name in rows})
 
@@ -223,7 +226,7 @@ class DistillationModel(DecodedLm):
         hidden, updates = bare.apply(
             variables,
             rows.ids,
-            **{key: rows[key] for key in ("segment_ids", "segment_pos") if key in rows},
+            **{key: rows[key] for key in ("segment_ids", "segment_pos", "images") if key in rows},
             rngs={RANDOM: self.next_prng_key()} if self.has_rng(RANDOM) else {},
             method="predictors",
             mutable=[INTERMEDIATES, *(kept if name == "lm" else ())],

@@ -21,6 +21,7 @@ from layerkit.config.checks import check_positive, require
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.linears import Linear
 from layerkit.layers.quantization.lora import is_lora, zero_adapters
+from layerkit.layers.transformer.transformer import drop_none
 from layerkit.models.language_model import DecodedLm
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.models.weighted_metrics import example_weights, row_scores
@@ -37,7 +38,7 @@ from layerkit.ops.preference_losses import (
 )
 
 # Entries of rows that a network reads.
-_ENTRIES = ("ids", "labels", "weights", "segment_ids", "segment_pos")
+_ENTRIES = ("ids", "labels", "weights", "segment_ids", "segment_pos", "images")
 # Losses of mean log-probabilities per token.
 _PER_TOKEN = ("ipo", "orpo", "simpo")
 
@@ -46,7 +47,7 @@ class PolicyModel(DecodedLm):
     """Base class of models that train a language model, the policy, near a fixed reference.
 
     Rows have the arrays of `LanguageModel` `[batch, length]`, with prompt and answer in one row and
-    `weights` of 0 on the prompt and on padding.
+    `weights` of 0 on the prompt and on padding. They may have `images`.
 
     Attributes:
       reference: Source of the log-probabilities of the reference model. `frozen` keeps a second
@@ -276,7 +277,7 @@ class RewardModel(BaseModel):
         positions = jnp.arange(1, pairs.ids.shape[1] + 1)
         last = jnp.max(jnp.where(pairs.segment_ids > 0, positions, 0), axis=1)
         # No position sees the padding behind it.
-        hidden = self.lm.hidden(pairs.ids)
+        hidden = self.lm.hidden(pairs.ids, **drop_none(images=pairs.get("images")))
         last_hidden = jnp.take_along_axis(hidden, last[:, None, None], axis=1)
         return NestedMap(rewards=self.score(last_hidden).reshape(2, -1))
 
@@ -293,7 +294,8 @@ def mismatch_answers(rows: NestedMap) -> NestedMap:
     """Return rows with the prompt of each row and the answer of the row before it, cut at the end.
 
     `rows` have `ids`, `labels` and `weights` `[batch, length]`, as the new rows. An answer begins
-    at the first label with a weight. The answer of the last row follows the first prompt.
+    at the first label with a weight. The answer of the last row follows the first prompt. Images
+    are those of the prompts.
     """
     positions = jnp.arange(rows.ids.shape[1])
     starts = jnp.argmax(rows.weights > 0, axis=1, keepdims=True)
@@ -308,7 +310,8 @@ def mismatch_answers(rows: NestedMap) -> NestedMap:
     labels = jnp.where(positions < starts, rows.labels, take(rows.labels))
     weights = jnp.where(is_inside, take(rows.weights), 0)
     ids = jnp.concatenate([rows.ids[:, :1], labels[:, :-1]], axis=1)
-    return NestedMap(ids=ids, labels=labels, weights=weights)
+    images = drop_none(images=rows.get("images"))
+    return NestedMap(ids=ids, labels=labels, weights=weights, **images)
 
 
 def _join_sides(batch: NestedMap) -> NestedMap:

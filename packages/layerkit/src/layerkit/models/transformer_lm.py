@@ -236,13 +236,7 @@ class TransformerLm(BaseLayer):
         batch, length = ids.shape
         if segment_pos is None:
             segment_pos = row_positions(batch, length)
-        require(
-            images is None or self.images_tpl is not None,
-            self,
-            "images_tpl",
-            None,
-            "ImageEmbedding",
-        )
+        self._check_images(images)
         placed = None if images is None else self.images.place(ids, images)
         if self.is_causal:
             ends = None if placed is None else placed.ends(row_positions(batch, length))
@@ -278,8 +272,8 @@ class TransformerLm(BaseLayer):
             contain an image whose placeholders attend to one another.
 
         Raises:
-          ConfigError: The model is not causal, has fewer positions than tokens, or drafts without
-            multi-token prediction.
+          ConfigError: The model is not causal, has fewer positions than tokens, drafts without
+            multi-token prediction, or has no `images_tpl` for images.
         """
         expected = "True, since cached states must not depend on later tokens"
         require(self.is_causal, self, "is_causal", self.is_causal, expected)
@@ -288,6 +282,7 @@ class TransformerLm(BaseLayer):
             # long.
             self.position(row_positions(batch_size, max_length))
         self.stack.init_cache(batch_size, max_length)
+        self._check_images(images)
         if images is not None:
             self.images.init_cache(batch_size, max_length, images)
         if self.ngrammer_tpl is not None:
@@ -358,6 +353,10 @@ class TransformerLm(BaseLayer):
 
     def _embed_for_layers(self, ids: jax.Array, x: jax.Array) -> dict[str, jax.Array]:
         return {} if self.layer_inputs_tpl is None else {"layer_inputs": self.layer_inputs(ids, x)}
+
+    def _check_images(self, images: jax.Array | None) -> None:
+        is_read = images is None or self.images_tpl is not None
+        require(is_read, self, "images_tpl", None, "ImageEmbedding, for a batch with images")
 
     def _embed(
         self,

@@ -45,7 +45,8 @@ def write_top_logits(resolved: ResolvedExperiment, options: RunOptions) -> int:
 
         def call(state: Any, batch: Any) -> Any:
             def top(model: Any) -> Any:
-                packing = {n: batch[n] for n in ("segment_ids", "segment_pos") if n in batch}
+                names = ("segment_ids", "segment_pos", "images")
+                packing = {n: batch[n] for n in names if n in batch}
                 hidden = model.lm.predictors(batch.ids, **packing)
                 return model.lm.softmax.token_losses(
                     hidden, batch.labels, lambda x: top_log_probs(x[..., :size], k, temperature)

@@ -15,6 +15,7 @@ from layerkit.config import Config, assigned_fields, is_config, target_of
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import SampleDecoder, SampledRows, SpeculativeDecoder, cached_step
 from layerkit.layers import TrainablePositionalEmbedding
+from layerkit.layers.transformer.transformer import drop_none
 from layerkit.models import LanguageModel, SequenceModel
 from layerkit_runner.config.config_tree import walk
 from layerkit_runner.errors import UsageError
@@ -98,6 +99,7 @@ def token_log_probs(
                 weights=batch.weights,
                 segment_ids=batch.segment_ids,
                 segment_pos=batch.segment_pos,
+                **drop_none(images=batch.get("images")),
             )
         return -predictions.per_token_xent, predictions.correct
 
