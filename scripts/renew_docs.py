@@ -206,8 +206,8 @@ def write_table(models: list[Models]) -> str:
         types = ", ".join(f"`{family.model_type}`" for family in members)
         measured = [errors[family.model_type] for family in members if family.model_type in errors]
         error = f"{max(measured):.1e}" if measured else "—"
-        classes = dict.fromkeys(family.architecture for family in members)
-        stems = [re.sub(r"(For\w+|LMHeadModel)$", "", name) for name in classes]
+        classes = [re.sub(r"(For\w+|LMHeadModel)$", "", x.architecture) for x in members]
+        stems = list(dict.fromkeys(classes))
         words = f'"{" or ".join(stems)}"' if len(stems) > 1 else stems[0]
         rows.append(f"| {types} | {names} | {what} | {error} | `-k {words}` |")
     return _replace(HUGGING_FACE, "the families", "\n" + "\n".join([*rows, ""]))

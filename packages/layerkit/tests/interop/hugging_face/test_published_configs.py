@@ -840,3 +840,11 @@ def test_option_is_neutral_until_it_changes_the_model(configs, family, key, usua
     assert read({**content, key: usual}) == read(content)
     with pytest.raises(UnsupportedModelError, match=key if key != "rope_scaling" else "rope_type"):
         read({**content, key: other})
+
+
+def test_older_keys_of_nemotron_h_are_read(configs):
+    content, read = configs["nemotron_h"], family_of("nemotron_h").read_config
+    # Those of Nemotron 3 Nano and of Nemotron-H 8B.
+    assert read({**content, "norm_eps": 1e-5, "time_step_rank": 256}) == read(content)
+    older = {key: value for key, value in content.items() if key != "head_dim"}
+    assert read({**older, "attention_head_dim": content["head_dim"]}) == read(content)

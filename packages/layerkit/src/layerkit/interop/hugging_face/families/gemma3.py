@@ -1,4 +1,4 @@
-"""Gemma 3 (Gemma team, 2025): five layers with a window for each layer of full attention.
+"""Gemma 3 with images (Gemma team, 2025): five layers with a window to each of full attention.
 
 Both kinds have separate rotary positions. Unlike in Gemma 2, queries and keys have norms instead of
 a logit cap. `gemma3` adds the tower of SigLIP, whose patches are averaged. The tokens of an image

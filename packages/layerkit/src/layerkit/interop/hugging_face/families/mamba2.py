@@ -32,8 +32,8 @@ from layerkit.layers.recurrent.linear_attention import Mamba2
 
 MIXER = "layer.attention_tpl."
 """Path of the fields of a mixer."""
-MIXER_NEUTRAL = frozenset({"time_step_floor", "time_step_max"})
-"""Keys of the initial time steps."""
+MIXER_NEUTRAL = frozenset({"time_step_floor", "time_step_max", "time_step_rank"})
+"""Keys of the initial time steps, and of a size that Mamba-2 lacks."""
 
 
 def mixer_keys(**fields: tuple[str, Any]) -> tuple[Entry, ...]:
@@ -148,8 +148,7 @@ MAMBA2 = Family(
         *mixer_rows(BACKBONE + "mixer."),
     ),
     neutral=MIXER_NEUTRAL
-    | {"chunk_size", "rescale_prenorm_residual", "residual_in_fp32"}
-    | {"time_step_min", "time_step_rank"},
+    | {"chunk_size", "rescale_prenorm_residual", "residual_in_fp32", "time_step_min"},
     prefix="backbone.",
     copies={"lm_head.weight": "backbone.embeddings.weight"},
 )

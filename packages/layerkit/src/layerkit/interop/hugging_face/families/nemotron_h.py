@@ -91,6 +91,11 @@ def _write_types(types: list[str]) -> dict[str, Any]:
     return {"hybrid_override_pattern": pattern, "num_hidden_layers": len(types)}
 
 
+def _read_head_size(file: ConfigFile, network: Config) -> None:
+    # The files of Nemotron-H 8B to 56B have the second key.
+    network.dim_per_head = file.get("head_dim", file.get("attention_head_dim", 128))
+
+
 def _read_limits(file: ConfigFile, network: Config) -> None:
     smallest = file.get("time_step_min", 0.001)
     set_field(network, _LIMITS, (smallest, math.inf) if smallest else None)
@@ -169,7 +174,7 @@ NEMOTRON_H = Family(
                 key("hidden_size", "model_dims", 4096),
                 key("num_attention_heads", "num_heads", 32),
                 key("num_key_value_heads", "num_kv_heads", 8, fallback=lambda lm: lm.num_heads),
-                key("head_dim", "dim_per_head", 128),
+                Entry(_read_head_size, lambda network: {"head_dim": network.dim_per_head}),
                 key("layer_norm_epsilon", NORM_EPSILONS, 1e-5),
                 key("attention_dropout", "layer.attention_tpl.dropout_rate", 0.0),
             ),
@@ -203,9 +208,9 @@ NEMOTRON_H = Family(
     neutral=MIXER_NEUTRAL
     | {"chunk_size", "expand", "mamba_ssm_cache_dtype", "max_position_embeddings"}
     | {"moe_shared_expert_overlap", "mtp_hybrid_override_pattern", "mtp_layers_block_type"}
-    | {"num_hidden_layers", "num_logits_to_keep", "partial_rotary_factor", "rms_norm_eps"}
-    | {"rescale_prenorm_residual", "residual_in_fp32", "rope_theta", "time_step_limit"}
-    | {"use_mamba_kernels"},
+    | {"norm_eps", "num_hidden_layers", "num_logits_to_keep", "partial_rotary_factor"}
+    | {"rescale_prenorm_residual", "residual_in_fp32", "rms_norm_eps", "rope_theta"}
+    | {"time_step_limit", "use_mamba_kernels"},
     prefix="backbone.",
     counts=("hybrid_override_pattern", "layers_block_type"),
 )
