@@ -242,6 +242,14 @@ def test_streaming_with_a_rolling_cache_equals_fprop(chunks, fields):
     np.testing.assert_allclose(actual, whole(layer, weights, x, bias), atol=1e-5)
 
 
+def test_step_behind_the_bias_of_a_rolling_cache_is_nan():
+    layer = make(window=3, has_rolling_cache=True)
+    weights, bias = drawn_weights(layer), jnp.zeros((BATCH, 1, 2, LENGTH))
+    cache, x = empty_cache(layer, weights), inputs()[:, :2]
+    assert jnp.isfinite(extend(layer, weights, cache, x, LENGTH - 2, bias=bias)[0]).all()
+    assert jnp.isnan(extend(layer, weights, cache, x, LENGTH - 1, bias=bias)[0]).all()
+
+
 def test_rolling_cache_rejects_a_prefix(raises):
     layer = make(window=3, has_rolling_cache=True)
     weights = drawn_weights(layer)

@@ -112,6 +112,15 @@ def test_blocks_are_for_rows_that_are_long_for_their_window(change, expected):
     assert find_local_block(describe_call(QUERY, KEY, VALUE, options)) == expected
 
 
+def test_a_mask_of_one_row_applies_to_all_rows(caplog):
+    caplog.set_level("INFO", "layerkit")
+    mask = AttentionMask.causal_mask(1, LENGTH, segment_ids=SEGMENTS[:1])
+    options = AttentionOptions(mask=mask.split_chunks(48).within(5))
+    args = QUERY, KEY, VALUE, options
+    np.testing.assert_allclose(dot_product_attention(*args), xla_attention(*args), atol=1e-5)
+    assert caplog.messages[-1] == "attention by local blocks of 64 queries and 68 keys"
+
+
 @pytest.mark.slow
 def test_blocks_of_rows_and_heads_stay_on_their_devices():
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), (jax.sharding.AxisType.Auto,) * 2)

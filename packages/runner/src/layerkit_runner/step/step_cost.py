@@ -99,10 +99,11 @@ def _equation_flops(eqn: core.JaxprEqn, outer: str, *, share: float) -> _Terms:
     # The name stack of an inner jaxpr does not include that of its equation.
     name_stack = str(eqn.source_info.name_stack)
     scope = f"{outer}/{name_stack}"
-    if _IN_CAUSAL_SCOPE.search(name_stack):
-        share = 0.5
-    elif rows := _ROWS_IN_USE.search(name_stack):
+    # Rows in use of a window leave out those that a causal mask hides.
+    if rows := _ROWS_IN_USE.search(name_stack):
         share = int(rows[1]) / int(rows[2])
+    elif _IN_CAUSAL_SCOPE.search(name_stack):
+        share = 0.5
     # Kernels of libraries that give no cost estimate are in a function with a known name.
     if count := _CONTRACTIONS.get(eqn.primitive.name) or _CONTRACTIONS.get(
         eqn.params.get("name", "")

@@ -357,7 +357,8 @@ class MultiHeadAttention(BaseAttention):
 
         Returns:
           `[batch, t, input_dims]` in the compute dtype; NaN if time_step + t exceeds the length of
-          the cache, since the time step is known at run time only. A rolling cache has no limit.
+          the cache, since the time step is known at run time only. A rolling cache has no limit
+          but the slots of `bias`.
 
         Raises:
           ConfigError: The cache is missing, has wrong sizes or is not mutable, or there is a
@@ -372,10 +373,12 @@ class MultiHeadAttention(BaseAttention):
         # Other layers do not know which tokens a rolling cache holds.
         keys, values = self._heads_to_read(cached, None if self.has_rolling_cache else kv)
         (batch, num_tokens), num_keys = x.shape[:2], keys.shape[1]
+        max_length: int | None = num_keys
         if self.has_rolling_cache:
             expected = "None with has_rolling_cache=True"
             require(query_ends is None, self, "query_ends", "an array", expected)
             mask = AttentionMask.streaming_mask(batch, num_tokens, num_keys, time_step=time_step)
+            max_length = None if bias is None else bias.shape[3]
             if bias is not None:
                 bias = jnp.pad(bias, [(0, 0)] * 3 + [(num_keys - num_tokens, 0)])
                 bias = jax.lax.dynamic_slice_in_dim(bias, time_step, num_keys, axis=3)
@@ -388,8 +391,9 @@ class MultiHeadAttention(BaseAttention):
             bias = relative if bias is None else relative + bias
         mask = mask.within(self.window).split_chunks(self.chunk).look_ahead(self.look_ahead)
         outputs = self._read(query, keys, values, mask, bias, cached=True, gate=self._gate(x))
-        fits = self.has_rolling_cache | (time_step + num_tokens <= num_keys)
-        return jnp.where(fits, outputs, jnp.nan)
+        if max_length is None:
+            return outputs
+        return jnp.where(time_step + num_tokens <= max_length, outputs, jnp.nan)
 
     def _extend_cache(
         self, name: str, heads: jax.Array, axes: Axes, time_step: jax.Array

@@ -9,6 +9,7 @@ reads. Source: `LocalSelfAttention` of Praxis; Parmar et al., 2018 (arXiv:1802.0
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any, Protocol
 
 import jax
@@ -17,6 +18,8 @@ import jax.numpy as jnp
 from layerkit.ops.attention.backends import AttentionCall
 from layerkit.ops.attention.distance_bias import DistanceBias, align_distances
 from layerkit.ops.attention.masks import AttentionMask
+
+_LOG = logging.getLogger(__name__)
 
 # Shorter blocks save few products, and the matrices of a block become too small.
 _SMALLEST_BLOCK = 64
@@ -40,7 +43,8 @@ def find_local_block(call: AttentionCall) -> int | None:
     has_bias_of_pairs = call.bias_dtype is not None and not call.has_distance_bias
     # An export may leave the length open.
     is_whole = call.num_length_shards == 1 and isinstance(call.num_keys, int)
-    if call.reach is None or has_bias_of_pairs or not is_whole:
+    is_square = call.num_queries == call.num_keys
+    if call.reach is None or has_bias_of_pairs or not (is_whole and is_square):
         return None
     before, after = call.reach
     # Chunks of `look_ahead`, which see `after` keys after their first query, stay in one block.
@@ -67,7 +71,10 @@ def attend_by_local_blocks(
     mask: AttentionMask = options.mask
     assert mask.reach is not None
     (batch, length), (before, after) = query.shape[:2], mask.reach
-    num_blocks = -(-length // size)
+    num_blocks, num_keys = -(-length // size), before + size + after
+    _LOG.info("attention by local blocks of %d queries and %d keys", size, num_keys)
+    # The mask may have one row for all rows.
+    mask = jax.tree.map(lambda x: jnp.broadcast_to(x, (batch, length)), mask)
 
     def split(x: jax.Array, fill: int = 0) -> jax.Array:
         widths = [(0, 0), (0, num_blocks * size - length)] + [(0, 0)] * (x.ndim - 2)
@@ -93,7 +100,7 @@ def attend_by_local_blocks(
     starts = starts.reshape(batch * num_blocks, 1)
     of_blocks = dataclasses.replace(
         mask,
-        query_positions=queries(jnp.broadcast_to(mask.query_positions, (batch, length))),
+        query_positions=queries(mask.query_positions),
         key_positions=starts + jnp.arange(-before, size + after),
         query_segments=queries(query_segments),
         key_segments=keys(key_segments, fill=-1),
@@ -111,6 +118,6 @@ def attend_by_local_blocks(
         bias = align_distances(jnp.broadcast_to(by_distance, shape))
     options = dataclasses.replace(options, mask=of_blocks, bias=bias)
     # Model FLOPs count the keys that the window shows.
-    with jax.named_scope(f"rows_{before + 1 + after}_of_{before + size + after}"):
+    with jax.named_scope(f"rows_{before + 1 + after}_of_{num_keys}"):
         read = attend(queries(query), keys(key), keys(value), options)
     return read.reshape(batch, num_blocks * size, *read.shape[2:])[:, :length]
