@@ -7,9 +7,6 @@ import pytest
 
 from layerkit_inputs.testing.image_files import write_image_folder
 
-pytest.importorskip("PIL.Image")
-pytest.importorskip("grain")
-
 
 @pytest.fixture
 def noise():

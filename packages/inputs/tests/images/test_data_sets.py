@@ -11,6 +11,9 @@ from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.testing import laws
 from layerkit_inputs.testing.image_files import encode_image
 
+pytest.importorskip("PIL.Image")
+pytest.importorskip("grain")
+
 PLAIN = {"mean": (0, 0, 0), "std": (1, 1, 1), "image_size": 8, "num_classes": 9, "batch_size": 4}
 IMAGES = [np.full((8, 8, 3), 10 * number, np.uint8) for number in range(6)]
 

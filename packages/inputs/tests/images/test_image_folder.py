@@ -13,6 +13,9 @@ from layerkit_inputs.base.errors import BadRecordError, MissingExtraError, Missi
 from layerkit_inputs.testing import laws
 from layerkit_inputs.testing.image_files import encode_image
 
+pytest.importorskip("PIL.Image")
+pytest.importorskip("grain")
+
 MIXED = {"is_training": True, "mixup_alpha": 0.2, "cutmix_alpha": 1.0, "rand_augment": (2, 10)}
 
 

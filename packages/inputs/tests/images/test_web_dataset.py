@@ -16,6 +16,9 @@ from layerkit_inputs.images.web_dataset import expand_ranges
 from layerkit_inputs.testing import laws
 from layerkit_inputs.testing.image_files import encode_image, write_tar
 
+pytest.importorskip("PIL.Image")
+pytest.importorskip("grain")
+
 PLAIN = {"mean": (0, 0, 0), "std": (1, 1, 1), "image_size": 8, "num_classes": 9, "batch_size": 4}
 
 
