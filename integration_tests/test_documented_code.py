@@ -18,6 +18,7 @@ import pytest
 
 from layerkit.base.sharding import DEFAULT_RULES
 from layerkit.config.nested_map import NestedMap
+from layerkit.errors import UserError
 from layerkit_runner import BaseExperiment, cli
 from layerkit_runner.config.config_tree import config_text
 from layerkit_runner.observers import read_metrics
@@ -165,6 +166,39 @@ def test_example_of_hugging_face_folders_runs_by_itself(
     assert block is not None
     exec(compile(block[1], "hugging_face.md", "exec"), names)
     assert names["sentences"].shape == (2, 8)
+
+
+@pytest.mark.slow
+def test_page_on_speech_decodes_a_folder_of_whisper_and_a_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    soundfile, tokenizers, _ = map(pytest.importorskip, ("soundfile", "tokenizers", "safetensors"))
+    from layerkit.config import build
+    from layerkit.interop.hugging_face import export_model
+    from layerkit.interop.hugging_face.families.whisper import WHISPER
+
+    sizes = {"model_type": "whisper", "vocab_size": 8, "d_model": 8, "num_mel_bins": 4}
+    sizes |= {"max_source_positions": 10, "max_target_positions": 6, "decoder_start_token_id": 5}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 1, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 8}
+    config = WHISPER.read_config(sizes)
+    monkeypatch.chdir(tmp_path)
+    variables = build(config).init(jax.random.key(0))
+    export_model("whisper-tiny", config, variables)
+    defaults = {"lang_to_id": {"<|en|>": 4}, "task_to_id": {"transcribe": 6}, "max_length": 6}
+    defaults |= {"no_timestamps_token_id": 7, "suppress_tokens": [0, 2, 3, 4, 5, 6, 7]}
+    Path("whisper-tiny/generation_config.json").write_text(json.dumps(defaults))
+    words = {f"w{number}": number for number in range(8)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer.save("whisper-tiny/tokenizer.json")
+    soundfile.write("clip.wav", np.random.default_rng(0).normal(0, 0.1, 2000), 16_000)
+    names: dict[str, Any] = {}
+    for block in BLOCK.finditer((DOCS / "speech.md").read_text()):
+        exec(compile(block[1], "speech.md", "exec"), names)
+    assert capsys.readouterr().out.split() == ["w1", "w1"]  # the only one that is not suppressed
+    jax.tree.map(np.testing.assert_array_equal, dict(names["model"].variables), variables)
+    with pytest.raises(UserError, match="a model of texts"):
+        names["model"].generate("w1")
 
 
 @pytest.mark.slow

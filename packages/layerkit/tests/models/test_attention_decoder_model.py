@@ -74,6 +74,11 @@ def test_target_has_the_prompt_the_labels_and_the_end():
     np.testing.assert_array_equal(target.weights, [[0, 0, 1, 1, 1, 1], [0, 0, 0.5, 0.5, 0, 0]])
     with pytest.raises(ConfigError, match=r"decoder\.eos_id"):
         make(decoder=SampleDecoder.HParams.config())
+    with pytest.raises(ConfigError, match="ctc_weight"):
+        make(ctc_weight=1.0)
+    packed = {"source_segment_pos": jnp.zeros((2, 24), jnp.int32)}
+    with pytest.raises(ConfigError, match="source_segment_pos"):
+        model.bind(variables).model.logits(SRC.features, target.ids, **packed)
 
 
 def test_cached_decoding_chooses_the_most_likely_label_of_whole_rows():

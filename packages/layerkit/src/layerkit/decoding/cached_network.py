@@ -86,10 +86,7 @@ def cache_prompts(
     ids, lengths = prompts[0], jnp.minimum(prompts[1], prompts[0].shape[1])
     bare, variables = step_weights(network)
     decoder, parts = model.decoder, row_parts(model)
-    max_length = ids.shape[1] + decoder.max_decode_steps
-    if decoder.max_length is not None:
-        max_length = min(max_length, max(ids.shape[1], decoder.max_length))
-    max_length = round_up(max_length, parts)
+    max_length = round_up(decoder.row_length(ids.shape[1]), parts)
 
     extend, switches = _step(bare, variables, max_length, lengths)
 

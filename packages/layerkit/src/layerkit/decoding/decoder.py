@@ -127,6 +127,11 @@ class Decoder(ConfiguredValue):
         """True if the decoder draws random numbers."""
         return False
 
+    def row_length(self, width: int) -> int:
+        """Return the number of columns of rows whose prompts have `width` columns."""
+        length = width + self.max_decode_steps
+        return length if self.max_length is None else max(width, min(length, self.max_length))
+
     def all_processors(self) -> tuple[LogitProcessor, ...]:
         """Return `processors`, then the processors of the other fields."""
         if not (self.min_decode_steps and self.eos_ids):

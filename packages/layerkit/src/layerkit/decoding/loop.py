@@ -57,8 +57,8 @@ def extend_prompts(
     Args:
       decoder: Decoder that chooses tokens.
       extend: Function `(cache, ids [rows, t], time_step) -> (cache, logits [rows, t, vocab])`.
-      cache: Empty cache of `batch` rows. Its length is width + `max_decode_steps` tokens, rounded
-        up to a multiple of `row_parts`.
+      cache: Empty cache of `batch` rows of `decoder.row_length(width)` tokens, rounded up to a
+        multiple of `row_parts`.
       prompts: Prompts `[batch, width]` with the random key and the limits of rows.
       cache_axes: Row axis of each array of the cache (see `row_axes`). Only decoders that compute
         several continuations of a prompt need it.
@@ -68,7 +68,8 @@ def extend_prompts(
     Returns:
       A NestedMap with these entries.
 
-      - `ids`: Prompt, chosen tokens and zeros, int32 `[batch, width + max_decode_steps]`.
+      - `ids`: Prompt, chosen tokens and zeros, int32 `[batch, row_length]`, with
+        row_length = width + `max_decode_steps`, or `max_length` if that is smaller.
       - `lengths`: Number of tokens of prompt and continuation, int32 `[batch]`.
       - `log_probs`: Log-probabilities of the chosen tokens under the model, before logit
         processors, float32 with the shape of `ids`; 0 for all other tokens.
@@ -121,7 +122,7 @@ def _fill_cache(
     if decoder.needs_key and prompts.key is not None:
         row_ids = jnp.arange(batch) if prompts.row_ids is None else prompts.row_ids
         keys = row_keys(prompts.key, row_ids)
-    ids = jnp.pad(ids, ((0, 0), (0, decoder.max_decode_steps)))
+    ids = jnp.pad(ids, ((0, 0), (0, decoder.row_length(width) - width)))
     return cache, PromptRows(ids, lengths, limits, prompts.options, keys)
 
 

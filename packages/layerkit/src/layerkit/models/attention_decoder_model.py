@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.base_model import Metrics, WeightedScalar
 from layerkit.config import Config, sub_config_field
-from layerkit.config.checks import require
+from layerkit.config.checks import check_rates, require
 from layerkit.config.hparams import Conditions
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.loop import SampledRows
@@ -40,11 +40,12 @@ class AttentionDecoderModel(SequenceModel):
       frontend_tpl: Features of waveforms, such as `LogMel`; None for batches of features.
       augmenter_tpl: Masks of the features in training; None for none.
       ctc_weight: Weight w of the loss of CTC from the encoder in `loss`, (1 - w)·xent + w·ctc, in
-        nats per label; 0 for none. Id 0 is its blank.
+        nats per predicted token, from 0 for none to below 1. Id 0 is its blank.
       ctc_softmax_tpl: Map from outputs of the encoder to the logits of CTC.
 
     Raises:
-      ConfigError: The decoder has no end, or the network no `encoder_tpl`.
+      ConfigError: The decoder has no end, the network no `encoder_tpl`, or the weight is not in
+        [0, 1).
     """
 
     used_only_if: ClassVar[Conditions] = {
@@ -65,8 +66,8 @@ class AttentionDecoderModel(SequenceModel):
         """Create the front end, the network and the softmax of CTC."""
         super().setup()
         create_frontend(self)
-        expected = "an encoder of features"
-        has_encoder = self.model.encoder_tpl is not None
+        check_rates(self, ctc_weight=self.ctc_weight)
+        has_encoder, expected = self.model.encoder_tpl is not None, "an encoder of features"
         require(has_encoder, self, "model_tpl.encoder_tpl", None, expected)
         if self.ctc_weight:
             sizes = {"input_dims": self.model.encoder.model_dims}
@@ -96,8 +97,7 @@ class AttentionDecoderModel(SequenceModel):
         With a `ctc_weight`, `ctc` is its loss, in nats per token, in which rows with too few frames
         for their labels have no part. The metric `unaligned_rows` is their share.
         """
-        sequences = NestedMap(tgt=self._target(batch))
-        metrics, outputs = super().compute_loss(predictions, sequences)
+        metrics, outputs = super().compute_loss(predictions, NestedMap(tgt=self._target(batch)))
         if self.ctc_weight:
             total, weights = metrics["loss"].weight, example_weights(batch, len(batch.tgt.labels))
             unaligned = weighted_mean(~predictions.is_aligned, weights)
@@ -120,10 +120,8 @@ class AttentionDecoderModel(SequenceModel):
     def _as_sequences(self, batch: NestedMap, *, has_target: bool = True) -> NestedMap:
         """Return a batch of `SequenceModel` with the features of the sounds."""
         others = {name: value for name, value in batch.items() if name not in ("src", "tgt")}
-        source = compute_features(self, batch.src)
-        if not has_target:
-            return NestedMap(others, src=source)
-        return NestedMap(others, src=source, tgt=self._target(batch))
+        target = {"tgt": self._target(batch)} if has_target else {}
+        return NestedMap(others, src=compute_features(self, batch.src), **target)
 
     def _target(self, batch: NestedMap) -> NestedMap:
         labels, num_labels = batch.tgt.labels, jnp.sum(batch.tgt.paddings == 0, axis=1)

@@ -265,6 +265,8 @@ class TransformerEncoderDecoder(BaseLayer):
         """Return the encoder's output `[batch, frames, dims]` and its segments; see `encode`."""
         batch, length = source.shape[:2]
         if self.encoder_tpl is not None:
+            expected = "rows of one document each, for an encoder of features"
+            require(segment_pos is None, self, "source_segment_pos", "packed rows", expected)
             if segment_ids is None:
                 segment_ids = jnp.ones((batch, length), jnp.int32)
             outputs = self.encoder(source, paddings=jnp.float32(segment_ids == 0))

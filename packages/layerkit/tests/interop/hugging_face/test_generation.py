@@ -13,7 +13,7 @@ import pytest
 from layerkit.config import build
 from layerkit.decoding.logit_processors import RowsSoFar, process_logits
 from layerkit.errors import ConfigError
-from layerkit.interop.hugging_face import decoder_config, generation_notes
+from layerkit.interop.hugging_face import decoder_config, generation_notes, speech_prompt
 
 VOCAB = 70
 CONFIG = {"model_type": "llama", "vocab_size": VOCAB, "eos_token_id": 2}
@@ -91,6 +91,26 @@ def test_length(content: dict[str, Any], steps: int, max_length: int | None, tmp
 def test_an_error_names_the_key_of_the_file(raises, tmp_path: Path):
     with raises(ConfigError, field="no_repeat_ngram_size", value=-1):
         decoder_config(write(tmp_path, {"no_repeat_ngram_size": -1}))
+
+
+def test_prompt_of_whisper_has_the_language_the_task_and_no_timestamps(raises, tmp_path: Path):
+    multilingual = {
+        "lang_to_id": {"<|en|>": 43, "<|de|>": 44},
+        "task_to_id": {"transcribe": 45, "translate": 46},
+        "no_timestamps_token_id": 47,
+    }
+    folder = write(tmp_path, multilingual)
+    assert speech_prompt(folder) == (43, 45, 47)
+    assert speech_prompt(folder, language="de", task="translate") == (44, 46, 47)
+    with raises(ConfigError, field="language", value="german"):
+        speech_prompt(folder, language="german")
+    english = write(tmp_path, {"no_timestamps_token_id": 47})
+    assert speech_prompt(english) == (47,)
+    for field, value in {"language": "de", "task": "translate"}.items():
+        with raises(ConfigError, field=field, value=value):
+            speech_prompt(english, **{field: value})
+    with raises(ConfigError, field="no_timestamps_token_id"):
+        speech_prompt(write(tmp_path, {}))
 
 
 def test_notes_have_what_is_used_and_what_is_not_supported(tmp_path: Path):

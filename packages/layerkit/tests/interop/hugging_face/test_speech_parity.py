@@ -110,4 +110,4 @@ def test_decoded_labels_of_Whisper_equal_those_of_transformers(whisper):
     ours = build(config)
     outputs = jax.jit(lambda v: ours.apply(v, NestedMap(src=source()), method="decode"))(variables)
     expected = model.generate(features, language="de", task="transcribe", return_timestamps=False)
-    assert outputs.ids[:, 4:].tolist() == expected.tolist() and len(np.unique(expected)) > 3
+    assert outputs.ids[:, 4:].tolist() == expected.tolist() and len(np.unique(expected)) > 2

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from layerkit.config import Config, build
-from layerkit.config.checks import require
+from layerkit.config.checks import check_choice, require
 from layerkit.decoding import BannedIds, MinSteps, NoRepeatNgrams, SampleDecoder
 from layerkit.errors import ConfigError, short_repr
 from layerkit.interop.hugging_face.folder import CONFIG, eos_id, read_json, write_json
@@ -35,10 +35,9 @@ _UNSUPPORTED: dict[str, Any] = {
 # Those that Transformers reads in one mode alone, by whether it samples.
 _OF_MODE = {True: {"epsilon_cutoff", "eta_cutoff", "top_h", "typical_p"}, False: {"penalty_alpha"}}
 _SUPPORTED = frozenset({
-    "bad_words_ids", "begin_suppress_tokens", "do_sample", "max_length",
-    "max_new_tokens", "min_new_tokens", "min_p", "no_repeat_ngram_size", "repetition_penalty",
-    "suppress_tokens", "temperature", "top_k",
-    "top_p",
+    "bad_words_ids", "begin_suppress_tokens", "do_sample", "max_length", "max_new_tokens",
+    "min_new_tokens", "min_p", "no_repeat_ngram_size", "repetition_penalty", "suppress_tokens",
+    "temperature", "top_k", "top_p",
 })
 # fmt: on
 # Keys of fields that have other names here.
@@ -47,7 +46,6 @@ _KEYS = {
     "min_decode_steps": "min_new_tokens",
     "size": "no_repeat_ngram_size",
 }
-_NO_TIMESTAMPS = "no_timestamps_token_id"
 _IDS = frozenset({"bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"})
 
 
@@ -81,22 +79,25 @@ def speech_prompt(
 
     Args:
       folder: Folder whose generation_config.json has the ids.
-      language: Code of the spoken language. A model of English alone has no ids of languages.
+      language: Code of the spoken language. A model of English alone has no ids of languages and
+        tasks, and takes the defaults only.
       task: `transcribe`, or `translate` into English.
 
     Raises:
       FileNotFoundError: The folder has no config.json.
-      ConfigError: The model has no such language or task.
+      ConfigError: The model has no such language or task, or is no Whisper.
     """
     name, content = _read(folder)
-    ids = []
-    for table, value in (("lang_to_id", f"<|{language}|>"), ("task_to_id", task)):
-        if table in content:
-            owner, choices = str(Path(folder) / name), content[table]
-            is_known = value in choices
-            require(is_known, owner, table, value, f"one of {', '.join(choices)}")
-            ids.append(choices[value])
-    return (*ids, *([content[_NO_TIMESTAMPS]] if _NO_TIMESTAMPS in content else []))
+    owner = str(Path(folder) / name)
+    last, expected = content.get("no_timestamps_token_id"), "an id, as in folders of Whisper"
+    require(last is not None, owner, "no_timestamps_token_id", None, expected)
+    # A model of English alone has neither table.
+    languages = content.get("lang_to_id", {"<|en|>": None})
+    tasks = content.get("task_to_id", {"transcribe": None})
+    check_choice(owner, [code.strip("<|>") for code in languages], language=language)
+    check_choice(owner, tasks, task=task)
+    ids = (languages[f"<|{language}|>"], tasks[task], last)
+    return tuple(token for token in ids if token is not None)
 
 
 def generation_notes(folder: str | os.PathLike[str], decoder: Config) -> list[str]:

@@ -280,7 +280,7 @@ class BaseAttention(AttentionLayer):
       use_output_bias: Adds a bias in the output projection; None for the value of `use_bias`.
         Qwen 2 has biases in the input projections only.
       use_key_bias: True for the value of `use_bias` in the projection of keys; False for no bias
-        there (Whisper), which would change no probability.
+        there (Whisper). Without rotary positions and norms, a bias of keys changes no probability.
       qk_norm_tpl: Norm of queries and keys (Henry et al., 2020, arXiv:2010.04245); None for no
         norm.
       qk_norm_over: `head` to normalize each head (Qwen 3, Gemma 3), or `projection` to normalize

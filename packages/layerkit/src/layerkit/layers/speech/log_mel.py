@@ -81,6 +81,7 @@ num_samples=480_000` |
         """Check the fields."""
         check_sizes(self, sample_rate=self.sample_rate, frame_length=self.frame_length)
         check_sizes(self, hop_length=self.hop_length, num_bins=self.num_bins)
+        check_sizes(self, num_samples=self.num_samples)
         check_positive(self, power=self.power, input_scale=self.input_scale, floor=self.floor)
         check_non_negative(self, dither=self.dither, preemphasis=self.preemphasis)
         expected = f"at least frame_length={self.frame_length}"
@@ -97,13 +98,13 @@ num_samples=480_000` |
           waveform: Samples, float `[batch, samples]`, in [-1, 1].
           lengths: Number of samples of each row without padding, int32 `[batch]`; None for all.
 
-        Raises:
-          ConfigError: Rows are longer than `num_samples`.
-
         Returns:
           A NestedMap:
             features: `[batch, frames, num_bins]` in the compute dtype, 0 in padding.
             paddings: float32 `[batch, frames]`, 1 for frames of padding.
+
+        Raises:
+          ConfigError: Rows are longer than `num_samples`.
         """
         x = waveform.astype(jnp.float32) * self.input_scale
         if self.dither and self.is_training:

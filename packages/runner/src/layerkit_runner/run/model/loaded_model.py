@@ -13,6 +13,7 @@ from layerkit.base.base_layer import PARAMS
 from layerkit.config import Config
 from layerkit.config.config import ShownAsTree
 from layerkit.config.nested_map import NestedMap
+from layerkit.models import AttentionDecoderModel
 from layerkit_inputs.base.tokenizer_interface import Tokenizer, end_disagreement, end_ids
 from layerkit_inputs.chat.conversations import Conversation
 from layerkit_inputs.chat.template import ChatTemplate, load_chat_template
@@ -447,8 +448,9 @@ class LoadedModel(ShownAsTree):
     def _check_model(self, *, decodes: bool = False) -> None:
         can_decode = self.model.can_decode and hasattr(self.model, "decoder")
         is_causal = getattr(self._network_tpl, "is_causal", True) is not False
-        if not is_causal or (decodes and not can_decode):
-            expected = "a model that predicts next tokens" + " and decodes" * decodes
+        reads_texts = not isinstance(self.model, AttentionDecoderModel)
+        if not (is_causal and reads_texts) or (decodes and not can_decode):
+            expected = "a model of texts that predicts next tokens" + " and decodes" * decodes
             raise UsageError(field="model", value=type(self.model).__qualname__, expected=expected)
 
     @functools.cached_property
