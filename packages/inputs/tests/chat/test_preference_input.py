@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from layerkit.config import build
+from layerkit.config.nested_map import NestedMap
+from layerkit.errors import ConfigError
 from layerkit_inputs.base.errors import MissingFileError
 from layerkit_inputs.chat.chat_input import ChatPrompts
 from layerkit_inputs.chat.conversations import read_judgement, read_pair
@@ -137,3 +139,9 @@ def test_stored_reference_is_read_with_its_pairs_and_missing_for_others(make, ra
             np.testing.assert_allclose(log_probs, expected, rtol=1e-5)
     with raises(MissingFileError, field="file"):
         stored([*PAIRS[1:], PAIRS[0]]).get_next()
+
+
+def test_stored_reference_rejects_images_that_scores_leave_out(raises):
+    batch = NestedMap(chosen=NestedMap(images=np.zeros(1)))
+    with raises(ConfigError, field="chosen"):
+        reference_log_probs(lambda ids: ids)(batch)

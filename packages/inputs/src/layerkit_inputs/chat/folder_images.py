@@ -54,7 +54,8 @@ def folder_images(folder: str, *, max_images: int | None = None) -> Config:
     is_same = abs(scale - _SCALE) < 1e-6
     require(is_same, where, "rescale_factor", scale, "1/255, the supported value", BadRecordError)
     resample = settings.get("resample", 2)
-    require(resample in _FILTERS, where, "resample", resample, f"one of {[*_FILTERS]}")
+    expected = f"one of {[*_FILTERS]}"
+    require(resample in [*_FILTERS], where, "resample", resample, expected, BadRecordError)
     texts: dict[str, Any] = _TEXTS[kind]
     return ChatImages.HParams.config(
         tokens_per_image=config.get("mm_tokens_per_image", 256),

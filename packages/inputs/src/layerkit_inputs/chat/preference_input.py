@@ -123,11 +123,16 @@ def reference_log_probs(score_ids: Callable[[list[np.ndarray]], Sequence[Any]]) 
 
     Args:
       score_ids: Method of the model, such as `layerkit_runner.load(FOLDER).score_ids`.
+
+    Raises:
+      ConfigError: The function is called with a batch that has images.
     """
 
     def compute(batch: NestedMap) -> dict[str, np.ndarray]:
         arrays = {}
         for side in PairInput._sides:
+            expected = "no images, which score_ids does not read"
+            require("images" not in batch[side], None, side, "images", expected)
             sizes, rows = batch[side].segment_ids.sum(axis=1), batch[side].ids
             scores = score_ids([ids[: size + 1] for ids, size in zip(rows, sizes, strict=True)])
             log_probs = [
