@@ -78,3 +78,31 @@ def extend_last(
     kept = jax.lax.dynamic_slice_in_dim(tokens, start, before.shape[axis], axis=axis)
     write_cache(layer, name, kept, axes)
     return tokens
+
+
+def convolve_heads(
+    layer: BaseLayer,
+    name: str,
+    heads: jax.Array,
+    axes: Axes,
+    *,
+    segments: jax.Array | None,
+    time_step: jax.Array | None,
+) -> jax.Array:
+    """Convolve heads `[batch, length, heads, head_dim]` by the child `NAME_conv` of a layer.
+
+    Args:
+      layer: Layer that has the cache of a step.
+      name: Name of the heads, such as `query`.
+      heads: The heads of whole rows, or of the tokens of a step.
+      axes: Logical axis of each dimension of the cached tokens.
+      segments: Documents of whole rows, int32 `[batch, length]`; None for one document.
+      time_step: int32 scalar, number of tokens before a step; None for whole rows.
+    """
+    conv = getattr(layer, f"{name}_conv")
+    history = jnp.zeros((heads.shape[0], conv.width - 1, *heads.shape[2:]), heads.dtype)
+    if time_step is not None:
+        tokens = extend_last(layer, f"{name}_last", heads, axes, time_step=time_step, axis=1)
+        history = tokens[:, : conv.width - 1]
+    convolved: jax.Array = conv(heads, history, segments=segments)[0]
+    return convolved

@@ -33,7 +33,7 @@ from layerkit.layers.attention.cache import (
     write_cache,
     write_rounded_cache,
 )
-from layerkit.layers.attention.cached_states import extend_last, init_num_prompt
+from layerkit.layers.attention.cached_states import convolve_heads, extend_last, init_num_prompt
 from layerkit.layers.basic.dots import Dot, add_bias, create_dot, matmul, merge_tokens
 from layerkit.layers.basic.normalizations import BaseNormalization
 from layerkit.ops.attention.distance_bias import LogitBias
@@ -446,8 +446,10 @@ class MultiHeadAttention(BaseAttention):
             if self.kv_layer is None:
                 value = heads[1] if self.values_are_keys else self.value(tokens, leading=leading)
         if self.qkv_conv_tpl is not None:
-            convolve = functools.partial(self._convolve, segments=segments, time_step=time_step)
-            *heads, value = map(convolve, ("query", "key", "value"), (*heads, value))
+            convolve = functools.partial(
+                convolve_heads, self, segments=segments, time_step=time_step
+            )
+            *heads, value = map(convolve, _LAST_AXES, (*heads, value), _LAST_AXES.values())
         if self.value_norm_tpl is not None:
             value = self.value_norm(value)
         has_norm, norm_first = self.qk_norm_tpl is not None, self.qk_norm_before_rotary
@@ -465,23 +467,6 @@ class MultiHeadAttention(BaseAttention):
             heads.append(value)
         names = ("query", "key", "value")
         return tuple(name_activation(one, name) for one, name in zip(heads, names, strict=False))
-
-    def _convolve(
-        self,
-        name: str,
-        heads: jax.Array,
-        *,
-        segments: jax.Array | None,
-        time_step: jax.Array | None,
-    ) -> jax.Array:
-        conv = getattr(self, f"{name}_conv")
-        history = jnp.zeros((heads.shape[0], conv.width - 1, *heads.shape[2:]), heads.dtype)
-        if time_step is not None:
-            last, axes = f"{name}_last", _LAST_AXES[name]
-            tokens = extend_last(self, last, heads, axes, time_step=time_step, axis=1)
-            history = tokens[:, : conv.width - 1]
-        convolved: jax.Array = conv(heads, history, segments=segments)[0]
-        return convolved
 
     def _normalize_all(self, heads: list[jax.Array]) -> list[jax.Array]:
         norms = (getattr(self, name) for name in ("query_norm", "key_norm")[: len(heads)])
