@@ -62,6 +62,12 @@ def test_small_resnet_learns_from_image_files(tmp_path: Path):
     assert metrics(tmp_path / "run", dataset="heldout")[-1]["accuracy"] > 0.95
 
 
+def test_pictures_of_unseen_pairs_are_captioned(tmp_path: Path):
+    run("--exp=vision.captions.Captions", f"--job_log_dir={tmp_path}")
+    shares = metrics(tmp_path, dataset="decode/captions")[-1]
+    assert min(shares[name] for name in ("color", "shape", "relation")) > 0.9
+
+
 def test_spoken_digits_are_recognized(tmp_path: Path):
     run("--exp=speech.digits.Digits", f"--job_log_dir={tmp_path}")
     assert metrics(tmp_path, dataset="decode/transcripts")[-1]["word_error_rate"] < 0.1
