@@ -383,28 +383,7 @@ def pax_reference(session: nox.Session) -> None:
 def layerkit_alone(session: nox.Session) -> None:
     """Test layerkit's wheel in an environment without the other packages."""
     check_wheels(session, ["layerkit"], [ROOT / "packages/layerkit/tests"])
-    session.run("python", "-I", "-c", ALONE, log=False)
-
-
-# Program for an isolated interpreter: imports all of layerkit, then checks the imported modules.
-ALONE = """
-import importlib, importlib.util, pkgutil, sys
-
-strangers = ["tensorflow", "layerkit_inputs", "layerkit_runner", "layerkit_experiments"]
-found = [name for name in strangers if importlib.util.find_spec(name)]
-assert not found, f"importable beside layerkit: {found}"
-
-def fail(name):
-    raise ImportError(f"cannot import {name}")
-
-import layerkit
-modules = [module.name for module in pkgutil.walk_packages(layerkit.__path__, "layerkit.", fail)]
-for name in modules:
-    importlib.import_module(name)
-imported = [name for name in sys.modules if name.partition(".")[0] in strangers]
-assert not imported, f"imported by layerkit: {imported}"
-print(f"layerkit stands alone: {len(modules)} modules imported, none of {', '.join(strangers)}")
-"""
+    session.run("python", "-I", "scripts/check_alone.py")
 
 
 @nox.session

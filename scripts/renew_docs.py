@@ -146,19 +146,34 @@ def write_order() -> str:
 
 
 def write_plans() -> str:
-    """Return docs/results.md with a row for each stored plan, and its GPU hours for 1B tokens."""
+    """Return docs/results.md with a row for each stored plan, and its GPU hours for 1B tokens.
+
+    Rates that others measured follow in a table of their own.
+    """
     rows = [
         "| plan | weights | peak | tokens/s | MFU | GPU hours, 1B tokens |",
         "|---|---|---|---|---|---|",
     ]
+    published = [
+        "| plan | peak | tokens/s of a chip, bounds | published | of the bound |",
+        "|---|---|---|---|---|",
+    ]
     for plan in json.loads(PLANS.read_text()):
-        speeds = sorted(plan["tokens_per_sec"])
-        hours = [1e9 / speed / 3600 * plan["num_devices"] for speed in reversed(speeds)]
         flags = f" `{plan['flags']}`" if plan["flags"] else ""
+        name = f"`{plan['experiment']}`{flags} `--target={plan['target']}`, {plan['mesh']}"
+        speeds = sorted(plan["tokens_per_sec"])
         bound = "" if plan["limited_by"] == "compute" else f", by the {plan['limited_by']}"
+        if other := plan.get("published"):
+            rate, (low, high) = other["rate"], (x / other["chips"] for x in speeds)
+            source = f"{rate:,.0f} ([{other['by']}]({other['source']}))"
+            cells = (f"{low:,.0f} to {high:,.0f}{bound}", source, f"{100 * rate / high:.0f} %")
+            peak = f"{plan['peak_gb']:g} GB"
+            published.append(f"| {' | '.join((name, peak, *cells))} |")
+            continue
+        hours = [1e9 / speed / 3600 * plan["num_devices"] for speed in reversed(speeds)]
         mfu = sorted(plan["mfu_percent"])
         cells = (
-            f"`{plan['experiment']}`{flags} `--target={plan['target']}`, {plan['mesh']}",
+            name,
             f"{plan['num_params'] / 1e9:.3g}B",
             f"{plan['peak_gb']:g} GB",
             f"{speeds[0]:,} to {speeds[1]:,}",
@@ -166,7 +181,12 @@ def write_plans() -> str:
             " to ".join(f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in hours),
         )
         rows.append(f"| {' | '.join(cells)} |")
-    return _replace(RESULTS, "docs/results/plans.json", "\n" + "\n".join([*rows, ""]))
+    title = "Rates that others published for such a step, beside the bounds of ours:"
+    return _replace(
+        RESULTS,
+        "docs/results/plans.json",
+        "\n" + "\n".join([*rows, "", title, "", *published, ""]),
+    )
 
 
 def _replace(path: Path, source: str, part: str) -> str:
