@@ -181,7 +181,10 @@ def write_plans() -> str:
             " to ".join(f"{x:,.0f}" if x >= 100 else f"{x:.3g}" for x in hours),
         )
         rows.append(f"| {' | '.join(cells)} |")
-    title = "Rates that others published for such a step, beside the bounds of ours:"
+    title = (
+        "Rates that others published for such a step, beside the bounds of ours, in which products "
+    )
+    title += "in float8 count at the rate of bfloat16:"
     return _replace(
         RESULTS,
         "docs/results/plans.json",
