@@ -877,7 +877,8 @@ def test_transformers_loads_an_exported_model(theirs, tmp_path):
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         assert (getattr(again.config, key, None) or 0) < VOCAB_SIZE
     # PyTorch rounds the products of these experts by the address of their weights.
-    tolerance = 1e-6 if "enable_moe_block" in case.options else 0.0
+    is_rounded = "enable_moe_block" in case.options or case.family == "Qwen3Next"
+    tolerance = 1e-6 if is_rounded else 0.0
     logits = their_logits(case, again, 9), their_logits(case, model, 9)
     np.testing.assert_allclose(*logits, rtol=0.0, atol=tolerance)
     assert again.config.get_text_config().vocab_size == VOCAB_SIZE
