@@ -304,6 +304,20 @@ def test_form_of_a_folder_is_that_of_its_processor(tmp_path):
     assert images.num_images(64) == 2
 
 
+def test_settings_that_transformers_5_wrote_are_the_same(tmp_path):
+    expected = folder_images(write_folder(tmp_path))
+    settings = (tmp_path / "preprocessor_config.json").rename(tmp_path / "processor_config.json")
+    settings.write_text(json.dumps({"image_processor": FOLDER["preprocessor_config"]}))
+    assert folder_images(str(tmp_path)) == expected
+
+
+def test_settings_that_are_no_json_raise_with_their_file(tmp_path):
+    write_folder(tmp_path)
+    (tmp_path / "preprocessor_config.json").write_text("{")
+    with pytest.raises(BadRecordError, match=r"preprocessor_config\.json"):
+        folder_images(str(tmp_path))
+
+
 @pytest.mark.parametrize(
     "changed",
     [

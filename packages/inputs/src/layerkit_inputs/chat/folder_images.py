@@ -29,21 +29,28 @@ _FILTERS: dict[int, Any] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicub
 def folder_images(folder: str, *, max_images: int | None = None) -> Config:
     """Return the config of the images of a folder with `config.json` and the processor's settings.
 
+    The settings are those of `preprocessor_config.json`, or of the images in
+    `processor_config.json`, which Transformers 5 writes.
+
     Args:
       folder: Folder of a model of a family with images: Gemma 3.
       max_images: As in `ChatImages`.
 
     Raises:
-      MissingFileError: `config.json` or `preprocessor_config.json` is missing.
-      BadRecordError: The family has no images, or a setting is not supported.
+      MissingFileError: `config.json` or the settings are missing.
+      BadRecordError: The family has no images, a setting is not supported, or a file is no JSON.
     """
-    config, settings = (_read(folder, name) for name in ("config", "preprocessor_config"))
+    config, where = _read(folder, "config"), f"{folder}/preprocessor_config.json"
+    if Path(where).is_file():
+        settings = _read(folder, "preprocessor_config")
+    else:
+        where = f"{folder}/processor_config.json"
+        settings = _read(folder, "processor_config").get("image_processor", {})
     kind = config.get("model_type")
     if kind not in _TEXTS:
         raise BadRecordError(
             owner=f"{folder}/config.json", field="model_type", value=kind, choices=[*_TEXTS]
         )
-    where = f"{folder}/preprocessor_config.json"
     for name, value in _FIXED.items():
         stated = settings.get(name)
         is_same, expected = stated in (None, value), f"{json.dumps(value)}, the supported value"
@@ -72,5 +79,8 @@ def _read(folder: str, name: str) -> dict[str, Any]:
     path = Path(folder) / f"{name}.json"
     if not path.is_file():
         raise MissingFileError(f"no {path.name} in the folder", field="HF_FOLDER", value=folder)
-    content: dict[str, Any] = json.loads(path.read_bytes())
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise BadRecordError(f"{path}: expected JSON ({error})") from error
     return content

@@ -43,7 +43,7 @@ KINDS: tuple[Kind, ...] = ("scalar", "histogram", "image")
 DEFAULT_VERBOSITY = 3
 """Verbosity of summaries by default, and the highest that a task reports by default (as in Pax)."""
 
-MAX_IMAGES = 3
+LOGGED_IMAGES = 3
 """Largest number of images that a summary keeps of a batch."""
 
 
@@ -99,7 +99,7 @@ class Summary(struct.PyTreeNode):
 
     Attributes:
       value: A scalar, an array that counts as its mean, a `BinCounts`, or images uint8 `[rows,
-        height, width, channels]` with at most `MAX_IMAGES` rows; None in a placeholder. Repeated
+        height, width, channels]` with at most `LOGGED_IMAGES` rows; None in a placeholder. Repeated
         layers add leading axes.
       kind: Kind of the value.
       verbosity: Smallest `summary_verbosity` of tasks that report the value.
@@ -154,7 +154,7 @@ def _images(value: jax.Array, *, owner: str) -> jax.Array:
     is_image = len(shape) == 4 and shape[-1] in (1, 3, 4)
     expected = "[rows, height, width, channels] with 1, 3 or 4 channels"
     require(is_image, owner, "shape of the image summary", list(shape), expected)
-    images = jax.lax.stop_gradient(jnp.asarray(value)[:MAX_IMAGES])
+    images = jax.lax.stop_gradient(jnp.asarray(value)[:LOGGED_IMAGES])
     if images.dtype == jnp.uint8:
         return images
     is_float = jnp.issubdtype(images.dtype, jnp.floating)

@@ -15,7 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict
 
-from layerkit.base.step_reports import DEFAULT_VERBOSITY, LOG_EDGES, MAX_IMAGES, BinCounts, Summary
+from layerkit.base.step_reports import (
+    DEFAULT_VERBOSITY,
+    LOG_EDGES,
+    LOGGED_IMAGES,
+    BinCounts,
+    Summary,
+)
 from layerkit_runner.step.gradients import microbatch_keys, split_rows
 from layerkit_runner.step.metrics import StepContext
 
@@ -90,7 +96,7 @@ def split_layers(
             )
     for name, stacked in fetched[1].items():
         for index in np.ndindex(stacked.shape[1:-3]):
-            for row, image in enumerate(stacked[(slice(MAX_IMAGES), *index)]):
+            for row, image in enumerate(stacked[(slice(LOGGED_IMAGES), *index)]):
                 images[f"{name}{_suffix(index)}/{row}"] = np.asarray(image)
     return histograms, images
 
