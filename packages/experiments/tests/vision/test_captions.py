@@ -75,6 +75,6 @@ def test_metrics_are_shares_of_right_words():
     assert set(source.prediction_metrics({0: first, 1: second}).values()) == {1.0}
     color = first.split()[0]
     other = first.replace(color, next(c for c in COLORS if c not in first), 1)
-    found = source.prediction_metrics({0: other, 1: ""})
-    assert found == {"color": 0.25, "shape": 0.5, "relation": 0.5, "caption": 0.0}
+    metrics = source.prediction_metrics({0: other, 1: ""})
+    assert metrics == {"color": 0.25, "shape": 0.5, "relation": 0.5, "caption": 0.0}
     assert not source.prediction_metrics({})

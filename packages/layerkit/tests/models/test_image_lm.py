@@ -94,10 +94,10 @@ def test_logits_equal_those_of_a_text_model_whose_embeddings_are_the_vectors():
     weights = dict(variables[PARAMS]["lm"], embedding={"w": table})
     del weights["images"]
     expected = logits_of(build(text), {PARAMS: {"lm": weights}}, ids)
-    found = logits_of(model, variables, IDS, images=IMAGES)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    logits = logits_of(model, variables, IDS, images=IMAGES)
+    np.testing.assert_allclose(logits, expected, atol=1e-5)
     # A row of text is that of the text model.
-    np.testing.assert_allclose(found[2], expected[2], atol=1e-6)
+    np.testing.assert_allclose(logits[2], expected[2], atol=1e-6)
 
 
 def test_placeholders_of_an_image_see_one_another_and_later_tokens_do_not_change_earlier_ones():
@@ -125,11 +125,11 @@ def test_packed_rows_equal_separate_rows():
     images = np.stack([IMAGES[1, 0], IMAGES[0, 1]])[None]
     segments = np.repeat([[1, 2]], 6, axis=1).astype(np.int32)
     positions = np.tile(np.arange(6, dtype=np.int32), 2)[None]
-    found = logits_of(
+    logits = logits_of(
         model, variables, ids, images=images, segment_ids=segments, segment_pos=positions
     )
     expected = logits_of(model, variables, ids.reshape(2, 6), images=images.swapaxes(0, 1))
-    np.testing.assert_allclose(found.reshape(expected.shape), expected, atol=1e-5)
+    np.testing.assert_allclose(logits.reshape(expected.shape), expected, atol=1e-5)
 
 
 def test_decoding_reads_the_images_of_prompts_as_whole_rows_do():

@@ -109,8 +109,8 @@ class ChatImages(Configurable):
         is_valid = self.max_images is None or num_images <= self.max_images
         expected = f"at most max_images={self.max_images}"
         require(is_valid, None, "images of a row", num_images, expected, BadRecordError)
-        found = (match.start() for match in re.finditer(re.escape(self.marker), rendering.text))
-        places = [place for place in found if place + 1 not in rendering.splits]
+        starts = (match.start() for match in re.finditer(re.escape(self.marker), rendering.text))
+        places = [place for place in starts if place + 1 not in rendering.splits]
         expected = f"{num_images}, the images of the messages"
         field = f"number of {self.marker!r} in the rendered messages"
         require(len(places) == num_images, None, field, len(places), expected, BadRecordError)

@@ -69,11 +69,11 @@ def test_features_equal_those_of_Whisper(num_bins):
     expected = extractor([WAVEFORM[0, :5000]], sampling_rate=16000, return_tensors="np")
     fields = {"mel_scale": "slaney", "has_unit_area": True, "normalization": "whisper"}
     layer = LogMel.HParams.config(num_bins=num_bins, num_samples=480_000, train=False, **fields)
-    found = layer.Instantiate().apply({}, WAVEFORM[:1, :5000])
+    output = layer.Instantiate().apply({}, WAVEFORM[:1, :5000])
     np.testing.assert_allclose(
-        found.features, expected.input_features.transpose(0, 2, 1), atol=1e-5
+        output.features, expected.input_features.transpose(0, 2, 1), atol=1e-5
     )
-    assert not found.paddings.any()
+    assert not output.paddings.any()
 
 
 def test_logits_of_Whisper_equal_those_of_transformers_and_export_is_exact(
@@ -87,8 +87,8 @@ def test_logits_of_Whisper_equal_those_of_transformers_and_export_is_exact(
         encoded = bound.frontend(source().waveform, lengths=source().lengths)
         return encoded.features, bound.model.logits(encoded.features, jnp.asarray(IDS))
 
-    found, logits = jax.jit(lambda v: ours.apply(v, method=run))(variables)
-    np.testing.assert_allclose(found, features.transpose(1, 2), atol=1e-5)
+    output, logits = jax.jit(lambda v: ours.apply(v, method=run))(variables)
+    np.testing.assert_allclose(output, features.transpose(1, 2), atol=1e-5)
     with torch.no_grad():
         expected = model(input_features=features, decoder_input_ids=torch.tensor(IDS)).logits
     error = float(np.abs(logits - expected.numpy()).max() / np.abs(expected.numpy()).max())

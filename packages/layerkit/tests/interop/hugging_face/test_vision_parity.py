@@ -106,7 +106,7 @@ def test_logits_of_Gemma3_with_images_equal_those_of_transformers(tmp_path, pari
     images = RANDOM.normal(size=(2, 2, 24, 24, 3)).astype(np.float32)
     ids = RANDOM.integers(8, 28, (2, 14)).astype(np.int32)
     ids[:, 2:6] = ids[:, 8:12] = PLACEHOLDER
-    found = build(ours).apply(
+    outputs = build(ours).apply(
         variables, ids, images=images, method=lambda m, ids, **images: m.lm.logits(ids, **images)
     )
     expected = model(
@@ -114,7 +114,7 @@ def test_logits_of_Gemma3_with_images_equal_those_of_transformers(tmp_path, pari
         pixel_values=torch.tensor(images.reshape(-1, 24, 24, 3).transpose(0, 3, 1, 2)),
         token_type_ids=torch.tensor(ids == PLACEHOLDER, dtype=torch.long),
     ).logits
-    error = largest_difference(found, expected)
+    error = largest_difference(outputs, expected)
     parity_table.append(("gemma3", "images", error))
     assert error < 1e-5
     export_model(tmp_path / "ours", ours, variables)

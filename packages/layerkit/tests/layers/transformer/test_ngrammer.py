@@ -64,10 +64,12 @@ def test_layer_and_its_gradient_equal_praxis(praxis, name):
         return jnp.sum(outputs * case["probe"]), outputs
 
     grad = jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
-    (found, of_inputs), outputs = grad(ours(weights), jnp.asarray(case["x"]))
+    (of_weights, of_inputs), outputs = grad(ours(weights), jnp.asarray(case["x"]))
     np.testing.assert_allclose(outputs, case["outputs"], atol=1e-5)
     np.testing.assert_allclose(of_inputs, case["input_gradient"], atol=1e-4)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), found, ours(gradient))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), of_weights, ours(gradient)
+    )
 
 
 def language_model(**fields):
