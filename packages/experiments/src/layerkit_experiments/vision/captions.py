@@ -21,7 +21,7 @@ from layerkit_runner.step.task import SingleTask
 class Captions(TrainedExperiment):
     """Captions of two shapes, by a vision Transformer, a projector and a decoder from scratch."""
 
-    tags: ClassVar[tuple[str, ...]] = ("vision", "lm")
+    tags: ClassVar[tuple[str, ...]] = ("vision",)
 
     MODEL_DIMS: int = 64
     """Size of the model dimension of tower and decoder."""
