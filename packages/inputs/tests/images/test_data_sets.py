@@ -30,6 +30,12 @@ def vars_of(reader):
     return {**PLAIN, **{name: getattr(reader, name) for name in names if hasattr(reader, name)}}
 
 
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
+def test_reader_of_rows_obeys_the_laws_of_inputs(law):
+    rows = [{"image": image, "label": label} for label, image in enumerate(IMAGES)]
+    law(lambda **more: ImageRows(**{**PLAIN, "dataset": rows, "is_training": True, **more}))
+
+
 def test_rows_of_a_sequence_are_read(raises):
     rows = [{"image": image, "label": label} for label, image in enumerate(IMAGES)]
     assert_rows(ImageRows(**PLAIN, dataset=rows))

@@ -53,7 +53,7 @@ def assert_rows(reader, rows):
     np.testing.assert_allclose(pixels, 10 * np.array(rows), atol=1e-3)
 
 
-@pytest.mark.parametrize("law", [laws.every_state_resumes, laws.hosts_share_the_stream])
+@pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
 def test_reader_obeys_the_laws_of_inputs(law, tars):
     law(lambda **more: source(tars, **{"is_training": True, **more}))
 
