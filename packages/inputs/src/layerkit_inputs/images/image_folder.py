@@ -47,11 +47,11 @@ class ImageFolder(ImageInput):
         files: list[str] = []
         labels: list[int] = []
         for label, name in enumerate(classes):
-            of_class = _images_below(self.folder, name)
+            class_files = _images_below(self.folder, name)
             expected = f"files with the suffixes {', '.join(SUFFIXES)}"
-            require(of_class, self._label, f"files of class {name!r}", [], expected)
-            files += of_class
-            labels += [label] * len(of_class)
+            require(class_files, self._label, f"files of class {name!r}", [], expected)
+            files += class_files
+            labels += [label] * len(class_files)
         return files, np.array(labels, np.int32)
 
     def _num_images(self) -> int:

@@ -55,11 +55,11 @@ class WebDataset(ImageInput):
     @functools.cached_property
     def _samples(self) -> np.ndarray:
         """Shard, offset, size and label of each image, int64 `[images, 4]`."""
-        of_shards = [
+        shard_samples = [
             [(number, *sample) for sample in self._samples_of(path)]
             for number, path in enumerate(self._shards)
         ]
-        return np.concatenate([np.array(some, np.int64).reshape(-1, 4) for some in of_shards])
+        return np.concatenate([np.array(some, np.int64).reshape(-1, 4) for some in shard_samples])
 
     def _samples_of(self, path: Path) -> Iterator[tuple[int, int, int]]:
         """Yield offset, size and label of each image of a tar."""

@@ -49,8 +49,8 @@ def test_layer_and_its_gradient_equal_praxis(praxis, name):
         weights, gradient = weights["ngram_layer"], gradient["ngram_layer"]
         means = np.asarray(case["state"]["vq_layer"]["means"]).transpose(1, 0, 2)[None]
         # The means of Praxis are ratios of sums and numbers here, 1 and a constant of them.
-        of_clusters = {"entries": means * (1 + 1e-5), "counts": np.ones(means.shape[:-1])}
-        state = {"quantizer": jax.tree.map(jnp.float32, of_clusters)}
+        clusters = {"entries": means * (1 + 1e-5), "counts": np.ones(means.shape[:-1])}
+        state = {"quantizer": jax.tree.map(jnp.float32, clusters)}
     else:
         config.set(quantizer_tpl=None, vocab_size=9)
     layer = config.set(train=False).Instantiate()

@@ -78,7 +78,7 @@ def nested(
     name: str,
     path: str,
     *entries: Entry,
-    of_model: tuple[Entry, ...] = (),
+    model_entries: tuple[Entry, ...] = (),
     defaults: Mapping[str, Any] | None = None,
     shared: tuple[str, ...] = (),
     neutral: frozenset[str] = frozenset(),
@@ -89,7 +89,7 @@ def nested(
       name: Name of the key.
       path: Path of the part of the model that the nested config describes.
       *entries: Entries of the part.
-      of_model: Further entries of the nested config, for fields of the model itself.
+      model_entries: Further entries of the nested config, for fields of the model itself.
       defaults: Values of Transformers for keys that have no default elsewhere.
       shared: Keys that the whole config may have as well, where they take precedence.
       neutral: Keys that do not change the computation.
@@ -105,7 +105,7 @@ def nested(
         part = ConfigFile(content, owner=f"{file.owner}: {name}", neutral=neutral)
         for entry in entries:
             entry.read(part, get_field(model, path))
-        for entry in of_model:
+        for entry in model_entries:
             entry.read(part, model)
         part.require_all_read()
 
@@ -113,7 +113,7 @@ def nested(
         written: dict[str, Any] = {}
         for entry in entries:
             written |= entry.write(get_field(model, path))
-        for entry in of_model:
+        for entry in model_entries:
             written |= entry.write(model)
         return {name: written, **{key: written[key] for key in shared}}
 

@@ -98,7 +98,7 @@ def attend_by_local_blocks(
     )
     starts = jnp.broadcast_to(jnp.arange(num_blocks) * size, (batch, num_blocks))
     starts = starts.reshape(batch * num_blocks, 1)
-    of_blocks = dataclasses.replace(
+    block_mask = dataclasses.replace(
         mask,
         query_positions=queries(mask.query_positions),
         key_positions=starts + jnp.arange(-before, size + after),
@@ -116,7 +116,7 @@ def attend_by_local_blocks(
         by_distance = bias.by_distance[..., None, start : start + num_distances]
         shape = (*by_distance.shape[:2], size, num_distances)
         bias = align_distances(jnp.broadcast_to(by_distance, shape))
-    options = dataclasses.replace(options, mask=of_blocks, bias=bias)
+    options = dataclasses.replace(options, mask=block_mask, bias=bias)
     # Model FLOPs count the keys that the window shows.
     with jax.named_scope(f"rows_{before + 1 + after}_of_{num_keys}"):
         read = attend(queries(query), keys(key), keys(value), options)

@@ -92,7 +92,7 @@ def _texts_of(*sizes: int, vocab: int, length: int, last: Entry, **defaults: Any
         key("vocab_size", "vocab_size", vocab),
         key("max_position_embeddings", "position_tpl.max_length", length),
         DROPOUT,
-        of_model=(last,),
+        model_entries=(last,),
         neutral=_NEUTRAL,
     )
 

@@ -152,7 +152,7 @@ GEMMA3 = dataclasses.replace(
             *image_entries(16),
             DROPOUT,
             fixed("vision_use_head", value=False),
-            of_model=(Entry(_read_epsilon),),
+            model_entries=(Entry(_read_epsilon),),
         ),
         Entry(_read_tokens, _write_tokens),
         key("image_token_index", "lm_tpl.images_tpl.token_id", 262_144),

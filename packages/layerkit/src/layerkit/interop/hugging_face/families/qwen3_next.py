@@ -116,8 +116,8 @@ def delta_net_rows(rows: tuple[Row, ...], projections: tuple[Row, ...]) -> tuple
         instead_of=RECURRENT_WEIGHT,
     )
     mixers = (*projections, *_DELTA_ROWS)
-    of_mixers = (dataclasses.replace(row, beside=RECURRENT_WEIGHT) for row in mixers)
-    return (*replace_rows(rows, queries), *of_mixers)
+    recurrent_rows = (dataclasses.replace(row, beside=RECURRENT_WEIGHT) for row in mixers)
+    return (*replace_rows(rows, queries), *recurrent_rows)
 
 
 def delta_net_projections(tensors: dict[str, tuple[str, ...]], **joined: Any) -> tuple[Row, ...]:
