@@ -202,6 +202,21 @@ EXAMPLES = [
     ),
     of(M.CtcModel, SPEECH_FIELDS, model_and_decoding(SPEECH), **SPEECH_CHANGES),
     of(
+        M.BestRqModel,
+        {
+            "frontend_tpl": SPEECH_FIELDS["frontend_tpl"],
+            "encoder_tpl": ENCODER,
+            "quantizer_tpl": Config(L.RandomVectorQuantizer, num_classes=8),
+            "mask_prob": 0.5,
+        },
+        model(SPEECH),
+        frontend_tpl=SPEECH_CHANGES["frontend_tpl"],
+        encoder_tpl=SPEECH_CHANGES["encoder_tpl"],
+        stacking_tpl=Config(L.StackingOverTime, left=1, right=3, stride=4),
+        quantizer_tpl=Config(L.RandomVectorQuantizer, num_classes=16),
+        mask_frames=2,
+    ),
+    of(
         M.TransducerModel,
         {**SPEECH_FIELDS, "joint_dims": 8, "chunk_size": 2},
         model_and_decoding(SPEECH),
@@ -230,6 +245,7 @@ EXAMPLES = [
 
 _SLOW = {
     M.AttentionDecoderModel,
+    M.BestRqModel,
     M.CtcModel,
     M.TransducerModel,
     M.SequenceModel,

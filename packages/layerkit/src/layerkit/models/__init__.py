@@ -11,6 +11,7 @@ if TYPE_CHECKING:
         AttentionDecoderModel as AttentionDecoderModel,
     )
     from layerkit.models.bert import BertModel as BertModel
+    from layerkit.models.best_rq import BestRqModel as BestRqModel
     from layerkit.models.classification_model import ClassificationModel as ClassificationModel
     from layerkit.models.contrastive_model import ContrastiveModel as ContrastiveModel
     from layerkit.models.distillation_model import DistillationModel as DistillationModel

@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
+from layerkit.base.sharding import DEFAULT_RULES, STANDARD_MESH_AXES, BoundSharding
 from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import build
 from layerkit.errors import ConfigError
@@ -167,3 +169,30 @@ def test_images_of_bytes_are_read_as_numbers():
         found = layer.apply(variables, x)
         np.testing.assert_array_equal(found, layer.apply(variables, x.astype(np.float32)))
         assert found.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("fields", [{}, {"num_groups": 4, "dilations": 2}], ids=["dense", "groups"])
+def test_convolution_on_a_mesh_has_the_values_and_gradients_of_one_device(fields):
+    layer = Conv(input_dims=4, output_dims=8, kernel_size=(3,), strides=2, **fields)
+    variables, x = layer.init(KEY), jax.random.normal(KEY, (4, 16, 4))
+
+    def run(layer, variables, x):
+        def loss(variables, x):
+            outputs = layer.apply(variables, layer.constrain(x, "batch", "length", None))
+            return jnp.sum(outputs**2), outputs
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(variables, x)
+
+    expected = jax.jit(lambda *arrays: run(layer, *arrays))(variables, x)
+    # data, fsdp, tensor, stage, expert, context
+    mesh = Mesh(np.reshape(jax.devices(), (1, 2, 2, 1, 1, 2)), STANDARD_MESH_AXES)
+    bound = BoundSharding(mesh, DEFAULT_RULES)
+    axes = (None, None if fields else "embed", "mlp")
+    weights = jax.tree.map(lambda w: jax.device_put(w, bound.sharding(axes)), variables)
+    rows = jax.device_put(x, bound.sharding(("batch", None, None)))
+    split = layer.clone(sharding=bound)
+    with jax.set_mesh(mesh):
+        found = jax.jit(lambda *arrays: run(split, *arrays))(weights, rows)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected
+    )

@@ -7,10 +7,14 @@ is a `Sequential` of a depth-wise convolution and one with a kernel of 1 × 1.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import WeightHParams, WeightInit
@@ -82,7 +86,8 @@ class Conv(BaseLayer):
       padding: Padding with zeros; see `resolve_padding`.
       use_bias: True to add `b` `[output_dims]`, which starts at 0.
       weight_axes: Logical axes of the input and output channels of the weight `w` `[*kernel_size,
-        input_dims / num_groups, output_dims]`. That of the inputs is left out if there are groups.
+        input_dims / num_groups, output_dims]`. That of the inputs is left out if there are groups
+        or one channel.
       activation_axes: Logical axes of the outputs; None leaves their layout to the compiler.
       weight_init: Initializer of `w`; None inherits `params_init`. Both fans count the window.
 
@@ -114,7 +119,7 @@ class Conv(BaseLayer):
         inputs, outputs = self.weight_axes
         weight = WeightHParams(
             (*self.kernel_size, self.input_dims // self.num_groups, self.output_dims),
-            (*(None,) * rank, inputs if self.num_groups == 1 else None, outputs),
+            (*(None,) * rank, inputs if self.num_groups == 1 < self.input_dims else None, outputs),
             init=self.weight_init,
             fan_in_dims=tuple(range(rank + 1)),
             fan_out_dims=(rank + 1,),
@@ -131,20 +136,45 @@ class Conv(BaseLayer):
         check_last_axis(self, inputs, input_dims=self.input_dims)
         shape, expected = list(inputs.shape), f"a batch axis, {rank} of positions, and channels"
         require(inputs.ndim == rank + 2, self, "shape of inputs", shape, expected)
-        outputs = self._convolve(inputs.astype(self.compute_dtype), self.theta.w)
+        inputs = self._join_positions(inputs.astype(self.compute_dtype))
+        outputs = self._join_positions(self._convolve(inputs, self.theta.w))
         if self.use_bias:
             outputs = add_bias(outputs, self.theta.b)
         if self.activation_axes is not None:
             outputs = self.constrain(outputs, *self.activation_axes)
         return outputs
 
+    def _join_positions(self, x: jax.Array) -> jax.Array:
+        """Constrain the positions of `[batch, *positions, channels]` to be whole on each device.
+
+        XLA's partitioner (JAX 0.10) computes wrong values and gradients if positions are split, as
+        over context, and channels too.
+        """
+        sharding = self.inherited("sharding")
+        if sharding is None or sharding.mesh is None:
+            return x
+        free, joined = PartitionSpec.UNCONSTRAINED, (None,) * len(self.kernel_size)
+        place = NamedSharding(sharding.mesh, PartitionSpec(free, *joined, free))
+        return jax.lax.with_sharding_constraint(x, place)
+
     def _convolve(self, x: jax.Array, w: jax.Array) -> jax.Array:
         steps = self._steps()
         padding = resolve_padding(self.padding, self.kernel_size, steps["rhs_dilation"])
         strides, groups = steps.pop("strides"), self.num_groups
+        if groups > 1 and self._splits_more_than_rows():
+            return sum_windows(x, w, strides, padding, steps["rhs_dilation"], groups)
         return jax.lax.conv_general_dilated(
             x, w, strides, padding, feature_group_count=groups, **steps
         )
+
+    def _splits_more_than_rows(self) -> bool:
+        """Return whether the mesh has devices with the same rows of a batch."""
+        sharding = self.inherited("sharding")
+        if sharding is None or sharding.mesh is None:
+            return False
+        sizes = sharding.mesh.shape
+        parts = math.prod(sizes[axis] for axis in sharding.split_axes("batch"))
+        return bool(parts < math.prod(sizes.values()))
 
     def _steps(self) -> dict[str, Any]:
         """Return the strides, the dilations and the names of axes, as JAX reads them."""
@@ -153,6 +183,55 @@ class Conv(BaseLayer):
         positions = "".join(map(str, range(rank)))
         names = (f"N{positions}C", f"{positions}IO", f"N{positions}C")
         return {"strides": steps[0], "rhs_dilation": steps[1], "dimension_numbers": names}
+
+
+def sum_windows(
+    x: jax.Array,
+    w: jax.Array,
+    strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    dilations: Sequence[int],
+    groups: int,
+) -> jax.Array:
+    """Return a convolution in groups as a sum of products over the entries of the window.
+
+    XLA's partitioner (JAX 0.10) computes wrong gradients of the weights of `conv_general_dilated`
+    with groups if rows are split over some of the mesh axes and repeated over others.
+
+    Args:
+      x: `[batch, *positions, input_dims]`.
+      w: `[*kernel_size, input_dims / groups, output_dims]`.
+      strides: Distance of the outputs on each axis of positions.
+      padding: As `conv_general_dilated` reads it.
+      dilations: Distance of the window's entries on each axis.
+      groups: Number of groups of adjacent channels.
+
+    Returns:
+      `[batch, *positions', output_dims]`.
+    """
+    rank = len(strides)
+    sizes = [d * (size - 1) + 1 for d, size in zip(dilations, w.shape[:rank], strict=True)]
+    if isinstance(padding, str):
+        padding = jax.lax.padtype_to_pads(x.shape[1:-1], sizes, strides, padding)
+    x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
+    spans = [length - size + 1 for length, size in zip(x.shape[1:-1], sizes, strict=True)]
+
+    # The backward pass takes the windows of `x` again, or they would all be in memory.
+    @jax.checkpoint
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        terms = []
+        for entry in np.ndindex(*w.shape[:rank]):
+            steps = zip(entry, dilations, spans, strides, strict=True)
+            places = [slice(at * d, at * d + span, stride) for at, d, span, stride in steps]
+            window = x[(slice(None), *places)]
+            window = window.reshape(*window.shape[:-1], groups, -1)
+            kernel = w[entry].reshape(w.shape[-2], groups, -1)
+            product = {"preferred_element_type": jnp.float32}
+            terms.append(jnp.einsum("...gi,igo->...go", window, kernel, **product))
+        total = sum(terms[1:], terms[0])
+        return total.reshape(*total.shape[:-2], -1).astype(x.dtype)
+
+    return run(x, w)
 
 
 class ConvTranspose(Conv):
