@@ -20,7 +20,7 @@ from layerkit_inputs.base.host_batches import spec_of
 from layerkit_inputs.chat.chat_input import ChatInput, ChatPrompts
 from layerkit_inputs.chat.conversations import read_conversation
 from layerkit_inputs.chat.folder_images import folder_images
-from layerkit_inputs.chat.images import ChatImages
+from layerkit_inputs.chat.images import ChatImages, ImageSource
 from layerkit_inputs.chat.preference_input import PairInput
 from layerkit_inputs.testing import laws
 
@@ -316,6 +316,41 @@ def test_settings_that_are_no_json_raise_with_their_file(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text("{")
     with pytest.raises(BadRecordError, match=r"preprocessor_config\.json"):
         folder_images(str(tmp_path))
+
+
+QWEN = {"model_type": "qwen2_5_vl", "patch_size": 4, "min_pixels": 64, "max_pixels": 8192}
+
+
+def test_form_of_Qwen_has_the_pixels_and_tokens_of_transformers(tmp_path):
+    pytest.importorskip("transformers")
+    from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen
+
+    for name in FOLDER:
+        (tmp_path / f"{name}.json").write_text(json.dumps(QWEN))
+    images = build(folder_images(str(tmp_path), image_size=(48, 80)))
+    assert (images.marker, images.placeholder) == ("<|image_pad|>", "<|image_pad|>")
+    content = png(1, size=(50, 79))
+    pixels = images.read([[ImageSource(content, "")]], length=1)[0, 0]
+    sizes = {"shortest_edge": QWEN["min_pixels"], "longest_edge": QWEN["max_pixels"]}
+    processor = qwen.Qwen2VLImageProcessorPil(patch_size=4, size=sizes)
+    theirs = processor(pillow.open(io.BytesIO(content)), return_tensors="np")
+    assert theirs["image_grid_thw"].tolist() == [[1, 48 // 4, 80 // 4]]
+    assert images.tokens_per_image * 4 == len(theirs["pixel_values"])
+    ours, _, _ = processor.patchify(pixels.transpose(2, 0, 1), 4, 2, 2)
+    np.testing.assert_allclose(ours, theirs["pixel_values"], atol=1e-6)
+
+
+@pytest.mark.parametrize("image_size", [None, (48, 84), (8, 0), (96, 96)])
+def test_size_that_the_processor_of_Qwen_would_not_give_raises(tmp_path, image_size):
+    for name in FOLDER:
+        (tmp_path / f"{name}.json").write_text(json.dumps(QWEN))
+    with pytest.raises(ConfigError, match="image_size"):
+        folder_images(str(tmp_path), image_size=image_size)
+
+
+def test_size_of_images_that_a_processor_states_cannot_be_chosen(tmp_path):
+    with pytest.raises(ConfigError, match="image_size"):
+        folder_images(write_folder(tmp_path), image_size=(8, 8))
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,12 @@ ACTIVATIONS = (
     *(L.LeakyReLU, L.ELU, L.GELU, L.SiLU, L.Exp, L.Sigmoid, L.Softplus, L.Tanh),
 )
 
+
+def rotate(layer):
+    positions = IDS if layer.sections is None else jnp.stack([IDS, 2 * IDS], axis=-1)
+    return layer(NUMBERS[..., None, : layer.dims], positions)
+
+
 EXAMPLES = [
     *(of(layer, {}, lambda layer: layer(NUMBERS)) for layer in ACTIVATIONS),
     of(
@@ -195,9 +201,11 @@ EXAMPLES = [
     of(
         L.RotaryPositionalEmbedding,
         {"dims": DIMS},
-        lambda layer: layer(NUMBERS[..., None, : layer.dims], IDS),
+        rotate,
         fraction=0.5,
         pairing="neighbors",
+        sections=(1, DIMS // 2 - 1),
+        section_order=Change("axial", others={"sections": (1, DIMS // 2 - 1)}),
         scaling=LinearScaling(factor=2.0),
     ),
     of(

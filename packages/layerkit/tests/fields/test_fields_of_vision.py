@@ -40,11 +40,15 @@ VIT = {"model_dims": 8, "hidden_dims": 8, "num_heads": 4, "position_grid": (2, 2
 PATCHES = Config(L.PatchEmbedding, patch_size=4)
 TOWER = Config(L.VisionTransformer, **VIT, patch_tpl=PATCHES)
 
+ROTARY = Config(L.RotaryPositionalEmbedding, sections=(0, 0, 1), section_order="axial")
+STACK = Config(L.StackedTransformer)
+STACK.layer_tpl.attention_tpl.set(rotary_tpl=ROTARY, chunk=1)
+
 
 def place(layer):
     ids = jnp.arange(10).reshape(2, 5)
-    placed = layer.place(ids, IMAGES[:2, None, ..., :3])
-    return placed.put(jnp.ones((2, 5, 4))), placed.ends(ids)
+    placed = layer.place(ids, IMAGES[:2, None, ..., :3], positions=ids)
+    return placed.put(jnp.ones((2, 5, 4))), placed.ends(ids), placed.positions(ids)
 
 
 EXAMPLES = [
@@ -79,6 +83,7 @@ EXAMPLES = [
         remainder=2,
         weight_axes=(None,) * 4,
         dot_tpl=Config(Fp8Dot),
+        num_frames=2,
     ),
     of(
         L.AttentionPooling,
@@ -95,11 +100,13 @@ EXAMPLES = [
     ),
     of(
         L.VisionTransformer,
-        {**VIT, "patch_tpl": PATCHES},
+        {**VIT, "position_grid": (3, 2), "patch_tpl": PATCHES},
         lambda layer: layer(IMAGES[..., :3]),
         patch_tpl=Config(L.PatchEmbedding, patch_size=2),
         position_tpl=Config(L.TrainablePositionalEmbedding, dtype="bfloat16"),
-        position_grid=(3, 2),
+        position_grid=(2, 2),
+        has_grid_positions=Change(value=True, others={"stack_tpl": STACK}),
+        window_size=Change(1, others={"has_grid_positions": True, "stack_tpl": STACK}),
         num_registers=2,
         embedding_norm_tpl=NORM,
         has_class_token=Change(value=True, others={"num_registers": 1}),
@@ -113,6 +120,7 @@ EXAMPLES = [
         lambda layer: layer(IMAGES[:, 0, :, : layer.input_dims], grid=(2, 4)),
         norm_tpl=NORM,
         hidden_dims=(),
+        merge=Change("concatenate", others={"merged": 2}),
     ),
     of(L.ImageEmbedding, {"token_id": 2, "output_dims": 4, "tower_tpl": TOWER}, place),
 ]

@@ -44,7 +44,7 @@ IDS = np.array(
 )
 
 
-def model_config(*, sees_whole_image=True):
+def model_config(*, is_plain=False):
     config = LanguageModel.HParams.config(
         decoder=SampleDecoder.HParams.config(temperature=0.0, max_decode_steps=3)
     )
@@ -54,7 +54,9 @@ def model_config(*, sees_whole_image=True):
     lm.stack_tpl = StackedTransformerRepeated.HParams.config()
     attention = lm.stack_tpl.layer_tpl.attention_tpl
     attention.set(rotary_tpl=RotaryPositionalEmbedding.HParams.config(), window=6)
-    images = ImageEmbedding.HParams.config(token_id=IMAGE, sees_whole_image=sees_whole_image)
+    attention.rotary_tpl.sections = None if is_plain else (0, 1, 1)
+    images = ImageEmbedding.HParams.config(token_id=IMAGE)
+    images.set(sees_whole_image=not is_plain, has_grid_positions=not is_plain)
     images.tower_tpl.set(model_dims=6, hidden_dims=8, num_heads=2, position_grid=(2, 2))
     images.tower_tpl.patch_tpl.patch_size = 2
     lm.images_tpl = images
@@ -79,11 +81,11 @@ def logits_of(model, variables, ids, **inputs):
 
 
 def test_logits_equal_those_of_a_text_model_whose_embeddings_are_the_vectors():
-    config = model_config(sees_whole_image=False)
+    config = model_config(is_plain=True)
     model = build(config)
     variables = random_variables(model)
     vectors = jax.jit(lambda v: model.apply(v, method=lambda m: m.lm.images(IMAGES)))(variables)
-    assert vectors.shape == (3, 2, TOKENS, 8)
+    assert vectors.shape == (3, 2, 2, 2, 8)
     table = variables[PARAMS]["lm"]["embedding"]["w"].copy()
     table[NUM_TEXT:] = vectors.reshape(-1, 8)
     ids = IDS.copy()

@@ -45,6 +45,8 @@ class ChatFiles(BaseExperiment, abstract=True):
     """Encoding of special tokens that a message spells out."""
     MAX_IMAGES: int = 0
     """Maximum number of images of a row, in the form of the folder of weights; 0 for text alone."""
+    IMAGE_SIZE: tuple[int, int] | None = None
+    """(height, width) of all images for Qwen, whose processor states none; None for Gemma 3."""
     MAX_SEQ_LEN: int = 1024
     PERCORE_BATCH_SIZE: float = 8.0
     """Rows per device."""
@@ -119,4 +121,5 @@ class ChatFiles(BaseExperiment, abstract=True):
         from layerkit_inputs.chat.folder_images import folder_images  # few conversations have them
 
         folder = getattr(self, "HF_FOLDER", ".")
-        return {"images": folder_images(folder, max_images=self.MAX_IMAGES)}
+        most, size = self.MAX_IMAGES, self.IMAGE_SIZE
+        return {"images": folder_images(folder, max_images=most, image_size=size)}

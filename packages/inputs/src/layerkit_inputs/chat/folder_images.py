@@ -12,13 +12,23 @@ from layerkit_inputs.base.errors import BadRecordError, MissingFileError
 from layerkit_inputs.chat.images import ChatImages
 
 # Texts around the placeholders by `model_type`, as the processors of transformers write them.
+_QWEN = dict.fromkeys(("marker", "placeholder"), "<|image_pad|>")
 _TEXTS = {
+    "qwen2_5_vl": _QWEN,
+    "qwen3_5": _QWEN,
+    "qwen3_5_moe": _QWEN,
     "gemma3": {
         "marker": "<start_of_image>",
         "placeholder": "<image_soft_token>",
         "before": "\n\n<start_of_image>",
         "after": "<end_of_image>\n\n",
-    }
+    },
+}
+# Settings of the processor of Qwen's images that a file may leave out.
+_QWEN_DEFAULTS = {
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "resample": 3,
 }
 # Values of settings of a processor that `ChatImages` does not have.
 _FIXED = {"do_resize": True, "do_rescale": True, "do_normalize": True, "do_pan_and_scan": False}
@@ -26,17 +36,25 @@ _SCALE = 1 / 255
 _FILTERS: dict[int, Any] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
-def folder_images(folder: str, *, max_images: int | None = None) -> Config:
+def folder_images(
+    folder: str,
+    *,
+    max_images: int | None = None,
+    image_size: tuple[int, int] | None = None,
+) -> Config:
     """Return the config of the images of a folder with `config.json` and the processor's settings.
 
     The settings are those of `preprocessor_config.json`, or of the images in
     `processor_config.json`, which Transformers 5 writes.
 
     Args:
-      folder: Folder of a model of a family with images: Gemma 3.
+      folder: Folder of a model of a family with images: Gemma 3, Qwen2.5-VL or Qwen 3.5.
       max_images: As in `ChatImages`.
+      image_size: (height, width) of all images in pixels, for families whose processor keeps the
+        ratio of each image; None for others.
 
     Raises:
+      ConfigError: `image_size` is not one that the processor would give.
       MissingFileError: `config.json` or the settings are missing.
       BadRecordError: The family has no images, a setting is not supported, or a file is no JSON.
     """
@@ -51,13 +69,20 @@ def folder_images(folder: str, *, max_images: int | None = None) -> Config:
         raise BadRecordError(
             owner=f"{folder}/config.json", field="model_type", value=kind, choices=[*_TEXTS]
         )
+    if _TEXTS[kind] is _QWEN:
+        settings = _QWEN_DEFAULTS | settings
     for name, value in _FIXED.items():
         stated = settings.get(name)
         is_same, expected = stated in (None, value), f"{json.dumps(value)}, the supported value"
         require(is_same, where, name, stated, expected, BadRecordError)
-    size, scale = settings.get("size", {}), settings.get("rescale_factor", _SCALE)
-    has_sides = {*size} == {"height", "width"}
-    require(has_sides, where, "size", size, "height and width", BadRecordError)
+    if _TEXTS[kind] is _QWEN:
+        size, tokens = _chosen_size(settings, image_size or (0, 0))
+    else:
+        require(image_size is None, None, "image_size", image_size, f"None, for {kind}")
+        size, tokens = settings.get("size", {}), config.get("mm_tokens_per_image", 256)
+        has_sides = {*size} == {"height", "width"}
+        require(has_sides, where, "size", size, "height and width", BadRecordError)
+    scale = settings.get("rescale_factor", _SCALE)
     is_same = abs(scale - _SCALE) < 1e-6
     require(is_same, where, "rescale_factor", scale, "1/255, the supported value", BadRecordError)
     resample = settings.get("resample", 2)
@@ -65,7 +90,7 @@ def folder_images(folder: str, *, max_images: int | None = None) -> Config:
     require(resample in [*_FILTERS], where, "resample", resample, expected, BadRecordError)
     texts: dict[str, Any] = _TEXTS[kind]
     return ChatImages.HParams.config(
-        tokens_per_image=config.get("mm_tokens_per_image", 256),
+        tokens_per_image=tokens,
         mean=tuple(settings.get("image_mean", ChatImages.mean)),
         std=tuple(settings.get("image_std", ChatImages.std)),
         resampling=_FILTERS[resample],
@@ -73,6 +98,21 @@ def folder_images(folder: str, *, max_images: int | None = None) -> Config:
         **size,
         **texts,
     )
+
+
+def _chosen_size(
+    settings: dict[str, Any], image_size: tuple[int, int]
+) -> tuple[dict[str, Any], int]:
+    """Return the height and width of all images, and the tokens of one, of Qwen's processor."""
+    bounds, side = settings.get("size", {}), settings.get("patch_size", 14)
+    side *= settings.get("merge_size", 2)
+    fewest = settings.get("min_pixels") or bounds.get("shortest_edge", 56 * 56)
+    most = settings.get("max_pixels") or bounds.get("longest_edge", 28 * 28 * 1280)
+    height, width = image_size
+    fits = height % side == width % side == 0 and fewest <= height * width <= most
+    expected = f"multiples of {side} (height, width), of {fewest} to {most} pixels"
+    require(fits, None, "image_size", image_size, expected)
+    return {"height": height, "width": width}, (height // side) * (width // side)
 
 
 def _read(folder: str, name: str) -> dict[str, Any]:

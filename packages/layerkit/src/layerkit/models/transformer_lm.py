@@ -237,7 +237,9 @@ class TransformerLm(BaseLayer):
         if segment_pos is None:
             segment_pos = row_positions(batch, length)
         self._check_images(images)
-        placed = None if images is None else self.images.place(ids, images)
+        placed = None
+        if images is not None:
+            placed = self.images.place(ids, images, positions=segment_pos)
         if self.is_causal:
             ends = None if placed is None else placed.ends(row_positions(batch, length))
             mask = AttentionMask.causal_mask(
@@ -251,8 +253,9 @@ class TransformerLm(BaseLayer):
         if segment_ids is not None and switching_length(self.stack_tpl) is not None:
             # Padding makes no row longer.
             segment_pos = jnp.where(segment_ids > 0, segment_pos, 0)
+        positions = segment_pos if placed is None else placed.positions(segment_pos)
         more = self._embed_for_layers(ids, x)
-        return self._normalize(self.stack(x, mask=mask, positions=segment_pos, **more))
+        return self._normalize(self.stack(x, mask=mask, positions=positions, **more))
 
     def init_cache(
         self,
@@ -316,6 +319,8 @@ class TransformerLm(BaseLayer):
         if prefix_lengths is not None:
             ends = jnp.maximum(positions if ends is None else ends, prefix_lengths[:, None] - 1)
         x = self._embed(ids, positions, images=placed, time_step=time_step)
+        if placed is not None:
+            positions = placed.positions(positions)
         more = drop_none(query_ends=ends) | self._embed_for_layers(ids, x)
         x = self.stack.extend_step(x, time_step=time_step, positions=positions, **more)
         hidden = self._normalize(x)

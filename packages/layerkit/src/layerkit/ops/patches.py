@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from layerkit.config.checks import require
 
@@ -38,13 +40,21 @@ def patch_to_image(patches: jax.Array, grid: tuple[int, int], patch_size: int) -
     return split.swapaxes(2, 3).reshape(shape)
 
 
-def resize_grid(vectors: jax.Array, grid: tuple[int, int], new_grid: tuple[int, int]) -> jax.Array:
-    """Interpolate the vectors of a grid bilinearly, with antialiasing if the new one is smaller.
+def resize_grid(
+    vectors: jax.Array,
+    grid: tuple[int, int],
+    new_grid: tuple[int, int],
+    *,
+    aligns_corners: bool = False,
+) -> jax.Array:
+    """Interpolate the vectors of a grid bilinearly.
 
     Args:
       vectors: `[rows · columns, dims]`, in reading order.
       grid: (rows, columns) of the vectors.
       new_grid: (rows, columns) of the result.
+      aligns_corners: True to keep the vectors at the corners, without antialiasing (Qwen3-VL);
+        False to align the edges of the images, with antialiasing if the new grid is smaller.
 
     Returns:
       `[new rows · new columns, dims]`; the vectors themselves if the grids are equal.
@@ -53,4 +63,34 @@ def resize_grid(vectors: jax.Array, grid: tuple[int, int], new_grid: tuple[int, 
         return vectors
     dims = vectors.shape[-1]
     table = vectors.reshape(*grid, dims)
+    if aligns_corners:
+        rows, columns = map(_taps, grid, new_grid)
+        resized = jnp.einsum("xr,yc,rcd->xyd", rows, columns, table, precision="highest")
+        return resized.astype(vectors.dtype).reshape(-1, dims)
     return jax.image.resize(table, (*new_grid, dims), method="bilinear").reshape(-1, dims)
+
+
+def _taps(size: int, new_size: int) -> np.ndarray:
+    """Return the weights float32 `[new_size, size]` of linear interpolation between the ends."""
+    places = np.arange(new_size) * (size - 1) / max(new_size - 1, 1)
+    distances = np.abs(places[:, None] - np.arange(size))
+    return np.maximum(1.0 - distances, 0.0).astype(np.float32)
+
+
+def sort_by_windows(grid: tuple[int, int], size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the order of a grid's patches by windows, and the number of each one's window.
+
+    Windows are squares of `size` rows and columns from the first patch on. Those at the ends are
+    smaller if `size` does not divide the grid.
+
+    Args:
+      grid: (rows, columns) of the patches.
+      size: Rows and columns of a window.
+
+    Returns:
+      (places in reading order, numbers of windows), both int `[rows · columns]` in the new order.
+    """
+    rows, columns = np.divmod(np.arange(grid[0] * grid[1]), grid[1])
+    windows = rows // size * -(-grid[1] // size) + columns // size
+    order = np.argsort(windows, kind="stable")
+    return order, windows[order]

@@ -492,6 +492,16 @@ _TOWER = {
 }
 _IMAGES = {**_TOWER, "image_size": 19, "patch_size": 6, "num_channels": 2}
 _TEXTS = {**_TOWER, "vocab_size": 12, "max_position_embeddings": 7}
+_QWEN_IMAGES = {
+    "depth": 3,
+    "hidden_size": 8,
+    "intermediate_size": 10,
+    "num_heads": 2,
+    "hidden_act": "gelu_new",
+    "patch_size": 2,
+    "out_hidden_size": 8,
+}
+_SECTIONS = {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 0]}}
 CONFIGS |= {
     "vit": {**_IMAGES, "qkv_bias": True, "id2label": {"0": "LABEL_0", "1": "LABEL_1"}},
     "clip": {"vision_config": _IMAGES, "text_config": _TEXTS, "projection_dim": 6},
@@ -522,6 +532,32 @@ CONFIGS |= {
         "text_config": CONFIGS["gemma3_text"],
         "mm_tokens_per_image": 1,
         "image_token_index": 7,
+    },
+    "qwen2_5_vl": {
+        "text_config": {
+            **SIZES,
+            **SILU,
+            "rope_theta": 10000.0,
+            "rope_scaling": {"rope_type": "default", "mrope_section": [0, 0, 1]},
+            "use_sliding_window": False,
+        },
+        "vision_config": {
+            **_QWEN_IMAGES,
+            "hidden_act": "silu",
+            "window_size": 8,
+            "fullatt_block_indexes": [1],
+        },
+        "image_token_id": 7,
+    },
+    "qwen3_5": {
+        "text_config": {**CONFIGS["qwen3_5_text"], **_SECTIONS},
+        "vision_config": {**_QWEN_IMAGES, "num_position_embeddings": 9},
+        "image_token_id": 7,
+    },
+    "qwen3_5_moe": {
+        "text_config": {**CONFIGS["qwen3_5_moe_text"], **_SECTIONS},
+        "vision_config": {**_QWEN_IMAGES, "num_position_embeddings": 9},
+        "image_token_id": 7,
     },
 }
 for _name, _config in CONFIGS.items():

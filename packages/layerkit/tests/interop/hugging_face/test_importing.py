@@ -301,7 +301,6 @@ def test_dense_layers_among_experts_are_those_of_config_json(make_folder, repeat
     [
         ("llama4", ("", "language_model."), "vision_model.class_embedding"),
         ("gemma4", ("model.", "model.language_model."), "model.vision_tower.std_bias"),
-        ("qwen3_5", ("model.", "model.language_model."), "model.visual.pos_embed.weight"),
     ],
 )
 def test_text_of_a_folder_of_text_and_images_is_read(make_folder, family, renamed, other):

@@ -644,7 +644,10 @@ THEIRS = [family for family in FAMILIES if family.model_type != "minicpm"]
 def test_missing_keys_have_the_defaults_of_transformers(family):
     model_type = family.model_type.replace("kimi_k2", "deepseek_v3")
     # The defaults of GLM are no model: they give heads of 42.7 coordinates, half of them rotated.
-    heads = {"glm4_moe": {"head_dim": 128}}.get(model_type, {})
+    # In those of Qwen, the vectors of images have another size than texts.
+    sizes = {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
+    qwen = {key: {"text_config": sizes} for key in ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe")}
+    heads = {"glm4_moe": {"head_dim": 128}, **qwen}.get(model_type, {})
     full = transformers.AutoConfig.for_model(model_type, **heads).to_dict()
     needed = {"model_type", "vocab_size", "hidden_size", "intermediate_size"}
     needed |= {"num_hidden_layers", "num_attention_heads", *heads}

@@ -94,6 +94,17 @@ QWEN3_5 = {**ANY, **{key: QWEN3_NEXT[key] for key in DELTA_KEYS}, "attn_output_g
 QWEN3_5 |= {"model_type": "qwen3_5_text", "attention_bias": False, "attention_dropout": 0.0}
 QWEN3_5 |= {"mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1}
 QWEN3_5 |= {"mtp_use_dedicated_embeddings": False, "rope_parameters": QWEN3_5_ROPE}
+QWEN_TOWER = {"depth": 32, "hidden_act": "silu", "hidden_size": 1280, "intermediate_size": 3420}
+QWEN_TOWER |= {"num_heads": 16, "in_chans": 3, "patch_size": 14, "spatial_merge_size": 2}
+QWEN_TOWER |= {"spatial_patch_size": 14, "temporal_patch_size": 2, "tokens_per_second": 2}
+QWEN_TOWER |= {"window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
+QWEN2_5_VL = {**LLAMA, "model_type": "qwen2_5_vl", "rms_norm_eps": 1e-6, "rope_theta": 1e6}
+QWEN2_5_VL |= {"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}
+QWEN2_5_VL |= {"image_token_id": 151655, "video_token_id": 151656, "vision_token_id": 151654}
+QWEN2_5_VL |= {"vision_start_token_id": 151652, "vision_end_token_id": 151653}
+QWEN2_5_VL |= {"use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 28}
+QWEN2_5_VL |= {"attention_dropout": 0.0, "vision_config": {**QWEN_TOWER, "out_hidden_size": 3584}}
+SMALL_QWEN_TOWER = {**QWEN_TOWER, "out_hidden_size": 2048}
 QWEN3_5_MOE = {**QWEN3_5, "model_type": "qwen3_5_moe_text", "num_experts": 256}
 QWEN3_5_MOE |= {"num_experts_per_tok": 8, "shared_expert_intermediate_size": 512}
 QWEN3_5_MOE |= {"router_aux_loss_coef": 0.001, "output_router_logits": False}
@@ -345,6 +356,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         {**QWEN3_5, "linear_num_value_heads": 48},
         (5120, 17408, 64, 24, 4, 248320),
         26895998464,
+    ),
+    "Qwen2.5-VL-7B": (QWEN2_5_VL, (3584, 18944, 28, 28, 4, 152064), 8292166656),
+    "Qwen2.5-VL-3B": (
+        {**QWEN2_5_VL, "tie_word_embeddings": True, "vision_config": SMALL_QWEN_TOWER},
+        (2048, 11008, 36, 16, 2, 151936),
+        3754622976,
     ),
     "Qwen3.5-35B-A3B": (QWEN3_5_MOE, (2048, 512, 40, 16, 2, 248320), 34660610688),
     "Qwen3-Coder-480B-A35B": (

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layerkit.errors import ConfigError
 from layerkit.layers.basic.positions import (
     PositionalEmbedding,
     PositionalEmbedding2D,
@@ -93,6 +94,31 @@ def test_rotary_of_a_fraction_rotates_only_the_first_coordinates(pairing):
     turned = part.apply({}, x, positions)
     np.testing.assert_array_equal(turned[..., :6], alone.apply({}, x[..., :6], positions))
     np.testing.assert_array_equal(turned[..., 6:], x[..., 6:])
+
+
+@pytest.mark.parametrize(
+    ("order", "axes"),
+    [("blocks", [0, 0, 1, 2]), ("interleaved", [0, 1, 2, 0]), ("axial", [0, 0, 1, 2])],
+)
+def test_each_pair_is_rotated_by_the_axis_of_its_section(order, axes):
+    x, positions = draw(1, 3, 2, 8), jnp.array([[[3, 4, 90], [1, 2, 5], [0, 7, 6]]])
+    layer = RotaryPositionalEmbedding(dims=8, sections=(2, 1, 1), section_order=order)
+    turned = layer.apply({}, x, positions)
+    for pair, axis in enumerate(axes):
+        alone = layer.apply({}, x, positions[..., axis])
+        np.testing.assert_array_equal(turned[..., [pair, pair + 4]], alone[..., [pair, pair + 4]])
+    # The second section of one pair starts at the smallest timescale, unless timescales go on.
+    angle = 4 * (1.0 if order == "axial" else 10_000.0 ** -(axes.index(1) / 4))
+    first, second = x[0, 0, 0, [axes.index(1), axes.index(1) + 4]]
+    expected = first * np.cos(angle) - second * np.sin(angle)
+    np.testing.assert_allclose(turned[0, 0, 0, axes.index(1)], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("sections", [None, (4,), (2, 1)])
+def test_sections_that_do_not_fit_raise(raises, sections):
+    layer = RotaryPositionalEmbedding(dims=8, sections=sections)
+    with raises(ConfigError, field="sections", value=sections):
+        layer.apply({}, draw(1, 1, 2, 8), jnp.zeros((1, 1, 3), jnp.int32))
 
 
 def test_two_dimensional_sinusoids_concatenate_row_and_column():

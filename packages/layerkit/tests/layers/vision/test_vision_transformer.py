@@ -16,6 +16,7 @@ from layerkit.layers import (
     PatchEmbedding,
     PositionalEmbedding2D,
     ReLU,
+    RotaryPositionalEmbedding,
     VisionTransformer,
 )
 from layerkit.ops.patches import image_to_patch, patch_to_image, resize_grid
@@ -108,16 +109,36 @@ def test_patch_embedding_is_a_convolution_with_strides_of_its_kernel():
     np.testing.assert_allclose(layer.apply({"params": params}, IMAGES), expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("aligns_corners", [False, True])
 @pytest.mark.parametrize("grid", [(7, 5), (2, 3)], ids=["larger", "smaller"])
-def test_resized_grid_equals_that_of_pytorch(grid):
+def test_resized_grid_equals_that_of_pytorch(grid, aligns_corners):
     torch = pytest.importorskip("torch")
     vectors = np.random.default_rng(0).normal(size=(4, 4, 6)).astype(np.float32)
     expected = torch.nn.functional.interpolate(
-        torch.tensor(vectors.transpose(2, 0, 1)[None]), size=grid, mode="bilinear", antialias=True
+        torch.tensor(vectors.transpose(2, 0, 1)[None]),
+        size=grid,
+        mode="bilinear",
+        antialias=not aligns_corners,
+        align_corners=aligns_corners,
     )
-    found = resize_grid(jnp.asarray(vectors.reshape(16, 6)), (4, 4), grid)
+    given = jnp.asarray(vectors.reshape(16, 6))
+    found = resize_grid(given, (4, 4), grid, aligns_corners=aligns_corners)
     expected = expected[0].numpy().transpose(1, 2, 0).reshape(-1, 6)
     np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def test_patches_attend_within_windows_that_do_not_divide_the_grid():
+    config = small(position_tpl=None, position_grid=None, has_grid_positions=True, window_size=2)
+    rotary = RotaryPositionalEmbedding.HParams.config(sections=(0, 1, 1), section_order="axial")
+    config.stack_tpl.layer_tpl.attention_tpl.set(rotary_tpl=rotary, chunk=4)
+    layer = build(config)
+    variables = layer.init(KEY)
+    features = jax.jit(layer.apply)
+    changed = IMAGES.copy()
+    changed[:, :4, 4:] += 1.0  # The patch in row 0 and column 1 of 3 rows and 2 columns.
+    difference = features(variables, changed) - features(variables, IMAGES)
+    is_changed = np.abs(difference).max(axis=(0, 2)) > 0
+    np.testing.assert_array_equal(is_changed, [True] * 4 + [False] * 2)
 
 
 def test_outputs_are_those_of_the_tokens():
@@ -175,6 +196,7 @@ def test_attention_pooling_equals_that_of_pytorch():
         ({"output": "class_token"}, "has_class_token", False),
         ({"position_grid": None}, "position_grid", None),
         ({"num_registers": -1}, "num_registers", -1),
+        ({"num_registers": 1, "has_grid_positions": True}, "has_grid_positions", True),
     ],
 )
 def test_vision_transformer_rejects_what_does_not_fit(raises, fields, field, value):

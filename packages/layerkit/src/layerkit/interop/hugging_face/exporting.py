@@ -185,7 +185,7 @@ def describe(model: Config, candidates: list[Family]) -> tuple[Family, dict[str,
             content = candidate.write_config(model)
             differences = _differences(model, candidate.read_config(content))
             is_whole = True
-        except (UnsupportedModelError, AttributeError) as error:
+        except (UnsupportedModelError, AttributeError, TypeError) as error:
             # The number of further differences is unknown.
             differences, is_whole = [str(error)], False
         if not differences:

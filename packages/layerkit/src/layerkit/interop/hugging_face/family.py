@@ -153,7 +153,7 @@ class Family:
         """Return the content of a config.json that describes a model.
 
         Raises:
-          UnsupportedModelError, AttributeError: The model has a structure that the family lacks.
+          UnsupportedModelError, AttributeError, TypeError: The model has another structure.
         """
         if self.text_of is not None:
             raise UnsupportedModelError(

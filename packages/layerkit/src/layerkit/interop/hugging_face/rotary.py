@@ -46,8 +46,8 @@ _KEYS = {
     "fraction": "partial_rotary_factor",
 }
 _UNSCALED = {"rope_type": "default"}
-# Phi 3 first called LongRoPE `su`.
-_OTHER_NAMES = {"su": "longrope"}
+# Phi 3 first called LongRoPE `su`. `mrope` states sections, which may come with a scaling.
+_OTHER_NAMES = {"su": "longrope", "mrope": "default"}
 # `finetuned` marks models that were trained with the scaling (YaRN's authors). The last two divide
 # the coordinates of a head among the axes of images, which have one position in text.
 _NOT_OF_SCALING = (
@@ -64,6 +64,8 @@ def rotary(
     fraction: str = "partial_rotary_factor",
     default_scaling: Mapping[str, Any] | None = None,
     pairing: str = "halves",
+    sections: tuple[int, ...] | None = None,
+    section_order: str = "blocks",
 ) -> Entry:
     """Return the entry of the rotary positions of queries and keys.
 
@@ -75,6 +77,9 @@ def rotary(
       default_scaling: Scaling of Transformers if both `rope_scaling` and `rope_parameters` are left
         out.
       pairing: Coordinates that are rotated together; see `RotaryPositionalEmbedding`.
+      sections: Default of `mrope_section` for families that read images; None for others, whose
+        texts have positions of one axis.
+      section_order: Order of the sections.
     """
 
     def read(file: ConfigFile, network: Config) -> None:
@@ -90,12 +95,29 @@ def rotary(
             raise file.invalid(fraction, expected, value=rotated)
         config = rotary_config(file, parameters, has_fraction=default_fraction is not None)
         config.pairing = pairing
+        if sections is not None:
+            own = tuple(parameters.get("mrope_section") or sections)
+            is_interleaved = section_order == "interleaved"
+            is_same = parameters.get("mrope_interleaved", is_interleaved) == is_interleaved
+            if (
+                len(own) != len(sections)
+                or sum(own) * 2 != round(rotated * head_dim)
+                or not is_same
+            ):
+                expected = f"{len(sections)} sections of all pairs, {section_order}"
+                raise file.invalid("mrope_section", expected, value=parameters)
+            config.set(sections=own, section_order=section_order)
         set_field(network, "layer.attention_tpl.rotary_tpl", config)
 
     def write(network: Config) -> dict[str, Any]:
         config = get_field(network, "layer.attention_tpl.rotary_tpl")
         content = rotary_keys(config)
         content = {theta: content.pop("rope_theta"), **content}
+        if config.sections is not None:
+            of_axes: dict[str, Any] = {"mrope_section": list(config.sections)}
+            if config.section_order == "interleaved":
+                of_axes["mrope_interleaved"] = True
+            content["rope_scaling"] = (content["rope_scaling"] or _UNSCALED) | of_axes
         if default_scaling and content["rope_scaling"] is None:
             content["rope_scaling"] = {"rope_type": "default"}
         return content | ({} if default_fraction is None else {fraction: config.fraction})

@@ -36,6 +36,7 @@ from layerkit.layers.attention.cache import (
 from layerkit.layers.attention.cached_states import convolve_heads, extend_last, init_num_prompt
 from layerkit.layers.basic.dots import Dot, add_bias, create_dot, matmul, merge_tokens
 from layerkit.layers.basic.normalizations import BaseNormalization
+from layerkit.layers.basic.positions import first_axis
 from layerkit.ops.attention.distance_bias import LogitBias
 from layerkit.ops.attention.masks import AttentionMask
 from layerkit.ops.remat import name_activation
@@ -279,7 +280,7 @@ class MultiHeadAttention(BaseAttention):
           x: `[batch, length, input_dims]`.
           mask: Mask of the pairs of positions that may attend. Its positions define the distances
             of a relative bias.
-          positions: int32 `[batch, length]`, for the rotation.
+          positions: int32 `[batch, length]` or `[batch, length, axes]`, for the rotation.
           bias: float32 `[batch or 1, heads or 1, length, length]`, or a bias by distance, added to
             the logits.
           kv: Keys and values `[batch, length, num_kv_heads, dim_per_head]` of other layers by
@@ -298,7 +299,7 @@ class MultiHeadAttention(BaseAttention):
             from layerkit.layers.attention.biases import add_bias_of_rows
 
             bias = add_bias_of_rows(self.relative_bias, bias, mask)
-        mask = mask.within(self.window).split_chunks(self.chunk, positions)
+        mask = mask.within(self.window).split_chunks(self.chunk, first_axis(positions))
         mask = mask.look_ahead(self.look_ahead)
         return self._read(query, key, value, mask, bias, cached=False, gate=self._gate(x))
 
@@ -349,7 +350,7 @@ class MultiHeadAttention(BaseAttention):
         Args:
           x: `[batch, t, input_dims]`, of a prompt or of one new token per row.
           time_step: int32 scalar, the number of tokens in the cache.
-          positions: int32 `[batch, t]`, for the rotation.
+          positions: int32 `[batch, t]` or `[batch, t, axes]`, for the rotation.
           bias: float32 `[batch or 1, heads or 1, t, max_length]`, added to the logits.
           query_ends: int32 `[batch, t]`, the last slot that each token sees, in a prefix or an
             image. The first step must contain it. None for its own.
@@ -365,6 +366,8 @@ class MultiHeadAttention(BaseAttention):
             time step for each row, or `query_ends` with a rolling cache.
         """
         check_time_step(self, time_step)
+        expected = "None for cached steps at positions of several axes"
+        require(self.chunk is None or positions.ndim == 2, self, "chunk", self.chunk, expected)
         query, *new = self._project(x, positions, time_step=time_step)
         cached = (
             jnp.swapaxes(self._extend_cache(name, jnp.swapaxes(heads, 1, 2), axes, time_step), 1, 2)
@@ -460,7 +463,7 @@ class MultiHeadAttention(BaseAttention):
         if has_norm and not norm_first:
             heads = self._normalize_all(heads)
         if self.query_growth:
-            steps = (positions + 1) // self.query_growth_step
+            steps = (first_axis(positions) + 1) // self.query_growth_step
             factor = 1.0 + self.query_growth * jnp.log1p(steps.astype(jnp.float32))
             heads[0] = self.cast(heads[0] * factor[..., None, None])
         if self.kv_layer is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from layerkit.config.checks import (
     require,
 )
 from layerkit.config.config import walk_configs
+from layerkit.config.hparams import Conditions
 from layerkit.layers.basic.embeddings import lookup
 from layerkit.ops.rotary_scaling import LongRopeScaling, RotaryScaling
 
@@ -168,11 +169,20 @@ class RotaryPositionalEmbedding(BaseLayer):
         for 2i and 2i + 1 (the paper, GPT-J, DeepSeek).
       scaling: Scaling for contexts longer than the trained one; see
         `layerkit.ops.rotary_scaling`.
+      sections: Number of pairs that each axis of the positions rotates, such as (16, 24, 24) for
+        time, row and column (Qwen2-VL; Wang et al., 2024, arXiv:2409.12191). None for positions of
+        one axis.
+      section_order: `blocks` for consecutive pairs of an axis (Qwen2-VL); `interleaved` for pairs
+        that alternate between the axes, of which the first has the rest (Qwen3-VL); `axial` for
+        blocks whose timescales each start at the smallest (towers of images).
 
     Raises:
       ConfigError: `dims` is odd, the timescales are not 0 < min < max, the fraction selects no
-        pairs, the pairing is unknown, or the scaling is for another number of pairs.
+        pairs, the pairing is unknown, scaling or sections are for another number of pairs, or
+        positions have several axes without sections.
     """
+
+    used_only_if: ClassVar[Conditions] = {"section_order": "sections"}
 
     dims: int = 0
     min_timescale: float = 1.0
@@ -180,10 +190,15 @@ class RotaryPositionalEmbedding(BaseLayer):
     fraction: float = 1.0
     pairing: Literal["halves", "neighbors"] = "halves"
     scaling: RotaryScaling | None = None
+    sections: tuple[int, ...] | None = None
+    section_order: Literal["blocks", "interleaved", "axial"] = "blocks"
 
     def setup(self) -> None:
         """Check the fields."""
         _check_halves(self)
+        pairs = self._num_rotated() // 2
+        is_valid = self.sections is None or sum(self.sections) == pairs
+        require(is_valid, self, "sections", self.sections, f"the sum {pairs}, all pairs")
         self.frequencies()
 
     @nn.nowrap
@@ -194,22 +209,31 @@ class RotaryPositionalEmbedding(BaseLayer):
         """
         pairs = self._num_rotated() // 2
         ratio = self.max_timescale / self.min_timescale
-        plain = ratio ** -(np.arange(pairs, dtype=np.float64) / pairs) / self.min_timescale
+        exponents = np.arange(pairs, dtype=np.float64) / pairs
+        if self.sections is not None and self.section_order == "axial":
+            exponents = np.concatenate([np.arange(size) / size for size in self.sections])
+        plain = ratio**-exponents / self.min_timescale
         scaled = plain if self.scaling is None else self.scaling.frequencies(plain)
         return scaled.astype(np.float32)
 
     def fprop(self, x: jax.Array, positions: jax.Array) -> jax.Array:
         """Rotate `x` `[batch, length, heads, dims]` at positions `[batch, length]`.
 
+        With `sections`, positions may be `[batch, length, axes]`. Those of one axis stand for all.
         The computation is in float32; the result has the dtype of `x`.
         """
         check_last_axis(self, x, dims=self.dims)
         frequencies: Any = self.frequencies()
         if isinstance(self.scaling, LongRopeScaling) and frequencies.ndim == 2:
-            is_long = jnp.max(positions, axis=-1) >= self.scaling.original_max_position
+            longest = jnp.max(positions, axis=tuple(range(1, positions.ndim)))
+            is_long = longest >= self.scaling.original_max_position
             frequencies = jnp.where(is_long[:, None, None, None], frequencies[1], frequencies[0])
+        if positions.ndim == 2:
+            positions = positions[..., None]
+        else:
+            positions = positions[..., self._axes(positions.shape[-1])]
         # float32, because bfloat16 represents integers exactly only up to 256.
-        angles = positions[..., None, None].astype(jnp.float32) * frequencies
+        angles = positions[..., None, :].astype(jnp.float32) * frequencies
         magnitude = 1.0 if self.scaling is None else self.scaling.magnitude()
         sin, cos = jnp.sin(angles) * magnitude, jnp.cos(angles) * magnitude
         rotated, rest = jnp.split(x, [self._num_rotated()], axis=-1)
@@ -224,6 +248,17 @@ class RotaryPositionalEmbedding(BaseLayer):
         require(is_valid, self, "fraction", self.fraction, expected)
         return rotated
 
+    def _axes(self, number: int) -> np.ndarray:
+        """Return which of `number` axes of positions rotates each pair."""
+        sections = self.sections or ()
+        expected = f"the pairs of {number} axes of positions"
+        require(len(sections) == number, self, "sections", self.sections, expected)
+        if self.section_order != "interleaved":
+            return np.repeat(np.arange(number), sections)
+        pairs = np.arange(sum(sections))
+        axes = pairs % number
+        return np.where(pairs // number < np.array(sections)[axes], axes, 0)
+
     def _split_pairs(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Split `[..., 2·pairs]` into the first and second coordinates `[..., pairs]`."""
         if self.pairing == "neighbors":
@@ -235,6 +270,14 @@ class RotaryPositionalEmbedding(BaseLayer):
         if self.pairing == "neighbors":
             return jnp.stack([first, second], axis=-1).reshape(*first.shape[:-1], -1)
         return jnp.concatenate([first, second], axis=-1)
+
+
+def first_axis(positions: jax.Array) -> jax.Array:
+    """Return the positions `[batch, length]` of the first axis, such as time, or of the only one.
+
+    Chunks of attention and the growth of queries are counted by it.
+    """
+    return positions if positions.ndim == 2 else positions[..., 0]
 
 
 def switching_length(value: Any) -> int | None:

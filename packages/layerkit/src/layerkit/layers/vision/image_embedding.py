@@ -7,6 +7,10 @@ arXiv:2304.08485). Shapes are static, and a row reads its own images alone.
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -19,8 +23,9 @@ from layerkit.layers.basic.elementwise import GELU
 from layerkit.layers.basic.normalizations import BaseNormalization
 from layerkit.layers.basic.sequential import MLPBlock
 from layerkit.layers.vision.vision_transformer import VisionTransformer
+from layerkit.ops.patches import image_to_patch
 
-_VECTOR_AXES = ("batch", None, None, "act_embed")
+_VECTOR_AXES = ("batch", None, None, None, "act_embed")
 
 
 @struct.dataclass
@@ -28,20 +33,23 @@ class PlacedImages:
     """Vectors of images, and the placeholders among some tokens that they replace.
 
     Attributes:
-      vectors: `[batch, num_images, tokens_per_image, dims]`.
+      vectors: `[batch, num_images, rows, columns, dims]`.
+      before: Number of placeholders before each token in its document, int32 `[batch, length]`.
       numbers: Number of each placeholder among those of its row, int32 `[batch, length]`; -1 for
         other tokens and for placeholders beyond the vectors.
       sees_whole_image: See `ImageEmbedding`.
+      has_grid_positions: See `ImageEmbedding`.
     """
 
     vectors: jax.Array
+    before: jax.Array
     numbers: jax.Array
     sees_whole_image: bool = struct.field(pytree_node=False)
+    has_grid_positions: bool = struct.field(pytree_node=False)
 
     def put(self, x: jax.Array) -> jax.Array:
         """Return the embeddings `x` `[batch, length, dims]` with the vectors in their places."""
-        batch, _, _, dims = self.vectors.shape
-        rows = self.vectors.reshape(batch, -1, dims)
+        rows = self.vectors.reshape(len(x), -1, x.shape[-1])
         chosen = jnp.take_along_axis(rows, jnp.maximum(self.numbers, 0)[..., None], axis=1)
         return jnp.where(self.numbers[..., None] >= 0, chosen.astype(x.dtype), x)
 
@@ -55,9 +63,29 @@ class PlacedImages:
         """
         if not self.sees_whole_image:
             return None
-        size = self.vectors.shape[2]
+        size = math.prod(self.vectors.shape[2:4])
         rest = size - 1 - self.numbers % size
         return positions + jnp.where(self.numbers >= 0, rest, 0)
+
+    def positions(self, positions: jax.Array) -> jax.Array:
+        """Return the positions of tokens for the rotation of queries and keys.
+
+        An image takes as many positions as the longer of its sides. Its tokens have the time of its
+        first one, to which rows and columns add (Qwen2-VL; arXiv:2409.12191).
+
+        Args:
+          positions: Positions in the document, int32 `[batch, length]`.
+
+        Returns:
+          `positions`, or int32 `[batch, length, 3]` with `has_grid_positions`.
+        """
+        if not self.has_grid_positions:
+            return positions
+        rows, columns = self.vectors.shape[2:4]
+        images, inside = jnp.divmod(self.before, rows * columns)
+        start = positions - inside - images * (rows * columns - max(rows, columns))
+        row, column = jnp.divmod(jnp.where(self.numbers >= 0, inside, 0), columns)
+        return jnp.stack([start, start + row, start + column], axis=-1)
 
 
 class ImageProjector(BaseLayer):
@@ -66,17 +94,19 @@ class ImageProjector(BaseLayer):
     Attributes:
       input_dims: Size of the features of a patch.
       output_dims: Size of the vector of a token.
-      merged: Number of rows and of columns of the patches that become one token, whose mean is
-        taken (Gemma 3).
-      norm_tpl: Norm of the means; None for none.
-      hidden_dims: Sizes between the linear maps. None for one of `output_dims` (LLaVA); `()` for a
-        single linear map (Gemma 3).
+      merged: Number of rows and of columns of the patches that become one token.
+      merge: `mean` of the patches of a token (Gemma 3); `concatenate` for all of their features, in
+        reading order (Qwen2-VL).
+      norm_tpl: Norm of the merged features; None for none.
+      hidden_dims: Sizes between the linear maps. None for one of `output_dims` (LLaVA) or, for
+        concatenated patches, of their size (Qwen2-VL); `()` for a single linear map (Gemma 3).
       mlp_tpl: Linear maps, with an activation between them.
     """
 
     input_dims: int = 0
     output_dims: int = 0
     merged: int = 1
+    merge: Literal["mean", "concatenate"] = "mean"
     norm_tpl: Config[BaseNormalization] | None = sub_config_field(None)
     hidden_dims: tuple[int, ...] | None = None
     mlp_tpl: Config[MLPBlock] = sub_config_field(
@@ -86,10 +116,13 @@ class ImageProjector(BaseLayer):
     def setup(self) -> None:
         """Create the norm and the linear maps."""
         check_sizes(self, merged=self.merged)
+        dims = middle = self.input_dims * self.merged**2
+        if self.merge == "mean":
+            dims, middle = self.input_dims, self.output_dims
         if self.norm_tpl is not None:
-            self.create_child("norm", self.norm_tpl, dims=self.input_dims)
-        hidden = (self.output_dims,) if self.hidden_dims is None else self.hidden_dims
-        sizes = {"input_dims": self.input_dims, "output_dims": self.output_dims}
+            self.create_child("norm", self.norm_tpl, dims=dims)
+        hidden = (middle,) if self.hidden_dims is None else self.hidden_dims
+        sizes = {"input_dims": dims, "output_dims": self.output_dims}
         self.create_child("mlp", self.mlp_tpl, hidden_dims=hidden, **sizes)
 
     def fprop(self, patches: jax.Array, *, grid: tuple[int, int]) -> jax.Array:
@@ -100,7 +133,7 @@ class ImageProjector(BaseLayer):
           grid: (rows, columns).
 
         Returns:
-          `[images, tokens, output_dims]`.
+          `[images, rows / merged, columns / merged, output_dims]`.
 
         Raises:
           ConfigError: `merged` does not divide rows and columns.
@@ -108,11 +141,11 @@ class ImageProjector(BaseLayer):
         size = self.merged
         fits = grid[0] % size == 0 and grid[1] % size == 0
         require(fits, self, "merged", size, f"a divisor of the rows and columns {list(grid)}")
-        x = self.cast(patches)
-        if size > 1:
-            shape = (len(x), grid[0] // size, size, grid[1] // size, size, self.input_dims)
-            means = jnp.mean(x.reshape(shape), axis=(2, 4), dtype=jnp.float32)
-            x = self.cast(means).reshape(len(x), -1, self.input_dims)
+        x = image_to_patch(self.cast(patches).reshape(len(patches), *grid, -1), size)
+        if self.merge == "mean":
+            x = x.reshape(*x.shape[:2], size**2, self.input_dims)
+            x = self.cast(jnp.mean(x, axis=2, dtype=jnp.float32))
+        x = x.reshape(len(x), grid[0] // size, grid[1] // size, -1)
         if self.norm_tpl is not None:
             x = self.norm(x)
         vectors: jax.Array = self.mlp(x)
@@ -129,6 +162,8 @@ class ImageEmbedding(BaseLayer):
       projector_tpl: Map from the features to the vectors of tokens.
       sees_whole_image: True to let the placeholders of an image attend to one another, although the
         model is causal (Gemma 3). A window must not be smaller than an image.
+      has_grid_positions: True for positions of time, row and column, for rotary embeddings with
+        three `sections`; see `PlacedImages.positions`.
     """
 
     token_id: int | None = None
@@ -136,6 +171,7 @@ class ImageEmbedding(BaseLayer):
     tower_tpl: Config[VisionTransformer] = sub_config_field(VisionTransformer.HParams)
     projector_tpl: Config[BaseLayer] = sub_config_field(ImageProjector.HParams)
     sees_whole_image: bool = False
+    has_grid_positions: bool = False
 
     def setup(self) -> None:
         """Create the tower and the projector."""
@@ -153,7 +189,7 @@ class ImageEmbedding(BaseLayer):
             dtype. Rows of fewer images end in any others, such as zeros, which nothing reads.
 
         Returns:
-          `[batch, num_images, tokens_per_image, output_dims]`.
+          `[batch, num_images, rows, columns, output_dims]`, the tokens in reading order.
 
         Raises:
           ConfigError: The pixels are integers.
@@ -165,15 +201,22 @@ class ImageEmbedding(BaseLayer):
         batch, number, *sizes = images.shape
         merged = images.reshape(batch * number, *sizes)
         vectors = self.projector(self.tower(merged), grid=self.tower.grid(merged))
-        return self.constrain(vectors.reshape(batch, number, -1, self.output_dims), *_VECTOR_AXES)
+        return self.constrain(vectors.reshape(batch, number, *vectors.shape[1:]), *_VECTOR_AXES)
 
-    def place(self, ids: jax.Array, images: jax.Array) -> PlacedImages:
-        """Return the vectors of `images` and their places in rows of `ids` int32 `[batch, length]`.
+    def place(self, ids: jax.Array, images: jax.Array, *, positions: jax.Array) -> PlacedImages:
+        """Return the vectors of images and their places in rows of tokens.
 
-        A packed row has the images of its documents in order.
+        Args:
+          ids: int32 `[batch, length]`. A packed row has the images of its documents in order.
+          images: See `fprop`.
+          positions: Position of each token in its document, int32 `[batch, length]`.
         """
         is_image = self._is_image(ids)
-        return self._placed(self(images), is_image, jnp.cumsum(is_image, axis=1))
+        counts = jnp.cumsum(is_image, axis=1)
+        placed = self._placed(self(images), is_image, counts)
+        first = jnp.maximum(jnp.arange(ids.shape[1]) - positions, 0)
+        earlier = jnp.take_along_axis(placed.before, first, axis=1)
+        return dataclasses.replace(placed, before=placed.before - earlier)
 
     def init_cache(self, batch_size: int, max_length: int, images: jax.Array) -> None:
         """Store the vectors of images `[batch, num_images, …]` of prompts in the cache."""
@@ -203,6 +246,11 @@ class ImageEmbedding(BaseLayer):
 
     def _placed(self, vectors: jax.Array, is_image: jax.Array, counts: jax.Array) -> PlacedImages:
         """Return the places of tokens by the number of placeholders up to each."""
-        has_vector = is_image & (counts <= vectors.shape[1] * vectors.shape[2])
-        numbers = jnp.where(has_vector, counts - 1, -1).astype(jnp.int32)
-        return PlacedImages(vectors, numbers, sees_whole_image=self.sees_whole_image)
+        has_vector = is_image & (counts <= math.prod(vectors.shape[1:4]))
+        return PlacedImages(
+            vectors,
+            before=counts - is_image,
+            numbers=jnp.where(has_vector, counts - 1, -1).astype(jnp.int32),
+            sees_whole_image=self.sees_whole_image,
+            has_grid_positions=self.has_grid_positions,
+        )

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import WeightHParams, WeightInit
@@ -27,7 +28,7 @@ from layerkit.layers.basic.positions import PositionalEmbedding2D, TrainablePosi
 from layerkit.layers.transformer.stacks import StackedTransformer
 from layerkit.layers.transformer.transformer import Transformer, TransformerFeedForward
 from layerkit.ops.attention.masks import AttentionMask, row_positions
-from layerkit.ops.patches import image_to_patch, resize_grid
+from layerkit.ops.patches import image_to_patch, resize_grid, sort_by_windows
 
 _FEED_FORWARD: Any = {"has_bias": True, "activation_tpl": GELU.HParams.config(approximate=False)}
 VIT_LAYER = Transformer.HParams.config(
@@ -47,16 +48,20 @@ class PatchEmbedding(BaseLayer):
       channels: Number of channels of the images.
       patch_size: Height and width of a patch in pixels.
       output_dims: Size of a vector.
+      num_frames: Number of frames of a patch of video, all of which show the image (Qwen2-VL); None
+        for a patch without time.
       remainder: Number of rows and columns of pixels at the ends that belong to no patch, such as 6
         of 384 for patches of 14 (SigLIP).
       use_bias: True to add `b` `[output_dims]`, which starts at 0.
-      weight_axes: Logical axes of `w` `[patch_size, patch_size, channels, output_dims]`.
+      weight_axes: Logical axes of `w` `[patch_size, patch_size, channels, output_dims]`. With
+        `num_frames`, an axis of frames comes before.
       dot_tpl: `Dot` that multiplies; None for the plain product.
     """
 
     channels: int = 3
     patch_size: int = 16
     output_dims: int = 0
+    num_frames: int | None = None
     remainder: int = 0
     use_bias: bool = True
     weight_axes: tuple[str | None, ...] = (None, None, None, "embed")
@@ -65,12 +70,19 @@ class PatchEmbedding(BaseLayer):
     def setup(self) -> None:
         """Create the weights."""
         sizes = {"channels": self.channels, "patch_size": self.patch_size}
-        check_sizes(self, **sizes, output_dims=self.output_dims)
+        check_sizes(self, **sizes, output_dims=self.output_dims, num_frames=self.num_frames)
         check_integers(self, minimum=0, remainder=self.remainder)
-        shape = (self.patch_size, self.patch_size, self.channels, self.output_dims)
+        shape: tuple[int, ...] = (self.patch_size,) * 2 + (self.channels, self.output_dims)
         weight = WeightHParams(shape, self.weight_axes, fan_in_dims=(0, 1, 2), fan_out_dims=(3,))
-        self.create_variable("w", weight)
         create_dot(self, weight)
+        if self.num_frames is not None:
+            weight = WeightHParams(
+                (self.num_frames, *shape),
+                (None, *self.weight_axes),
+                fan_in_dims=(0, 1, 2, 3),
+                fan_out_dims=(4,),
+            )
+        self.create_variable("w", weight)
         if self.use_bias:
             axes, zeros = self.weight_axes[-1:], WeightInit.Constant(0.0)
             self.create_variable("b", WeightHParams(shape[-1:], axes, init=zeros))
@@ -84,7 +96,8 @@ class PatchEmbedding(BaseLayer):
         check_last_axis(self, images, channels=self.channels)
         height, width = (size - self.remainder for size in images.shape[1:3])
         patches = image_to_patch(self.cast(images[:, :height, :width]), self.patch_size)
-        vectors = matmul(self, patches, self.theta.w.reshape(-1, self.output_dims))
+        w = self.theta.w if self.num_frames is None else jnp.sum(self.theta.w, axis=0)
+        vectors = matmul(self, patches, w.reshape(-1, self.output_dims))
         return add_bias(vectors, self.theta.b) if self.use_bias else vectors
 
 
@@ -143,6 +156,11 @@ class VisionTransformer(BaseLayer):
       position_grid: (rows, columns) of the learned positions. Images of another size have
         interpolated ones. The learned positions begin with that of the class token, if there is
         one.
+      aligns_corners: True to interpolate positions between those of the corners; see `resize_grid`.
+      has_grid_positions: True to give the stack positions of three axes: window, row and column.
+        The `sections` of rotary embeddings have 0 pairs for the window (Qwen2-VL).
+      window_size: Number of rows and of columns of windows. Layers attend within a window if their
+        `chunk` is window_size² (Qwen2.5-VL). None for no windows.
       has_class_token: True for a learned vector before the patches.
       num_registers: Number of further learned vectors, which have no positions.
       embedding_norm_tpl: Norm before the stack (CLIP); None for none.
@@ -155,11 +173,15 @@ class VisionTransformer(BaseLayer):
       dropout_rate: Dropout rate of patches and positions in training.
 
     Raises:
-      ConfigError: Learned positions without a grid or a grid without them, or an output that is
-        missing.
+      ConfigError: Learned positions without a grid or a grid without them, an output that is
+        missing, or positions of a grid with other vectors than those of patches.
     """
 
-    used_only_if: ClassVar[Conditions] = {"position_grid": "position_tpl"}
+    used_only_if: ClassVar[Conditions] = {
+        "position_grid": "position_tpl",
+        "aligns_corners": "position_grid",
+        "window_size": "has_grid_positions",
+    }
 
     model_dims: int = 0
     hidden_dims: int = 0
@@ -170,6 +192,9 @@ class VisionTransformer(BaseLayer):
         TrainablePositionalEmbedding.HParams, weight_init=WeightInit.Gaussian(0.02)
     )
     position_grid: tuple[int, int] | None = None
+    aligns_corners: bool = False
+    has_grid_positions: bool = False
+    window_size: int | None = None
     has_class_token: bool = False
     num_registers: int = 0
     embedding_norm_tpl: Config[BaseNormalization] | None = sub_config_field(None)
@@ -184,10 +209,13 @@ class VisionTransformer(BaseLayer):
     def setup(self) -> None:
         """Create the embeddings, the stack, the norms and the pooling."""
         dims = self.model_dims
-        check_sizes(self, model_dims=dims)
+        check_sizes(self, model_dims=dims, window_size=self.window_size)
         check_integers(self, minimum=0, num_registers=self.num_registers)
         is_valid = self.output == "patches" or self.has_class_token
         require(is_valid, self, "has_class_token", self.has_class_token, "a class token")
+        is_valid = not (self.has_grid_positions and (self.has_class_token or self.num_registers))
+        expected = "False with a class token or registers, which have no row and column"
+        require(is_valid, self, "has_grid_positions", self.has_grid_positions, expected)
         self.create_child("patches", self.patch_tpl, output_dims=dims)
         self._create_positions()
         for name, rows, init in (
@@ -234,8 +262,24 @@ class VisionTransformer(BaseLayer):
             x = self.embedding_norm(x)
         batch, length, _ = x.shape
         mask = AttentionMask.bidirectional_mask(batch, length)
-        x = self.stack(x, mask=mask, positions=row_positions(batch, length))
+        if self.has_grid_positions:
+            x = self._attend_on_grid(x, mask, self.grid(images))
+        else:
+            x = self.stack(x, mask=mask, positions=row_positions(batch, length))
         return x if self.final_norm_tpl is None else self.final_norm(x)
+
+    def _attend_on_grid(
+        self, x: jax.Array, mask: AttentionMask, grid: tuple[int, int]
+    ) -> jax.Array:
+        """Apply the stack to patches `[batch, patches, dims]` in the order of windows."""
+        size = self.window_size or max(grid)
+        order, windows = sort_by_windows(grid, size)
+        rows, columns = np.divmod(order, grid[1])
+        # The chunk of a position is its quotient by size².
+        axes = np.stack([windows * size**2, rows, columns], axis=-1).astype(np.int32)
+        positions = jnp.broadcast_to(axes, (len(x), *axes.shape))
+        x = self.stack(x[:, order], mask=mask, positions=positions)
+        return x[:, np.argsort(order)]
 
     def _create_positions(self) -> None:
         grid, template = self.position_grid, self.position_tpl
@@ -255,7 +299,8 @@ class VisionTransformer(BaseLayer):
             vectors = self.position(row_positions(1, self.position.max_length))[0]
             if first:
                 first, vectors = [first[0] + vectors[:1]], vectors[1:]
-            patches = patches + resize_grid(vectors, self.position_grid, grid)
+            corners = {"aligns_corners": self.aligns_corners}
+            patches = patches + resize_grid(vectors, self.position_grid, grid, **corners)
         elif self.position_tpl is not None:
             rows, columns = jnp.divmod(jnp.arange(patches.shape[1])[None], grid[1])
             patches = patches + self.position(rows, columns)

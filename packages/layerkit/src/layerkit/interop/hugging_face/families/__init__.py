@@ -12,7 +12,7 @@ from layerkit.interop.hugging_face.keys import UnsupportedModelError
 # fmt: off
 MODULES = (
     "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe",
-    "qwen3_next", "qwen3_5",
+    "qwen3_next", "qwen3_5", "qwen2_5_vl",
     "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe", "llama4", "gemma", "gemma2", "gemma3",
     "gemma4", "phi3", "olmo2", "olmoe", "olmo3", "smollm3", "granite", "granite_moe_hybrid",
     "mamba2", "nemotron_h", "minicpm", "gpt_neox", "stablelm", "gptj", "cohere", "cohere2",

@@ -1,14 +1,16 @@
-"""Qwen 3.5 and 3.6 text (Qwen team, 2026): Qwen3-Next with other joined projections.
+"""Qwen 3.5 and 3.6 with images (Qwen team, 2026): Qwen3-Next with other joined projections.
 
 The projections of delta nets are joined by kinds instead of heads. The feed-forward is dense, or
-experts in all layers, which published folders join in one tensor. The text of `qwen3_5` and
-`qwen3_5_moe`, which also read images, is exported as `qwen3_5_text` and `qwen3_5_moe_text`.
+experts in all layers, which published folders join in one tensor. `qwen3_5` and `qwen3_5_moe` add
+the tower of Qwen3-VL, whose learned positions are interpolated.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import math
 
+from layerkit.config import Config
 from layerkit.interop.hugging_face.expert_layers import EXPERTS, balance_loss, experts_key
 from layerkit.interop.hugging_face.families.llama import (
     LAYER,
@@ -29,9 +31,18 @@ from layerkit.interop.hugging_face.families.qwen3_next import (
     delta_net_projections,
     delta_net_rows,
 )
-from layerkit.interop.hugging_face.family import text_part
-from layerkit.interop.hugging_face.keys import fixed, key
+from layerkit.interop.hugging_face.families.qwen_images import (
+    TOKENS,
+    add_images,
+    image_entries,
+    image_rows,
+)
+from layerkit.interop.hugging_face.family import Family, text_part
+from layerkit.interop.hugging_face.keys import ConfigFile, Entry, fixed, key
+from layerkit.interop.hugging_face.parts import nested
+from layerkit.interop.hugging_face.rotary import rotary
 from layerkit.interop.hugging_face.tensors import Row
+from layerkit.layers.basic.normalizations import LayerNorm
 
 _GATE = fixed("attn_output_gate", value=True)
 # The state is always float32.
@@ -45,11 +56,29 @@ _PROJECTIONS = delta_net_projections(
     }
 )
 
+
+def _dense_entries(**positions: Entry) -> tuple[Entry, ...]:
+    return delta_net_layers(kv_heads=4, **positions), _GATE
+
+
+def _mixture_entries(**positions: Entry) -> tuple[Entry, ...]:
+    hidden_size = key("moe_intermediate_size", "hidden_dims", 512)
+    return (
+        delta_net_layers(kv_heads=2, hidden_size=hidden_size, **positions),
+        _GATE,
+        shared_expert(512),
+        experts_key(256),
+        key("num_experts_per_tok", EXPERTS + "num_experts_per_token", 8),
+        fixed("norm_topk_prob", value=True),
+        balance_loss(0.001),
+    )
+
+
 QWEN3_5_TEXT = llama_family(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
     network=lambda: llama_network(**GATED_LAYERS),
-    entries=(delta_net_layers(kv_heads=4), _GATE),
+    entries=_dense_entries(),
     rows=delta_net_rows(LLAMA_ROWS, _PROJECTIONS),
     neutral=_NEUTRAL,
     buffers=MTP,
@@ -61,15 +90,7 @@ QWEN3_5_MOE_TEXT = llama_family(
     "qwen3_5_moe_text",
     "Qwen3_5MoeForCausalLM",
     network=lambda: shared_expert_network(**GATED_LAYERS),
-    entries=(
-        delta_net_layers(kv_heads=2, hidden_size=key("moe_intermediate_size", "hidden_dims", 512)),
-        _GATE,
-        shared_expert(512),
-        experts_key(256),
-        key("num_experts_per_tok", EXPERTS + "num_experts_per_token", 8),
-        fixed("norm_topk_prob", value=True),
-        balance_loss(0.001),
-    ),
+    entries=_mixture_entries(),
     rows=delta_net_rows(EXPERT_ROWS, _PROJECTIONS),
     fused_rows=(
         *(
@@ -87,13 +108,60 @@ QWEN3_5_MOE_TEXT = llama_family(
     buffers=MTP,
 )
 
-_IMAGES: dict[str, Any] = {
-    "prefix": "model.",
-    "renamed": ("model.", "model.language_model."),
-    "others": r"^model\.visual\.",
-    "neutral": frozenset(
-        {f"{name}_token_id" for name in ("image", "video", "vision_start", "vision_end")}
-    ),
-}
-QWEN3_5 = text_part(QWEN3_5_TEXT, "qwen3_5", **_IMAGES)
-QWEN3_5_MOE = text_part(QWEN3_5_MOE_TEXT, "qwen3_5_moe", **_IMAGES)
+
+def _read_grid(file: ConfigFile, tower: Config) -> None:
+    size = file.get("num_position_embeddings", 2304)
+    side = math.isqrt(size)
+    if not size or side**2 != size:
+        raise file.invalid("num_position_embeddings", "the square of a number of rows")
+    tower.position_grid = (side, side)
+
+
+_GRID = Entry(_read_grid, lambda tower: {"num_position_embeddings": math.prod(tower.position_grid)})
+_POSITIONS = rotary(default_fraction=0.25, sections=(11, 11, 10), section_order="interleaved")
+
+
+def _with_images(text: Family, architecture: str, entries: tuple[Entry, ...]) -> Family:
+    """Return the family of a text with images."""
+
+    def network() -> Config:
+        norm = LayerNorm.HParams.config(epsilon=1e-6, scale_offset=0.0)
+        return add_images(text.network(), norm, aligns_corners=True)
+
+    renamed = ("model.", "model.language_model.")
+    model_type, shared = text.model_type.removesuffix("_text"), ("tie_word_embeddings",)
+    part = text_part(
+        text, model_type, prefix="model.", renamed=renamed, others="(?!)", neutral=TOKENS
+    )
+    maps = {"up": "linear_fc1", "down": "linear_fc2"}
+    return dataclasses.replace(
+        part,
+        architecture=architecture,
+        text_of=None,
+        network=network,
+        entries=(),
+        model_entries=(
+            nested("text_config", "lm_tpl", *entries, shared=shared, neutral=text.neutral),
+            *image_entries(
+                *(1152, 4304, 27, 16),
+                act="gelu_pytorch_tanh",
+                patch_size=16,
+                image_token=248_056,
+                entries=(_GRID,),
+            ),
+        ),
+        neutral=TOKENS,
+        rows=(
+            *part.rows,
+            *image_rows("model.visual.", maps, norm="norm", maps=("linear_fc1", "linear_fc2")),
+        ),
+        counts=("text_config.num_hidden_layers", "vision_config.depth"),
+    )
+
+
+QWEN3_5 = _with_images(
+    QWEN3_5_TEXT, "Qwen3_5ForConditionalGeneration", _dense_entries(positions=_POSITIONS)
+)
+QWEN3_5_MOE = _with_images(
+    QWEN3_5_MOE_TEXT, "Qwen3_5MoeForConditionalGeneration", _mixture_entries(positions=_POSITIONS)
+)

@@ -83,8 +83,9 @@ def _read_types(file: ConfigFile, network: Config) -> list[str]:
 def delta_net_layers(**attention: Any) -> Entry:
     """Return the entry of Qwen's hybrids; arguments are those of `llama_entries`."""
     options: dict[str, Any] = {"head_dim": 256, "qk_norm": True, "attention_bias": False}
+    options["positions"] = rotary(default_fraction=0.25)
     return mixed_layers(
-        llama_entries(**options, positions=rotary(default_fraction=0.25), **attention),
+        llama_entries(**options | attention),
         {FAR: ATTENDING, RECURRENT: DELTA_NET},
         read_types=_read_types,
         write_types=lambda types: {"layer_types": types},
