@@ -29,7 +29,8 @@ PAGES: dict[str, tuple[str, ...]] = {
     "layers": (
         "layerkit.layers",
         "layerkit.layers.quantization.lora",
-        "layerkit.ops.losses",
+        "layerkit.ops.losses.softmax",
+        "layerkit.ops.soft_cap",
         "layerkit.ops.pipeline_schedule",
         "layerkit.layers.basic.dots",
         "layerkit.ops.remat",

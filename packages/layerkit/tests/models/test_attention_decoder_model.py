@@ -14,7 +14,7 @@ from layerkit.decoding import BeamSearch, SampleDecoder
 from layerkit.errors import ConfigError
 from layerkit.layers import ConformerEncoder, SpeechTransformerEncoder
 from layerkit.models import AttentionDecoderModel
-from layerkit.ops.alignment_losses import ctc_loss
+from layerkit.ops.losses.alignment import ctc_loss
 
 VOCAB, BINS, END = 7, 4, 6
 RANDOM = np.random.default_rng(0)

@@ -19,7 +19,7 @@ from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.transformer.stacks import StackedTransformer, StackedTransformerRepeated
 from layerkit.models.distillation_model import DistillationModel
 from layerkit.models.transformer_lm import TransformerLm
-from layerkit.ops.distillation import divergence, top_log_probs
+from layerkit.ops.losses.distillation import divergence, top_log_probs
 
 KEY = jax.random.key(0)
 BATCH, LENGTH, VOCAB = 4, 12, 17

@@ -23,8 +23,8 @@ from layerkit.models.preference_model import (
     RewardModel,
     mismatch_answers,
 )
-from layerkit.ops.losses import cross_entropy
-from layerkit.ops.preference_losses import dpo_loss, kto_divergence, odds_ratio_loss
+from layerkit.ops.losses.preference import dpo_loss, kto_divergence, odds_ratio_loss
+from layerkit.ops.losses.softmax import cross_entropy
 
 TRL = json.loads(Path(__file__).with_name("trl_reference.json").read_text())
 VOCAB, LENGTH = len(TRL["policy"]), 8

@@ -9,7 +9,7 @@ import pytest
 
 from layerkit.config.nested_map import NestedMap
 from layerkit.models import CtcModel, TransducerModel
-from layerkit.ops.alignment_losses import transducer_loss
+from layerkit.ops.losses.alignment import transducer_loss
 
 VOCAB, BINS = 6, 4
 RANDOM = np.random.default_rng(0)

@@ -14,7 +14,7 @@ from layerkit.base.base_model import BaseModel, Metrics, WeightedScalar
 from layerkit.config import sub_config_field
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers import MoeFeedForward, TopKRouter
-from layerkit.ops.losses import weighted_mean
+from layerkit.ops.losses.softmax import weighted_mean
 from layerkit_runner.step.metrics import GLOBAL_BATCH, OverBatches
 
 ROWS, LENGTH, DIMS, RATE = 32, 4, 4, 0.25

@@ -118,7 +118,7 @@ class BaseModel(BaseLayer):
         `layerkit.models.weighted_metrics.example_weights` gives them:
 
             weights = example_weights(batch, len(errors))
-            mean = weighted_mean(errors, weights)  # from layerkit.ops.losses
+            mean = weighted_mean(errors, weights)  # from layerkit.ops.losses.softmax
             metrics = {"loss": WeightedScalar.of(mean, weights.sum())}
 
         The output `scores` float32 `[batch]`, if present, holds the log-probability of each

@@ -27,6 +27,6 @@ if TYPE_CHECKING:
     from layerkit.models.speech_model import TransducerModel as TransducerModel
     from layerkit.models.transformer_lm import TransformerLm as TransformerLm
     from layerkit.models.weighted_metrics import example_weights as example_weights
-    from layerkit.ops.losses import weighted_mean as weighted_mean
+    from layerkit.ops.losses.softmax import weighted_mean as weighted_mean
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -25,8 +25,8 @@ from layerkit.models.encoder_decoder import TransformerEncoderDecoder
 from layerkit.models.sequence_model import SequenceModel
 from layerkit.models.speech_model import compute_features, create_frontend
 from layerkit.models.weighted_metrics import example_weights
-from layerkit.ops.alignment_losses import ctc_loss
-from layerkit.ops.losses import weighted_mean
+from layerkit.ops.losses.alignment import ctc_loss
+from layerkit.ops.losses.softmax import weighted_mean
 
 
 class AttentionDecoderModel(SequenceModel):

@@ -15,7 +15,7 @@ from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.embeddings import ClassSoftmax, FullSoftmax
 from layerkit.models.weighted_metrics import example_weights
-from layerkit.ops.losses import weighted_mean
+from layerkit.ops.losses.softmax import weighted_mean
 
 
 class ClassificationModel(BaseModel):

@@ -17,7 +17,7 @@ from layerkit.layers.vision.contrastive import ContrastiveLoss
 from layerkit.layers.vision.vision_transformer import VisionTransformer
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.models.weighted_metrics import example_weights
-from layerkit.ops.losses import weighted_mean
+from layerkit.ops.losses.softmax import weighted_mean
 
 
 class ContrastiveModel(BaseModel):

@@ -1,7 +1,7 @@
 """DistillationModel: a language model that learns from the distributions of a teacher.
 
 On-policy, the student learns on its own continuations of the data, as in GKD (Agarwal et al., 2024,
-arXiv:2306.13649). `layerkit.ops.distillation` defines the divergences.
+arXiv:2306.13649). `layerkit.ops.losses.distillation` defines the divergences.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from layerkit.layers.basic.linears import Linear
 from layerkit.layers.transformer.transformer import drop_none
 from layerkit.models.language_model import DecodedLm
 from layerkit.models.weighted_metrics import token_metrics
-from layerkit.ops.distillation import divergence, top_divergence
-from layerkit.ops.losses import weighted_mean
+from layerkit.ops.losses.distillation import divergence, top_divergence
+from layerkit.ops.losses.softmax import weighted_mean
 
 TEACHER_WEIGHTS = "teacher/(.*)"
 """Pattern of the paths of the teacher's weights."""
@@ -46,7 +46,7 @@ class DistillationModel(DecodedLm):
         `teacher_log_probs` `[batch, length, k + 1]`.
       num_ids: Number of ids that both vocabularies have, which are compared. None for the smaller
         of the two.
-      beta: β of `layerkit.ops.distillation`, from 0 to 1.
+      beta: β of `layerkit.ops.losses.distillation`, from 0 to 1.
       temperature: Divisor of the logits of both networks in the divergence.
       alpha: α, from 0 to 1.
       on_policy_fraction: Probability that a training step, or microbatch, learns from samples of

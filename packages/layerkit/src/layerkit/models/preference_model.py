@@ -1,4 +1,4 @@
-"""Language models trained on preferences, by the losses of `layerkit.ops.preference_losses`.
+"""Language models trained on preferences, by the losses of `layerkit.ops.losses.preference`.
 
 `PreferenceModel` on pairs and `KtoModel` on judgements train a policy near a fixed reference.
 `RewardModel` gives an answer a number, for other trainers.
@@ -25,8 +25,7 @@ from layerkit.layers.transformer.transformer import drop_none
 from layerkit.models.language_model import DecodedLm
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.models.weighted_metrics import example_weights, row_scores
-from layerkit.ops.losses import weighted_mean
-from layerkit.ops.preference_losses import (
+from layerkit.ops.losses.preference import (
     bradley_terry_loss,
     dpo_loss,
     hinge_loss,
@@ -36,6 +35,7 @@ from layerkit.ops.preference_losses import (
     odds_ratio_loss,
     simpo_loss,
 )
+from layerkit.ops.losses.softmax import weighted_mean
 
 # Entries of rows that a network reads.
 _ENTRIES = ("ids", "labels", "weights", "segment_ids", "segment_pos", "images")

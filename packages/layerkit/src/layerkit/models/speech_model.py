@@ -26,9 +26,9 @@ from layerkit.layers.speech.conformer import ConformerEncoder
 from layerkit.layers.speech.log_mel import LogMel
 from layerkit.layers.speech.spectrum_augmenter import SpectrumAugmenter
 from layerkit.models.weighted_metrics import example_weights
-from layerkit.ops.alignment_losses import ctc_loss, transducer_loss
 from layerkit.ops.attention.masks import first_tokens
-from layerkit.ops.losses import weighted_mean
+from layerkit.ops.losses.alignment import ctc_loss, transducer_loss
+from layerkit.ops.losses.softmax import weighted_mean
 
 BLANK = 0
 _DENSE = {"activation_tpl": Identity.HParams.config()}

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from layerkit.base.base_model import Metrics, WeightedScalar
 from layerkit.config.nested_map import NestedMap
-from layerkit.ops.losses import weighted_mean
+from layerkit.ops.losses.softmax import weighted_mean
 
 
 def example_weights(batch: NestedMap, num_examples: int) -> jax.Array:

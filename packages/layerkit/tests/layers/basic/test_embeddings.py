@@ -16,8 +16,8 @@ from layerkit.layers.basic.embeddings import (
     SharedEmbeddingSoftmax,
     lookup,
 )
-from layerkit.ops.linear_losses import class_logits
-from layerkit.ops.losses import cross_entropy
+from layerkit.ops.losses.linear import class_logits
+from layerkit.ops.losses.softmax import cross_entropy
 
 KEY = jax.random.key(0)
 SOFTMAXES = [FullSoftmax, SharedEmbeddingSoftmax]

@@ -10,7 +10,7 @@ import pytest
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.embeddings import FullSoftmax
 from layerkit.models.language_model import LanguageModel
-from layerkit.ops.losses import cross_entropy, soft_cross_entropy
+from layerkit.ops.losses.softmax import cross_entropy, soft_cross_entropy
 
 KEY = jax.random.key(0)
 X = np.random.default_rng(0).normal(size=(2, 3, 4)).astype(np.float32)

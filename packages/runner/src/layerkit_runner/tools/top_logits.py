@@ -12,7 +12,7 @@ import jax
 
 from layerkit.config import target_of
 from layerkit.config.checks import require
-from layerkit.ops.distillation import top_log_probs
+from layerkit.ops.losses.distillation import top_log_probs
 from layerkit_inputs.mixing.stored_rows import StoredRows
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.init_from import InitFrom, Source, plan_first_state

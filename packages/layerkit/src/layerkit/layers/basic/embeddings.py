@@ -3,7 +3,7 @@
 `Embedding` looks up vectors by token id; `FullSoftmax` computes logits and losses of hidden states;
 `SharedEmbeddingSoftmax` does both with one (tied) weight. `ClassSoftmax` is the base class of the
 last two: float32 logits with an optional bias and soft cap, and the losses of
-`layerkit.ops.losses`.
+`layerkit.ops.losses.softmax`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from layerkit.config.checks import (
 from layerkit.config.hparams import Conditions
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.dots import merge_tokens
-from layerkit.ops.linear_losses import TokenChunks, class_logits, map_logits
-from layerkit.ops.losses import (
+from layerkit.ops.losses.linear import TokenChunks, class_logits, map_logits
+from layerkit.ops.losses.softmax import (
     TokenLosses,
     cross_entropy,
-    soft_cap,
     soft_cross_entropy,
     weighted_mean,
 )
+from layerkit.ops.soft_cap import soft_cap
 
 _LOG = logging.getLogger(__name__)
 # In bytes. In smaller chunks, GPUs would spend a larger share of the time on the gradient of the

@@ -12,7 +12,7 @@ from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config.checks import check_last_axis, check_same_shape, check_sizes, require
 from layerkit.config.nested_map import NestedMap
 from layerkit.layers.basic.dots import matmul
-from layerkit.ops.losses import weighted_mean
+from layerkit.ops.losses.softmax import weighted_mean
 
 
 class SigmoidCrossEntropy(BaseLayer):

@@ -42,8 +42,8 @@ from layerkit.config.checks import (
     require,
 )
 from layerkit.config.hparams import Conditions
-from layerkit.ops.losses import soft_cap
 from layerkit.ops.remat import save_inputs
+from layerkit.ops.soft_cap import soft_cap
 
 
 @dataclasses.dataclass(frozen=True)

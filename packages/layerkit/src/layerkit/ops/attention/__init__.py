@@ -1,4 +1,4 @@
 """Attention of given queries, keys and values: `dot_product` chooses one of the other modules.
 
-Masks and biases are here too. The modules import each other and `layerkit.ops.losses`.
+Masks and biases are here too. The modules import each other and `layerkit.ops.soft_cap`.
 """

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from layerkit.ops.attention.masks import MASKED_LOGIT, AttentionMask
 from layerkit.ops.attention.pallas.kernel_blocks import FusedAttention
-from layerkit.ops.losses import soft_cap
+from layerkit.ops.soft_cap import soft_cap
 
 # A block has a length between these limits that divides the part, or else the length of the part.
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 512

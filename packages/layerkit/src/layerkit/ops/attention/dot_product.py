@@ -36,7 +36,7 @@ from layerkit.ops.attention.distance_bias import DistanceBias, LogitBias
 from layerkit.ops.attention.local_blocks import attend_by_local_blocks, find_local_block
 from layerkit.ops.attention.masks import MASKED_LOGIT, AttentionMask
 from layerkit.ops.implementations import Implementation
-from layerkit.ops.losses import soft_cap
+from layerkit.ops.soft_cap import soft_cap
 
 ContextParallel = Literal["all_gather", "ring", "ulysses"]
 

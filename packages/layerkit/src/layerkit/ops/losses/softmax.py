@@ -1,13 +1,12 @@
 """Softmax cross-entropy of logits, in nats and float32.
 
 `cross_entropy` computes the loss of each token from its logits, and `weighted_mean` averages the
-losses. `layerkit.ops.linear_losses` calls them for chunks of hidden states, so that the logits of a
+losses. `linear.py` calls them for chunks of hidden states, so that the logits of a
 batch are never in memory.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ import numpy as np
 from jax.custom_derivatives import zero_from_primal
 
 from layerkit.config.checks import check_integer_arrays, check_same_shape, require
-from layerkit.ops.remat import save_slopes
 
 
 class TokenLosses(NamedTuple):
@@ -35,28 +33,6 @@ class TokenLosses(NamedTuple):
     z_loss: jax.Array
     loss: jax.Array
     correct: jax.Array
-
-
-def soft_cap(logits: jax.Array, cap: float | None) -> jax.Array:
-    """Bound logits to ±cap by cap·tanh(logits/cap), which is near the identity for small logits.
-
-    Source: Bello et al., 2016 (arXiv:1611.09940); as in Gemma 2 (arXiv:2408.00118).
-
-    Args:
-      logits: `[...]`, of any shape.
-      cap: Bound of the logits; None returns them unchanged.
-
-    Raises:
-      ConfigError: The cap is not positive.
-    """
-    if cap is None:
-        return logits
-    # Logits are the largest arrays: XLA may compute the slopes again.
-    return save_slopes(functools.partial(_capped, cap=cap), logits, has_policy=True)
-
-
-def _capped(logits: jax.Array, *, cap: float) -> jax.Array:
-    return cap * jnp.tanh(logits / cap)
 
 
 def cross_entropy(

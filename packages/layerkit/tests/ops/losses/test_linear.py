@@ -14,7 +14,7 @@ from layerkit.base.sharding import BoundSharding
 from layerkit.base.weights import is_box
 from layerkit.errors import ConfigError
 from layerkit.layers.basic.embeddings import FullSoftmax, SharedEmbeddingSoftmax
-from layerkit.ops.linear_losses import TokenChunks
+from layerkit.ops.losses.linear import TokenChunks
 
 KEY = jax.random.key(0)
 BATCH, LENGTH, DIMS, CLASSES = 2, 10, 6, 13

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from layerkit.ops.alignment_losses import ctc_loss, transducer_loss
+from layerkit.ops.losses.alignment import ctc_loss, transducer_loss
 
 RANDOM = np.random.default_rng(0)
 BATCH, FRAMES, LABELS, CLASSES = 4, 9, 4, 5

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.ops.distillation import divergence, top_divergence, top_log_probs
-from layerkit.ops.losses import weighted_mean
+from layerkit.ops.losses.distillation import divergence, top_divergence, top_log_probs
+from layerkit.ops.losses.softmax import weighted_mean
 
 RANDOM = np.random.default_rng(7)
 STUDENT, TEACHER = (RANDOM.normal(0, 3, (2, 5, 11)).astype(np.float32) for _ in range(2))

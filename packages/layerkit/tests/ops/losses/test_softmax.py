@@ -10,11 +10,10 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from layerkit.errors import ConfigError
-from layerkit.ops.losses import (
+from layerkit.ops.losses.softmax import (
     _statistics_in_four_passes,
     _statistics_in_one_pass,
     cross_entropy,
-    soft_cap,
     soft_cross_entropy,
     weighted_mean,
 )
@@ -172,21 +171,6 @@ def test_integers_of_every_width_are_labels(num_classes, dtype):
     found, expected = cross_entropy(logits, labels), cross_entropy(logits, labels.astype(np.int32))
     assert np.isfinite(found.loss).all()
     jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
-def test_soft_cap_bounds_large_and_keeps_small_logits():
-    logits = jnp.array([-1e6, -0.01, 0.0, 0.01, 30.0, 1e6])
-    expected = [-30.0, -0.01, 0.0, 0.01, 30.0 * np.tanh(1.0), 30.0]
-    np.testing.assert_allclose(soft_cap(logits, 30.0), expected, rtol=1e-5)
-    assert soft_cap(logits, None) is logits
-
-
-def test_backward_pass_of_soft_cap_keeps_one_array():
-    logits = jnp.linspace(-50.0, 50.0, 21)
-    _, backward = jax.vjp(lambda logits: soft_cap(logits, 30.0), logits)
-    assert [leaf.shape for leaf in jax.tree.leaves(backward) if leaf.ndim] == [logits.shape]
-    (found,) = backward(jnp.ones_like(logits))
-    np.testing.assert_allclose(found, 1.0 / np.cosh(logits / 30.0) ** 2, rtol=1e-5)
 
 
 def test_weighted_mean_equals_its_formula_in_float32():

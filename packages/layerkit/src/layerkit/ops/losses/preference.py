@@ -12,7 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from layerkit.ops.losses import weighted_mean
+from layerkit.ops.losses.softmax import weighted_mean
 
 
 def dpo_loss(margin: jax.Array, *, beta: float, label_smoothing: float = 0.0) -> jax.Array:
