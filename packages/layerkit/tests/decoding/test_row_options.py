@@ -44,7 +44,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("names", [("temperature",), ("top_k",), ("top_p",), tuple(OPTIONS)])
+@pytest.mark.parametrize(
+    "names", [*(pytest.param((name,), marks=pytest.mark.slow) for name in OPTIONS), tuple(OPTIONS)]
+)
 def test_each_row_is_decoded_as_with_its_options(names):
     kinds = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32}
     options = RowOptions(**{name: jnp.array(OPTIONS[name], kinds[name]) for name in names})

@@ -60,7 +60,16 @@ BEAMS = BeamSearch.HParams.config(max_decode_steps=4, beam_size=2, eos_id=1)
 
 
 @pytest.mark.parametrize(
-    ("decoder", "stack"), [*((GREEDY, stack) for stack in STACKS), (BEAMS, "alike")]
+    ("decoder", "stack"),
+    [
+        (GREEDY, "pattern with a remainder"),
+        (BEAMS, "alike"),
+        *(
+            pytest.param(GREEDY, stack, marks=pytest.mark.slow)
+            for stack in STACKS
+            if stack != "pattern with a remainder"
+        ),
+    ],
 )
 def test_tokens_equal_those_of_repeated_layers(decoder, stack):
     models = [language_model(decoder, unroll=unroll, **STACKS[stack]) for unroll in (None, 1)]

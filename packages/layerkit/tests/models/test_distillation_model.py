@@ -64,7 +64,7 @@ def logits_of(child, params, batch):
     return build(tpl).apply({PARAMS: params[child]}, batch.ids, method="logits")
 
 
-@pytest.mark.parametrize("chunk_size", [None, 5])
+@pytest.mark.parametrize("chunk_size", [pytest.param(None, marks=pytest.mark.slow), 5])
 def test_loss_mixes_divergence_and_cross_entropy_of_the_logits(chunk_size):
     params, batch = weights()[PARAMS], make_batch()
     tpl = config(alpha=0.7, beta=0.3, temperature=2.0)
@@ -102,7 +102,9 @@ def test_stored_tokens_of_teacher_equal_the_live_teacher(beta, num_ids):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("stack", [StackedTransformer, StackedTransformerRepeated])
+@pytest.mark.parametrize(
+    "stack", [pytest.param(StackedTransformer, marks=pytest.mark.slow), StackedTransformerRepeated]
+)
 def test_features_are_the_outputs_of_layers(stack):
     model = build(config(
         features=((0, 0), (1, 2)), feature_weight=0.5, lm_tpl=network(8, 2, stack),
@@ -148,6 +150,7 @@ def test_reports_of_student_are_kept_and_those_of_teacher_are_not():
         jax.tree.map(np.testing.assert_allclose, reports[name]["lm"], expected[name])
 
 
+@pytest.mark.slow
 def test_samples_continue_prompts_by_the_key_and_only_in_training():
     model = build(config(on_policy_fraction=1.0, prompt_length=4, alpha=0.5))
     params, batch = weights()[PARAMS], make_batch()

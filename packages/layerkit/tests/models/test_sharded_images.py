@@ -96,7 +96,10 @@ def loss_and_gradients(model, variables, batch):
     return jax.value_and_grad(loss, has_aux=True)(variables[PARAMS])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name == "image_lm" else pytest.param(name, marks=pytest.mark.slow) for name in CASES],
+)
 def test_loss_gradients_and_statistics_equal_those_of_one_device(name):
     config, sizes = CASES[name]
     whole = OF_LM if name == "image_lm" else BATCH

@@ -75,7 +75,12 @@ print(json.dumps([read, newest.step, [is_restored(one) for one in restored]]))
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/io"), reason="needs Linux's counts of reads")
 @pytest.mark.parametrize(
-    ("count", "state_format"), [(1, "tensorstore"), (2, "tensorstore"), (2, "msgpack")]
+    ("count", "state_format"),
+    [
+        (2, "tensorstore"),
+        pytest.param(1, "tensorstore", marks=pytest.mark.slow),
+        pytest.param(2, "msgpack", marks=pytest.mark.slow),
+    ],
 )
 def test_all_processes_together_read_each_byte_once(count: int, state_format: str, tmp_path):
     with socket.socket() as free:

@@ -121,7 +121,9 @@ def test_profiling_by_jax_itself_is_an_error(raises, monkeypatch: pytest.MonkeyP
         check_devices(RunOptions(), H100)
 
 
-@pytest.mark.parametrize("preset", ["gpu_pipelined_collectives", "gpu_nvidia_pax"])
+@pytest.mark.parametrize(
+    "preset", [pytest.param("gpu_pipelined_collectives", marks=pytest.mark.slow), "gpu_nvidia_pax"]
+)
 def test_installed_xla_accepts_every_gpu_flag(tmp_path: Path, preset: str):
     """XLA of any platform knows the flags of GPUs, and ends the process for one it does not."""
     (tmp_path / "steps.pb").touch()

@@ -77,7 +77,7 @@ def test_averaged_weights_are_stored_as_the_weights(lines, tmp_path):
     np.testing.assert_allclose(after.logits(IDS), expected, atol=0.05 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("source", ["integers", "floats"])
+@pytest.mark.parametrize("source", ["integers", pytest.param("floats", marks=pytest.mark.slow)])
 def test_adapters_train_on_the_weights_of_a_folder(lines, run, quantized, tmp_path, source):
     folder = quantized if source == "integers" else str(run.job_log_dir)
 

@@ -14,6 +14,7 @@ from layerkit.config import Partial
 from layerkit.errors import ConfigError
 from layerkit_runner.optim.optimizers import adam_with_update_cap, bfloat16_state
 
+SLOW = pytest.mark.slow
 HOST = {"offload_optimizer_state": True}
 
 
@@ -45,7 +46,12 @@ def trained(arrangements: Any, partitioner: Any, task: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize(
-    ("name", "split"), [*((name, False) for name in OPTIMIZERS), ("adam", True)]
+    ("name", "split"),
+    [
+        ("adam", True),
+        ("capped", False),
+        *(pytest.param(name, False, marks=SLOW) for name in OPTIMIZERS if name != "capped"),
+    ],
 )
 def test_training_equals_that_with_the_state_on_devices(arrangements: Any, name: str, split: bool):
     """Also if the state is split over the data axis (`shard_optimizer_over_data`)."""
@@ -61,7 +67,9 @@ def test_training_equals_that_with_the_state_on_devices(arrangements: Any, name:
     arrangements.assert_trees_close((state, scalars), plain, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("saved_with", "restored_with"), [(HOST, {}), ({}, HOST)])
+@pytest.mark.parametrize(
+    ("saved_with", "restored_with"), [(HOST, {}), pytest.param({}, HOST, marks=SLOW)]
+)
 def test_checkpoints_do_not_depend_on_the_memory_of_the_state(
     arrangements: Any, tmp_path: Path, saved_with: dict[str, Any], restored_with: dict[str, Any]
 ):
@@ -83,8 +91,13 @@ def test_checkpoints_do_not_depend_on_the_memory_of_the_state(
     ("optimizer", "learner", "field"),
     [
         (Partial(optax.adafactor, min_dim_size_to_factor=8), {"per_layer": False}, "optimizer"),
-        (Partial(bfloat16_state, optimizer=Partial(optax.adam)), {}, "optimizer"),
-        (Partial(optax.contrib.schedule_free_adamw), {"ema_decay": None}, "optimizer"),
+        pytest.param(
+            *(Partial(bfloat16_state, optimizer=Partial(optax.adam)), {}, "optimizer"), marks=SLOW
+        ),
+        pytest.param(
+            *(Partial(optax.contrib.schedule_free_adamw), {"ema_decay": None}, "optimizer"),
+            marks=SLOW,
+        ),
         (Partial(optax.sgd), {}, "offload_optimizer_state"),  # It has no state.
     ],
 )

@@ -80,7 +80,7 @@ def rollbacks(folder: Path) -> Any:
 @pytest.mark.parametrize("under_pmap", [False, True], ids=["SPMD", "pmap"])
 @pytest.mark.parametrize(
     ("fields", "step", "bad_step"),
-    [(NAN, 8, 14), (SPIKE, 8, 14), (NAN, 0, 3)],
+    [(NAN, 8, 14), (SPIKE, 8, 14), pytest.param(NAN, 0, 3, marks=pytest.mark.slow)],
     ids=["NaN", "spike", "before any save"],
 )
 def test_run_rolled_back_equals_one_whose_data_lack_the_window(

@@ -76,7 +76,9 @@ def test_cached_steps_equal_whole_rows(num_layers):
     assert len(jax.tree.leaves(state)) == 4
 
 
-@pytest.mark.parametrize("fields", [{"remat": "full"}, {"unroll": 2}], ids=repr)
+@pytest.mark.parametrize(
+    "fields", [{"remat": "full"}, pytest.param({"unroll": 2}, marks=pytest.mark.slow)], ids=repr
+)
 def test_gradients_do_not_depend_on_how_a_stack_runs(fields):
     def gradients(**fields):
         model = build(network(**fields))

@@ -38,18 +38,23 @@ PRIMER_MULTI_QUERY = {
 @pytest.mark.parametrize(
     ("case", "stack", "options"),
     [
-        ("stacked_zarr", "stacked", {}),
         ("stacked_ocdbt", "stacked", {}),
-        ("unstacked_flax", "unstacked", {}),
-        ("pipelined_zarr", "pipelined", {"num_layers": 4}),
         # The state of the optimizer moves between stacked and separate layers.
         ("unstacked_flax", "stacked", {}),
         ("stacked_zarr", "unstacked", {}),
-        ("primer_multi_query_ocdbt", "stacked", {"edit": PRIMER_MULTI_QUERY}),
-        ("primer_multi_query_ocdbt", "unstacked", {"edit": PRIMER_MULTI_QUERY}),
-        ("adafactor_stacked_ocdbt", "stacked", ADAFACTOR),
-        ("adafactor_unstacked_flax", "unstacked", ADAFACTOR),
         ("adafactor_unstacked_flax", "stacked", ADAFACTOR),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("stacked_zarr", "stacked", {}),
+                ("unstacked_flax", "unstacked", {}),
+                ("pipelined_zarr", "pipelined", {"num_layers": 4}),
+                ("primer_multi_query_ocdbt", "stacked", {"edit": PRIMER_MULTI_QUERY}),
+                ("primer_multi_query_ocdbt", "unstacked", {"edit": PRIMER_MULTI_QUERY}),
+                ("adafactor_stacked_ocdbt", "stacked", ADAFACTOR),
+                ("adafactor_unstacked_flax", "unstacked", ADAFACTOR),
+            ]
+        ),
     ],
 )
 def test_training_continues_with_the_losses_of_paxml(

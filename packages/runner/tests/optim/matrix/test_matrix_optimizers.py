@@ -268,7 +268,7 @@ PSGD = Partial(
 )
 
 
-@pytest.mark.parametrize("repeated", [True, False])
+@pytest.mark.parametrize("repeated", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("optimizer", "reference", "is_square"),
     [
@@ -408,7 +408,9 @@ def test_factors_are_computed_in_a_branch_of_the_compiled_step(
     assert text.count(work) > always.count(work) == number
 
 
-@pytest.mark.parametrize("optimizer", [soap, shampoo, psgd])
+@pytest.mark.parametrize(
+    "optimizer", [soap, *(pytest.param(one, marks=pytest.mark.slow) for one in (shampoo, psgd))]
+)
 def test_state_in_bfloat16_changes_weights_little(optimizer: Any):
     boxes = boxes_of(model(repeated=True, is_square=True))
     params, *gradients = [random_like(boxes, seed) for seed in range(6)]

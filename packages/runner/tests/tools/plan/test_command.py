@@ -48,7 +48,9 @@ def test_page_of_a_pmap_experiment(runner):
             *(["--fdl.task.train.save_max_to_keep=0"], "save_max_to_keep=0"), marks=pytest.mark.slow
         ),
         (["--search", "--html=a.html"], "--html='a.html'. Expected a plan without --search"),
-        (["--html=a.html", "--compare=a.json"], "--compare='a.json'"),
+        pytest.param(
+            *(["--html=a.html", "--compare=a.json"], "--compare='a.json'"), marks=pytest.mark.slow
+        ),
         (["--fdl.MESH=[1,1]"], "--fdl.partitioner.ici_mesh_shape=[1, 1]"),
     ],
 )

@@ -92,7 +92,7 @@ def test_too_few_rungs_are_an_error(ratios, num, expected):
 @pytest.mark.parametrize(
     "num_cases", [pytest.param(200, marks=pytest.mark.slow, id="200"), pytest.param(8, id="8")]
 )
-@pytest.mark.parametrize("is_ray", [True, False])
+@pytest.mark.parametrize("is_ray", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_intervals_cover_the_truth_at_their_level(is_ray, num_cases):
     random = np.random.default_rng(0)
     sizes = ladder(ratios=(20,) if is_ray else (5, 20, 80), num=5)
