@@ -9,7 +9,7 @@ import pytest
 import layerkit.layers as L  # noqa: N812 - the index is read as one name, a layer a line
 from layerkit.config import Config
 from layerkit.layers.quantization.fp8 import Fp8Dot
-from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.attention.masks import AttentionMask, row_positions
 from layerkit.testing import Change, Example, dead_fields, ignored_fields
 
 DIMS = 8
@@ -23,6 +23,7 @@ STATES = {
     "key_dim_per_head": 4,
     "value_dim_per_head": 4,
 }
+MAMBA2 = Config(L.Mamba2, **{name: size for name, size in STATES.items() if name != "input_dims"})
 HEADS = {"num_heads": 4, "head_dim": 4}
 OF_MIXERS = {
     "num_key_heads": 4,
@@ -50,7 +51,7 @@ def mix(layer):
 def mix_rows(layer):
     x = NUMBERS[..., : layer.input_dims]
     mask = AttentionMask.causal_mask(4, 4, segment_ids=jnp.array([[1, 1, 2, 2]] * 4))
-    return layer(x, mask=mask)
+    return layer(x, mask=mask, positions=row_positions(4, 4))
 
 
 def heads(layer):
@@ -59,7 +60,22 @@ def heads(layer):
 
 
 EXAMPLES = [
-    of(L.Mamba2, STATES, mix_rows, norm_groups=1, **OF_MIXERS),
+    of(
+        L.Mamba2,
+        STATES,
+        mix_rows,
+        norm_groups=1,
+        projection_multipliers=(1.0, 2.0, 1.0, 1.0, 1.0),
+        **OF_MIXERS,
+    ),
+    of(
+        L.ParallelMixers,
+        {"input_dims": DIMS, "num_heads": 2, "recurrent_tpl": MAMBA2},
+        mix_rows,
+        num_kv_heads=1,
+        dim_per_head=2,
+        recurrent_tpl=MAMBA2.clone(use_bias=True),
+    ),
     of(L.GatedDeltaNet, STATES, mix_rows, **OF_MIXERS),
     of(L.KimiDeltaAttention, STATES, mix_rows, **OF_MIXERS),
     of(

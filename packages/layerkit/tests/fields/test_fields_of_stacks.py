@@ -135,6 +135,7 @@ EXAMPLES = [
             bias_tpl=Change(Config(L.Bias, dtype="bfloat16"), others={"has_bias": True}),
             activation_tpl=Config(L.Tanh),
             down_init=GAUSSIAN,
+            gate_multiplier=Change(0.5, others={"use_gate": True}),
         )
         for block in (L.TransformerFeedForward, L.AdaptedFeedForward)
     ),

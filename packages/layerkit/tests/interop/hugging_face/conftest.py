@@ -85,6 +85,9 @@ DELTA = {
     "linear_value_head_dim": 5,
     "linear_conv_kernel_dim": 3,
 }
+SEPARATE_DELTA = {key: value for key, value in DELTA.items() if key[:4] not in ("head", "part")}
+SEPARATE_DELTA |= {"linear_num_value_heads": 2, "linear_allow_neg_eigval": True}
+SEPARATE_DELTA |= {"layer_types": ["full_attention", "linear_attention"]}
 LATENT = {**SIZES, **ROPE, **SILU, "num_key_value_heads": 4, "q_lora_rank": 6, "kv_lora_rank": 5}
 LATENT |= {"qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 7, "attention_bias": True}
 LATENT |= {"moe_intermediate_size": 6, "n_routed_experts": 4, "n_shared_experts": 2, "n_group": 2}
@@ -277,6 +280,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "sliding_window": 4,
         "num_hidden_layers": 5,
     },
+    "olmo_hybrid": SEPARATE_DELTA,
     "smollm3": {**SIZES, **ROPE, **SILU, "attention_bias": False, "no_rope_layers": [1, 0, 1]},
     "granite": {**GRANITE, "mlp_bias": False},
     "granitemoehybrid": {
@@ -314,6 +318,36 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "bos_token_id": 1,
         "eos_token_id": 2,
+    },
+    "falcon_h1": {
+        **SIZES,
+        **ROPE,
+        **SILU,
+        "num_hidden_layers": 2,
+        "head_dim": 4,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "mamba_d_ssm": 12,
+        "mamba_n_heads": 4,
+        "mamba_d_head": "auto",
+        "mamba_n_groups": 2,
+        "mamba_d_state": 3,
+        "mamba_d_conv": 3,
+        "mamba_conv_bias": True,
+        "mamba_proj_bias": True,
+        "projectors_bias": True,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "time_step_limit": [0.001, 0.5],
+        "embedding_multiplier": 5.6,
+        "lm_head_multiplier": 0.3,
+        "key_multiplier": 0.39,
+        "attention_in_multiplier": 1.2,
+        "attention_out_multiplier": 0.9,
+        "ssm_in_multiplier": 1.25,
+        "ssm_out_multiplier": 0.24,
+        "ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.36],
+        "mlp_multipliers": [0.88, 0.59],
     },
     "nemotron_h": {
         "vocab_size": 12,

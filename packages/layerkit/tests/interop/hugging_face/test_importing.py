@@ -127,7 +127,8 @@ def test_each_key_changes_the_config_or_raises(configs):
 
 
 PACKED = ["gemma", "olmo3", "smollm3", "granite", "gpt_neox", "stablelm"]
-RECURRENT = ["granitemoehybrid", "mamba2", "nemotron_h"]  # They compile for long.
+# They compile for long.
+RECURRENT = ["granitemoehybrid", "mamba2", "nemotron_h", "falcon_h1", "olmo_hybrid"]
 PACKED += [pytest.param(name, marks=pytest.mark.slow) for name in RECURRENT]
 PACKED += ["bert", "roberta", "modernbert", "bart"]
 
@@ -187,7 +188,11 @@ def test_copy_of_a_tied_tensor_raises_unless_it_is_equal(raises, make_folder):
         import_model(make_folder("gpt2", change=differ))
 
 
-TIED = [family for family in FAMILIES if family.copies]
+TIED = [
+    pytest.param(family, marks=[pytest.mark.slow] * (family.model_type in RECURRENT))
+    for family in FAMILIES
+    if family.copies
+]
 
 
 @pytest.mark.parametrize("family", TIED, ids=lambda family: family.model_type)

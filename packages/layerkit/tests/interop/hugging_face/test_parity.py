@@ -96,6 +96,14 @@ TYPES = ["linear_attention", "moe", "full_attention", "mlp"]
 NEMOTRON = {**WIDE_HEADS, "ssm_state_size": 6, "mamba_num_heads": 4, "mamba_head_dim": 8}
 NEMOTRON |= {"n_groups": 2, "n_routed_experts": 6, "moe_intermediate_size": 12}
 NEMOTRON |= {"moe_shared_expert_intermediate_size": 20}
+FALCON_H1 = {**SIZES, "mamba_d_ssm": 24, "mamba_n_heads": 4, "mamba_d_state": 6}
+FACTORS = {"embedding_multiplier": 5.6, "lm_head_multiplier": 0.02, "key_multiplier": 0.39}
+FACTORS |= {"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.94}
+FACTORS |= {"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.24, "mlp_multipliers": [0.88, 0.59]}
+FACTORS |= {"ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.36]}
+OLMO_HYBRID = {**SIZES, "num_hidden_layers": 5, "linear_num_key_heads": 2}
+# Transformers 5.23 saves convolutions of queries, keys and values of equal sizes correctly.
+OLMO_HYBRID |= {"linear_num_value_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 6}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 32}
@@ -454,6 +462,36 @@ CASES = [
         "biases, limits",
         is_slow=True,
     ),
+    Case("FalconH1", sizes=FALCON_H1),
+    Case(
+        "FalconH1",
+        {
+            **FACTORS,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_n_groups": 2,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+        FALCON_H1,
+        "factors, biases, norms",
+    ),
+    Case(
+        "OlmoHybrid",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+        OLMO_HYBRID,
+        "no positions",
+    ),
+    Case(
+        "OlmoHybrid",
+        {"attention_bias": True, "linear_allow_neg_eigval": False},
+        OLMO_HYBRID,
+        "biases",
+        is_slow=True,
+    ),
     Case("NemotronH", {"layers_block_type": [*TYPES, "linear_attention"]}, NEMOTRON, "all kinds"),
     Case(
         "NemotronH",
@@ -738,7 +776,8 @@ def test_cached_greedy_decoding_gives_the_same_tokens(theirs):
         pytest.param(case, id=name_of(case))
         for case in CASES
         if ({"num_experts", "num_local_experts", "n_routed_experts"} & {*case.sizes, *case.options})
-        or case.family in ("Cohere2", "Gemma4", "GPTJ", "Mamba2", "Qwen3_5")
+        or case.family
+        in ("Cohere2", "Gemma4", "GPTJ", "Mamba2", "Qwen3_5", "FalconH1", "OlmoHybrid")
         if not case.is_slow
     ],
     indirect=True,

@@ -261,6 +261,17 @@ GRANITE4 = {**GRANITE, "model_type": "granitemoehybrid", "attention_dropout": 0.
 GRANITE4 |= {"num_local_experts": 0, "num_experts_per_tok": 0, "output_router_logits": False}
 GRANITE4 |= {"attention_multiplier": 0.015625, "normalization_function": "rmsnorm"}
 GRANITE4 |= {"position_embedding_type": "rope", "rope_theta": 10000000}
+FALCON_H1 = {**LLAMA3, "model_type": "falcon_h1", "attn_layer_indices": None, "rope_theta": 1e11}
+FALCON_H1 |= {"mamba_chunk_size": 128, "mamba_conv_bias": True, "mamba_d_conv": 4}
+FALCON_H1 |= {"mamba_d_head": 64, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1}
+FALCON_H1 |= {"mamba_norm_before_gate": False, "mamba_proj_bias": False, "mamba_rms_norm": False}
+FALCON_H1 |= {"mamba_use_mlp": True, "mlp_expansion_factor": 8, "num_logits_to_keep": 1}
+FALCON_H1 |= {"projectors_bias": False, "key_multiplier": 0.39062499999999994}
+FALCON_H1 |= {"mlp_multipliers": [0.8838834764831844, 0.5859375], "rope_scaling": None}
+FALCON_H1 |= {"ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 0.5, 0.35]}
+OLMO_HYBRID = {**LLAMA3, "model_type": "olmo_hybrid", "rms_norm_eps": 1e-6, "rope_theta": None}
+OLMO_HYBRID |= {"linear_allow_neg_eigval": True, "linear_conv_kernel_dim": 4}
+OLMO_HYBRID |= {"linear_key_head_dim": 96, "linear_value_head_dim": 192}
 MINICPM = {"architectures": ["MiniCPMForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
 MINICPM |= {"scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4}
 MINICPM4_ROPE = {"rope_type": "longrope", "long_factor": [2.0] * 32, "short_factor": [1.0] * 32}
@@ -516,6 +527,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         (4096, 11008, 32, 32, 32, 100278),
         7298011136,
     ),
+    "Olmo-Hybrid-7B": (OLMO_HYBRID, (3840, 11008, 32, 30, 30, 100352), 7430870688),
     "SmolLM3-3B": (SMOL3, (2048, 11008, 36, 16, 4, 128256), 3075098624),
     "granite-3.1-2b": (
         {**GRANITE, "attention_multiplier": 0.015625, "logits_scaling": 8.0},
@@ -665,6 +677,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         granite4(40, 8192, logits_scaling=10.0),
         (2560, 8192, 40, 40, 8, 100352),
         3402836480,
+    ),
+    "Falcon-H1-0.5B": (
+        {**FALCON_H1, "head_dim": 64, "mamba_d_ssm": 1536, "mamba_n_heads": 24},
+        (1024, 2048, 36, 8, 2, 32784),
+        521411104,
     ),
     "MiniCPM-2B": (MINICPM, (2304, 5760, 40, 36, 36, 122753), 2724880896),
     "MiniCPM4-0.5B": (
@@ -816,6 +833,10 @@ OPTIONS = [
     ("granitemoehybrid", "mamba_d_head", 4, 3),
     ("granitemoehybrid", "layer_types", ["linear_attention", "full_attention", "mamba"], ["moe"]),
     ("granitemoehybrid", "position_embedding_type", "rope", "alibi"),
+    ("falcon_h1", "hidden_act", "silu", "gelu"),
+    ("falcon_h1", "mamba_d_head", 3, 4),
+    ("falcon_h1", "projectors_bias", True, False),
+    ("olmo_hybrid", "layer_types", ["full_attention", "linear_attention"], ["conv"] * 2),
     ("mamba2", "expand", 1, 2),
     ("nemotron_h", "hybrid_override_pattern", "ME*-M", "MEX"),
     (

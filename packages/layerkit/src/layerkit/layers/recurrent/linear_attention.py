@@ -31,6 +31,7 @@ from layerkit.ops.recurrence.linear_attention import linear_attention
 from layerkit.ops.remat import name_activation
 
 _KEYS, _VALUES = ("kv_heads", "act_kv_heads"), ("heads", "act_heads")
+_MULTIPLIED = ("gate", "value", "key", "query", "step")
 
 
 class LinearAttention(TokenMixer):
@@ -237,21 +238,34 @@ class Mamba2(LinearAttention):
     Attributes:
       norm_groups: Number of groups of heads that the norm normalizes together; None for
         `num_key_heads`.
+      projection_multipliers: Factors of the projections to gate, value, key, query and time step
+        (Falcon-H1); None for 1.
     """
 
     used_only_if: ClassVar[Conditions] = {"norm_groups": "norm_tpl"}
 
     norm_groups: int | None = None
+    projection_multipliers: tuple[float, float, float, float, float] | None = None
     norm_tpl: Config[BaseLayer] | None = sub_config_field(GatedNorm.HParams, gate_first=True)
 
     def setup(self) -> None:
         """Check the fields and create the children and the skip connection."""
         super().setup()
+        factors, names = self.projection_multipliers, _MULTIPLIED
+        is_valid = factors is None or len(factors) == len(names)
+        expected = f"a factor for each of {', '.join(names)}"
+        require(is_valid, self, "projection_multipliers", factors, expected)
         ones = WeightInit.Constant(1.0)
         self.create_variable("skip", WeightHParams((self.num_value_heads,), ("heads",), init=ones))
 
     def _norm_groups(self) -> dict[str, int]:
         return {"num_groups": self.norm_groups or self.num_key_heads}
+
+    def _project(self, name: str, x: jax.Array) -> jax.Array:
+        heads = super()._project(name, x)
+        if self.projection_multipliers is None:
+            return heads
+        return heads * self.projection_multipliers[_MULTIPLIED.index(name)]
 
     def _arguments(
         self, x: jax.Array, heads: dict[str, jax.Array], steps: jax.Array
@@ -267,8 +281,14 @@ class GatedDeltaNet(LinearAttention):
     """A gated delta net (Yang et al., 2024, arXiv:2412.06464), as in Qwen3-Next.
 
     Queries and keys are normalized to length 1, and a token replaces the share β = sigmoid(w·x) of
-    what the state holds for its key. The fields are those of `LinearAttention`.
+    what the state holds for its key. The other fields are those of `LinearAttention`.
+
+    Attributes:
+      allow_negative_eigenvalues: True for β = 2·sigmoid(w·x), with which a token may also change
+        the sign of what the state holds (Grazzi et al., 2024, arXiv:2411.12537; OLMo Hybrid).
     """
+
+    allow_negative_eigenvalues: bool = False
 
     def setup(self) -> None:
         """Check the fields and create the children."""
@@ -281,6 +301,7 @@ class GatedDeltaNet(LinearAttention):
         del steps
         query, key = (_normalize(heads[name]) for name in ("query", "key"))
         beta = jax.nn.sigmoid(self.beta(x)[..., 0].astype(jnp.float32))
+        beta = 2.0 * beta if self.allow_negative_eigenvalues else beta
         query = query * self.key_dim_per_head**-0.5
         return {"query": query, "key": key, "value": heads["value"], "beta": beta}
 
@@ -289,7 +310,7 @@ class KimiDeltaAttention(GatedDeltaNet):
     """Kimi delta attention (Kimi Team, 2025, arXiv:2510.26692): a delta net that decays channels.
 
     Each coordinate of a key decays by itself. The projections to decays and gates have two factors,
-    of `gate_rank` (`value_dim_per_head` in Kimi Linear). The fields are those of `LinearAttention`.
+    of `gate_rank` (`value_dim_per_head` in Kimi Linear). The fields are those of `GatedDeltaNet`.
     """
 
     decays_channels: ClassVar[bool] = True

@@ -69,6 +69,7 @@ class TransformerFeedForward(BaseLayer):
       hidden_dims: Size of the hidden dimension.
       has_bias: True to add a bias after each projection, including the gate's.
       use_gate: True to multiply the hidden activations by a gate.
+      gate_multiplier: Factor of the gate before its activation (Falcon-H1).
       activation_tpl: Activation.
       dropout_rate: Dropout rate of the hidden activations in training.
       linear_tpl: Projections.
@@ -76,12 +77,13 @@ class TransformerFeedForward(BaseLayer):
       down_init: Initializer of the `down` projection; None for that of the others.
     """
 
-    used_only_if: ClassVar[Conditions] = {"bias_tpl": "has_bias"}
+    used_only_if: ClassVar[Conditions] = {"bias_tpl": "has_bias", "gate_multiplier": "use_gate"}
 
     input_dims: int = 0
     hidden_dims: int = 0
     has_bias: bool = False
     use_gate: bool = False
+    gate_multiplier: float = 1.0
     linear_tpl: Config[BaseLayer] = sub_config_field(Linear.HParams)
     bias_tpl: Config[BaseLayer] = sub_config_field(Bias.HParams)
     activation_tpl: Config[BaseActivation] = sub_config_field(ReLU.HParams)
@@ -125,7 +127,10 @@ class TransformerFeedForward(BaseLayer):
         tokens = merge_tokens(self, x)
         hidden = self._widen("up", tokens)
         if self.use_gate:
-            hidden = self.activation.gate(self._widen("gate", tokens), hidden)
+            gate = self._widen("gate", tokens)
+            if self.gate_multiplier != 1.0:
+                gate = gate * self.gate_multiplier
+            hidden = self.activation.gate(gate, hidden)
         else:
             hidden = self.activation(hidden)
         hidden = name_activation(hidden, "feed_forward_hidden")

@@ -18,11 +18,11 @@ from layerkit.interop.hugging_face.families.llama import (
     llama_rows,
 )
 from layerkit.interop.hugging_face.families.mamba2 import (
+    BAMBA_KEYS,
     MIXER,
     MIXER_NEUTRAL,
     TIME_STEP_LIMIT,
     head_size,
-    mixer_keys,
     mixer_rows,
 )
 from layerkit.interop.hugging_face.families.mixtral import mixture_network
@@ -71,14 +71,7 @@ _MAMBA = Kind(
     has_mixer(Mamba2),
     lambda layer: layer.set(attention_tpl=Mamba2.HParams.config()),
     (
-        *mixer_keys(
-            num_value_heads=("mamba_n_heads", 128),
-            num_key_heads=("mamba_n_groups", 1),
-            key_dim_per_head=("mamba_d_state", 256),
-            conv_width=("mamba_d_conv", 4),
-            use_bias=("mamba_proj_bias", False),
-            use_conv_bias=("mamba_conv_bias", True),
-        ),
+        *BAMBA_KEYS,
         head_size("mamba_d_head", "auto", expand="mamba_expand"),
         activation("hidden_act", "silu", MIXER + "activation_tpl"),
         key("rms_norm_eps", MIXER + "norm_tpl.epsilon", 1e-6),

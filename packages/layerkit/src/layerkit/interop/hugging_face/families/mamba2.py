@@ -10,7 +10,7 @@ import math
 from typing import Any
 
 from layerkit.config import Config
-from layerkit.interop.hugging_face.families.llama import LAYER, RECURRENT_WEIGHT, llama_network
+from layerkit.interop.hugging_face.families.llama import LAYER, llama_network
 from layerkit.interop.hugging_face.family import Family
 from layerkit.interop.hugging_face.keys import (
     NORM_EPSILONS,
@@ -41,27 +41,42 @@ def mixer_keys(**fields: tuple[str, Any]) -> tuple[Entry, ...]:
     return tuple(key(name, MIXER + field, default) for field, (name, default) in fields.items())
 
 
-def head_size(name: str, default: Any, *, expand: str) -> Entry:
+BAMBA_KEYS = mixer_keys(
+    num_value_heads=("mamba_n_heads", 128),
+    num_key_heads=("mamba_n_groups", 1),
+    key_dim_per_head=("mamba_d_state", 256),
+    conv_width=("mamba_d_conv", 4),
+    use_bias=("mamba_proj_bias", False),
+    use_conv_bias=("mamba_conv_bias", True),
+)
+"""Keys of the mixers of Bamba (IBM, 2024), which Granite 4 and Falcon-H1 have."""
+
+
+def head_size(name: str, default: Any, *, expand: str, total: str | None = None) -> Entry:
     """Return the entry of the size of a mixer's heads, to be read after their number.
 
     Args:
       name: Key of the size, which may be `auto`.
       default: Value of Transformers if the key is left out.
       expand: Key of the size of all heads together, as a multiple of the model dimension.
+      total: Key of the size of all heads together, unless it is null (Falcon-H1).
     """
     count, field = MIXER + "num_value_heads", MIXER + "value_dim_per_head"
 
     def read(file: ConfigFile, network: Config) -> None:
-        heads, total = get_field(network, count), file.get(expand, 2) * network.model_dims
+        heads, dims = get_field(network, count), file.get(expand, 2) * network.model_dims
+        given = None if total is None else file.get(total, 1024)
+        dims = dims if given is None else given
         size = file.get(name, default)
-        size = total // heads if size == "auto" else size
-        if size * heads != total:
-            raise file.invalid(name, f"{expand} · hidden_size / heads = {total} / {heads}")
+        size = dims // heads if size == "auto" else size
+        if size * heads != dims:
+            raise file.invalid(name, f"{total or expand} / heads = {dims} / {heads}")
         set_field(network, field, size)
 
     def write(network: Config) -> dict[str, Any]:
         size = get_field(network, field)
-        return {name: size, expand: size * get_field(network, count) // network.model_dims}
+        dims = size * get_field(network, count)
+        return {name: size} | ({total: dims} if total else {expand: dims // network.model_dims})
 
     return Entry(read, write)
 
@@ -85,15 +100,20 @@ TIME_STEP_LIMIT = Entry(_read_limits, _write_limits)
 """Entry of the limits of time steps, of which (0, infinity) is None here."""
 
 
-def mixer_rows(theirs: str) -> tuple[Row, ...]:
-    """Return the rows of the Mamba-2 mixers of layers, with names of tensors that begin so."""
-    ours, inputs = LAYER + "attention/", ("value", "key", "query")
+def mixer_rows(theirs: str, ours: str = LAYER + "attention/") -> tuple[Row, ...]:
+    """Return the rows of the Mamba-2 mixers of layers.
+
+    Args:
+      theirs: Start of the names of their tensors.
+      ours: Path of the mixer.
+    """
+    inputs, recurrent_weight = ("value", "key", "query"), ours + "time_step/bias"
     return (
         *layer_rows(
             {ours + name: theirs + "in_proj" for name in ("gate", *inputs, "step")},
             INTO_HEADS,
             joined_axis=0,
-            beside=RECURRENT_WEIGHT,
+            beside=recurrent_weight,
         ),
         *layer_rows(
             {f"{ours}{name}_conv": theirs + "conv1d" for name in inputs},
@@ -101,9 +121,9 @@ def mixer_rows(theirs: str) -> tuple[Row, ...]:
             joined_axis=0,
         ),
         *layer_rows({ours + "norm": theirs + "norm"}, "(heads dims) -> heads dims"),
-        *layer_rows({ours + "output": theirs + "out_proj"}, beside=RECURRENT_WEIGHT),
+        *layer_rows({ours + "output": theirs + "out_proj"}, beside=recurrent_weight),
         Row(theirs + "A_log", ours + "time_step/log_rate"),
-        Row(theirs + "dt_bias", RECURRENT_WEIGHT, "(heads channels) -> heads channels"),
+        Row(theirs + "dt_bias", recurrent_weight, "(heads channels) -> heads channels"),
         Row(theirs + "D", ours + "skip"),
     )
 

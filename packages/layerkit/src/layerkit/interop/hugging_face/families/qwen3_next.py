@@ -52,7 +52,8 @@ GATED_LAYERS: dict[str, Any] = {
 _MIXER = "layer.attention_tpl."
 
 
-def _add_delta_net(template: Config) -> None:
+def add_delta_net(template: Config) -> None:
+    """Replace the attention of a layer by a gated delta net."""
     mixer = GatedDeltaNet.HParams.config()
     mixer.norm_tpl.epsilon = template.norm_tpl.epsilon
     mixer.activation_tpl = template.feed_forward_tpl.activation_tpl.clone()
@@ -61,7 +62,7 @@ def _add_delta_net(template: Config) -> None:
 
 DELTA_NET = Kind(
     has_mixer(GatedDeltaNet),
-    _add_delta_net,
+    add_delta_net,
     (
         key("linear_num_key_heads", _MIXER + "num_key_heads", 16),
         key("linear_num_value_heads", _MIXER + "num_value_heads", 32),
@@ -93,11 +94,12 @@ def delta_net_layers(**attention: Any) -> Entry:
 
 
 _OURS, _THEIRS = LAYER + "attention/", THEIR_LAYER + "linear_attn."
-_CHANNELS = "(heads head_dim) () width -> width heads head_dim"
+CHANNELS = "(heads head_dim) () width -> width heads head_dim"
+"""Layout of the weights of a convolution."""
 _GATED_QUERIES = dict.fromkeys((_OURS + "query", _OURS + "gate"), THEIR_LAYER + "self_attn.q_proj")
 _DELTA_ROWS = (
     *(
-        Row(_THEIRS + "conv1d.weight", f"{_OURS}{name}_conv/w", _CHANNELS, joined_axis=0)
+        Row(_THEIRS + "conv1d.weight", f"{_OURS}{name}_conv/w", CHANNELS, joined_axis=0)
         for name in ("query", "key", "value")
     ),
     Row(_THEIRS + "A_log", _OURS + "time_step/log_rate"),
