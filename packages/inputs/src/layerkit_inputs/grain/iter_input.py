@@ -27,14 +27,8 @@ from layerkit_inputs.grain.worker_transfer import RowList, RowsOfLists
 _END = object()  # after the last element of an epoch
 
 
-class GrainIterInput(BaseInput):
-    """An input of rows of a `grain.IterDataset`, in its order.
-
-    The function `dataset` is called in each epoch, with keyword arguments:
-
-        def rows(*, host_index: int, num_hosts: int, seed: int) -> grain.IterDataset:
-            mine = grain.MapDataset.source(names)[host_index::num_hosts]
-            return mine.shuffle(seed=seed).map(parse).to_iter_dataset().filter(is_good)
+class GrainStream(BaseInput):
+    """Base class of inputs that make a `grain.IterDataset` for each host and read it in its order.
 
     Hosts must have disjoint rows. `seed` is derived from `input_random_seed` and differs by epoch
     in training; evaluation always uses the seed of the first epoch. In training, a batch may hold
@@ -48,8 +42,6 @@ class GrainIterInput(BaseInput):
 
     used_only_if: ClassVar[Conditions] = {"worker_buffer_size": "num_workers"}
 
-    dataset: Callable[..., Any] | None = None
-    """Function that makes the data set of a host. Required."""
     num_workers: int = 0
     """Number of worker processes, each of which makes a part of the rows (Grain's `mp_prefetch`).
     0: the rows are made in this process. The order of rows depends on it, so a state fits only the
@@ -72,12 +64,11 @@ class GrainIterInput(BaseInput):
         self._batches_done = 0
         self._iterator: Any = None
 
-    # Methods that a subclass may override.
+    # Methods of subclasses; the first is required.
 
     def _make_dataset(self, *, host_index: int, num_hosts: int, seed: int) -> Any:
         """Return the data set of a host for one epoch."""
-        make: Any = self.dataset
-        return make and make(host_index=host_index, num_hosts=num_hosts, seed=seed)
+        raise NotImplementedError(f"{type(self).__qualname__} must define _make_dataset().")
 
     def _rows_of_hosts(self) -> list[int] | None:
         """Return the number of rows of each host in an epoch, or None if it is unknown."""
@@ -238,6 +229,24 @@ class GrainIterInput(BaseInput):
         if self._iterator is not None:
             self._iterator = None
             self._close_iterator()
+
+
+class GrainIterInput(GrainStream):
+    """An input of rows of a `grain.IterDataset`, in its order.
+
+    The function `dataset` is called in each epoch, with keyword arguments:
+
+        def rows(*, host_index: int, num_hosts: int, seed: int) -> grain.IterDataset:
+            mine = grain.MapDataset.source(names)[host_index::num_hosts]
+            return mine.shuffle(seed=seed).map(parse).to_iter_dataset().filter(is_good)
+    """
+
+    dataset: Callable[..., Any] | None = None
+    """Function that makes the data set of a host. Required."""
+
+    def _make_dataset(self, *, host_index: int, num_hosts: int, seed: int) -> Any:
+        make: Any = self.dataset
+        return make and make(host_index=host_index, num_hosts=num_hosts, seed=seed)
 
 
 def _close_on_another_thread(iterator: Any) -> None:

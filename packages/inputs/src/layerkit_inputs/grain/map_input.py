@@ -50,8 +50,8 @@ _EXPECTED_DATASET = (
 )
 
 
-class GrainMapInput(IndexedInput):
-    """An input that reads rows of a `grain.MapDataset` by number.
+class GrainRows(IndexedInput):
+    """Base class of inputs that make a `grain.MapDataset` from their fields and read it by number.
 
     The input shuffles and repeats the data set (`shuffle`, `shuffle_window`, `is_training`). The
     data set itself should do neither. In epoch `e`, row `i` of `n` is read as number `e * n + i`,
@@ -62,8 +62,6 @@ class GrainMapInput(IndexedInput):
     its place, and evaluation uses a row of padding.
     """
 
-    dataset: RowSource | Callable[[], RowSource] | None = None
-    """A `grain.MapDataset` of rows, or a function without arguments that returns one. Required."""
     num_threads: int = 0
     """Number of threads that read the rows of a batch, for slow storage; 0 for no threads."""
     on_bad_record: OnBadRecord = "refuse"
@@ -77,8 +75,8 @@ class GrainMapInput(IndexedInput):
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
 
     def _make_dataset(self) -> Any:
-        """Return the data set. A subclass may build it from its own fields."""
-        return self.dataset() if callable(self.dataset) else self.dataset
+        """Return the data set, a `grain.MapDataset` of rows."""
+        raise NotImplementedError(f"{type(self).__qualname__} must define _make_dataset().")
 
     @functools.cached_property
     def _dataset(self) -> Any:
@@ -159,7 +157,17 @@ class GrainMapInput(IndexedInput):
             self._pool.shutdown(cancel_futures=True)
 
 
-class ArrayRecordRows(GrainMapInput):
+class GrainMapInput(GrainRows):
+    """An input that reads rows of a `grain.MapDataset` by number, shuffles and repeats them."""
+
+    dataset: RowSource | Callable[[], RowSource] | None = None
+    """A `grain.MapDataset` of rows, or a function without arguments that returns one. Required."""
+
+    def _make_dataset(self) -> Any:
+        return self.dataset() if callable(self.dataset) else self.dataset
+
+
+class ArrayRecordRows(GrainRows):
     """An input of ArrayRecord files with one serialized row per record.
 
     A state can be restored only if each file has the same number of records as before. A missing or

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,8 @@ from layerkit_inputs.hugging_face.dataset_base import HuggingFaceData
 from layerkit_inputs.images.image_input import EncodedImage, ImageInput
 
 
-class ImageRows(ImageInput):
-    """An input of the images of `dataset`, a sequence of dictionaries or a function returning one.
+class ImageColumns(ImageInput):
+    """Base class of inputs of rows that are dictionaries with an image and a label.
 
     An image is the bytes of a file, a dictionary with `bytes` or `path`, pixels uint8
     `[height, width, channels]`, or a Pillow image.
@@ -40,7 +41,7 @@ class ImageRows(ImageInput):
 
     def _open_rows(self) -> Any:
         """Return the rows."""
-        return self.dataset() if callable(self.dataset) else self.dataset
+        raise NotImplementedError(f"{type(self).__qualname__} must define _open_rows().")
 
     def _num_images(self) -> int:
         return len(self._rows)
@@ -53,7 +54,17 @@ class ImageRows(ImageInput):
         return EncodedImage(image, label, self._name_of(row))
 
 
-class TfdsImages(ImageRows):
+class ImageRows(ImageColumns):
+    """An input of the images of a sequence of rows."""
+
+    dataset: RowSource | Callable[[], RowSource] | None = None
+    """A sequence of dictionaries, or a function without arguments that returns one. Required."""
+
+    def _open_rows(self) -> Any:
+        return self.dataset() if callable(self.dataset) else self.dataset
+
+
+class TfdsImages(ImageColumns):
     """An input of the images of a data set of TFDS, in ArrayRecord files."""
 
     data_set: str
@@ -73,7 +84,7 @@ class TfdsImages(ImageRows):
         return {"data_set": self.data_set, "split": self.split}
 
 
-class HuggingFaceImages(HuggingFaceData, ImageRows):
+class HuggingFaceImages(HuggingFaceData, ImageColumns):
     """An input of a Hugging Face data set, such as Parquet files with a column of images.
 
     `path`, `data_files` and `split` name the data set as in `HuggingFaceInput`.

@@ -15,7 +15,7 @@ import numpy as np
 from layerkit.config.checks import check_positive, check_sizes, require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.errors import BadRecordError, require_extra
-from layerkit_inputs.grain.map_input import GrainMapInput
+from layerkit_inputs.grain.map_input import GrainRows
 from layerkit_inputs.images.augmentations import mix, random_resized_crop
 from layerkit_inputs.images.decode_image import center_crop, decode_image, pillow
 from layerkit_inputs.images.rand_augment import rand_augment
@@ -32,7 +32,7 @@ class EncodedImage(NamedTuple):
     name: str
 
 
-class ImageInput(GrainMapInput):
+class ImageInput(GrainRows):
     """Base class of inputs of encoded images, such as JPEG files, with labels.
 
     Batches hold `inputs` float32 `[batch, height, width, channels]` and `labels` int32 `[batch]`.

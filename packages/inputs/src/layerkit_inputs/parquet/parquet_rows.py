@@ -20,7 +20,7 @@ from layerkit.errors import first_names
 from layerkit_inputs.base.base_input import counted
 from layerkit_inputs.base.errors import BadRecordError, require_extra
 from layerkit_inputs.base.find_files import find_text_files
-from layerkit_inputs.grain.iter_input import GrainIterInput
+from layerkit_inputs.grain.iter_input import GrainStream
 from layerkit_inputs.parquet.row_group_sizes import MAX_ROW_GROUP_BYTES
 from layerkit_inputs.parquet.row_groups import RowGroup, open_row_group
 
@@ -35,7 +35,7 @@ def _transformed(row: Any, *, transform: Callable[[dict[str, Any]], Any]) -> Any
         return BadRecordError(str(error), owner=getattr(transform, "__qualname__", str(transform)))
 
 
-class ParquetRows(GrainIterInput):
+class ParquetRows(GrainStream):
     """An input of rows of Parquet files, dictionaries of their columns.
 
     Columns of numbers or booleans become numbers, and columns of lists of these become arrays
