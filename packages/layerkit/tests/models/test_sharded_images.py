@@ -18,6 +18,7 @@ from layerkit.layers import (
     ContrastiveLoss,
     ImageEmbedding,
     ResNet,
+    RotaryPositionalEmbedding,
     StackedTransformerRepeated,
     VisionTransformer,
 )
@@ -61,12 +62,19 @@ def image_lm():
     config = LanguageModel.HParams.config()
     stack = StackedTransformerRepeated.HParams.config()
     config.lm_tpl.set(vocab_size=12, num_layers=2, stack_tpl=stack, **SIZES)
-    config.lm_tpl.images_tpl = ImageEmbedding.HParams.config(
-        token_id=5, tower_tpl=tower(), sees_whole_image=True
-    )
-    config.lm_tpl.images_tpl.tower_tpl.pool_tpl = None
-    config.lm_tpl.images_tpl.projector_tpl.merged = 2
+    images = ImageEmbedding.HParams.config(token_id=5, tower_tpl=tower())
+    images.set(sees_whole_image=True, has_grid_positions=True)
+    images.projector_tpl.set(merged=2, merge="concatenate")
+    # Windows of 3 rows and columns do not divide the grid of 4.
+    images.tower_tpl.set(pool_tpl=None, has_grid_positions=True, window_size=3)
+    images.tower_tpl.stack_tpl.layer_tpl.attention_tpl.set(rotary_tpl=rotary(0, 1, 0), chunk=9)
+    stack.layer_tpl.attention_tpl.rotary_tpl = rotary(0, 0, 1)
+    config.lm_tpl.images_tpl = images
     return config
+
+
+def rotary(*sections):
+    return RotaryPositionalEmbedding.HParams.config(sections=sections)
 
 
 PLACEHOLDERS = np.where(np.arange(16) % 8 < 4, 5, RANDOM.integers(6, 12, (8, 16))).astype(np.int32)

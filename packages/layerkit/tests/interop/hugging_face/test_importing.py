@@ -325,6 +325,21 @@ def test_text_of_a_folder_of_text_and_images_is_read(make_folder, family, rename
     jax.tree.map(np.testing.assert_array_equal, again[1], variables)
 
 
+@pytest.mark.slow
+def test_names_of_newer_folders_of_qwen2_5_vl_are_read(make_folder):
+    config, variables = import_model(make_folder("qwen2_5_vl"))
+
+    def change(tensors):
+        for name in list(tensors):
+            newer = name.replace("model.", "model.language_model.", 1)
+            newer = name.replace("visual.", "model.visual.") if "visual." in name else newer
+            tensors[newer] = tensors.pop(name)
+
+    again = import_model(make_folder("qwen2_5_vl", change=change))
+    assert again[0] == config
+    jax.tree.map(np.testing.assert_array_equal, again[1], variables)
+
+
 def test_experts_in_one_tensor_are_those_of_separate_tensors(make_folder):
     config, variables = import_model(make_folder("qwen3_5_moe_text"))
 

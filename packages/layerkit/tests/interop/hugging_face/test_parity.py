@@ -702,6 +702,8 @@ def test_copies_are_the_tied_tensors_of_transformers(family):
     if family.model_type == "bart":
         inner = transformers.BartModel._tied_weights_keys
         tied = tied | {f"model.{copy}": f"model.{of}" for copy, of in inner.items()}
+    if family.model_type == "qwen2_5_vl":  # Its folders leave a part of the names out.
+        tied = {copy: of.replace(".language_model", "") for copy, of in tied.items()}
     assert family.copies == (tied or {})
 
 

@@ -198,7 +198,7 @@ def test_logits_of_Qwen_with_images_equal_those_of_transformers(qwen, tmp_path, 
     tensors, before = again.state_dict(), model.state_dict()
     assert tensors.keys() == before.keys()
     assert all(torch.equal(tensors[name], tensor) for name, tensor in before.items())
-    assert torch.equal(again(**inputs).logits, expected)
+    assert largest_difference(again(**inputs).logits.detach().numpy(), expected) < 1e-5
 
 
 def test_greedy_decoding_of_Qwen_equals_that_of_transformers(qwen, tmp_path):

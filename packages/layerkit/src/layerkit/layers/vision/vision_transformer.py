@@ -268,9 +268,7 @@ class VisionTransformer(BaseLayer):
             x = self.stack(x, mask=mask, positions=row_positions(batch, length))
         return x if self.final_norm_tpl is None else self.final_norm(x)
 
-    def _attend_on_grid(
-        self, x: jax.Array, mask: AttentionMask, grid: tuple[int, int]
-    ) -> jax.Array:
+    def _attend_on_grid(self, x: Any, mask: AttentionMask, grid: tuple[int, int]) -> jax.Array:
         """Apply the stack to patches `[batch, patches, dims]` in the order of windows."""
         size = self.window_size or max(grid)
         order, windows = sort_by_windows(grid, size)
@@ -278,8 +276,8 @@ class VisionTransformer(BaseLayer):
         # The chunk of a position is its quotient by size².
         axes = np.stack([windows * size**2, rows, columns], axis=-1).astype(np.int32)
         positions = jnp.broadcast_to(axes, (len(x), *axes.shape))
-        x = self.stack(x[:, order], mask=mask, positions=positions)
-        return x[:, np.argsort(order)]
+        sorted_x: jax.Array = self.stack(x[:, order], mask=mask, positions=positions)
+        return sorted_x[:, np.argsort(order)]
 
     def _create_positions(self) -> None:
         grid, template = self.position_grid, self.position_tpl

@@ -88,16 +88,14 @@ def image_entries(
       model_entries: Further entries of the model.
       neutral: Keys of `vision_config` that do not change the computation.
     """
-    names = {
-        "hidden_size": "model_dims",
-        "intermediate_size": "hidden_dims",
-        "depth": "num_layers",
-        "num_heads": "num_heads",
-    }
+    dims, hidden_dims, num_layers, num_heads = sizes
     vision = nested(
         "vision_config",
         _IMAGES + "tower_tpl",
-        *(key(name, field, size) for (name, field), size in zip(names.items(), sizes, strict=True)),
+        key("hidden_size", "model_dims", dims),
+        key("intermediate_size", "hidden_dims", hidden_dims),
+        key("depth", "num_layers", num_layers),
+        key("num_heads", "num_heads", num_heads),
         activation("hidden_act", act),
         key("in_channels", "patch_tpl.channels", 3),
         key("patch_size", "patch_tpl.patch_size", patch_size),
@@ -126,6 +124,7 @@ def image_rows(
       maps: Names of the linear maps of the merger.
     """
     ours, projector = "lm/images/tower/", "lm/images/projector/mlp/layers_"
+    merger, linears = prefix + "merger.", [*enumerate(maps)]
     layer, theirs = ours + "stack/{layer}/", prefix + "blocks.{layer}."
     patches = "out channel frame row column -> frame row column channel out"
     joined = ("query", "key", "value")
@@ -142,16 +141,10 @@ def image_rows(
                 layer + "attention/output": theirs + "attn.proj",
                 layer + "attention_norm": theirs + "norm1",
                 layer + "feed_forward_norm": theirs + "norm2",
-                ours + "final_norm": f"{prefix}merger.{norm}",
+                ours + "final_norm": merger + norm,
                 **names,
             }
         ),
-        *(
-            Row(f"{prefix}merger.{name}.{kind}", f"{projector}{number}/{path}", layout)
-            for number, name in enumerate(maps)
-            for kind, path, layout in (
-                ("weight", "linear/w", LINEAR),
-                ("bias", "bias/b", "dims -> dims"),
-            )
-        ),
+        *(Row(f"{merger}{b}.weight", f"{projector}{a}/linear/w", LINEAR) for a, b in linears),
+        *(Row(f"{merger}{b}.bias", f"{projector}{a}/bias/b") for a, b in linears),
     )
