@@ -117,6 +117,21 @@ def teacher(hf_folder: str) -> str:
     return folder.name
 
 
+@pytest.fixture
+def whisper_folder(hf_folder: str) -> str:
+    """A folder of a speech model without weights, with the tokenizer of `hf_folder`."""
+    folder = Path(hf_folder).with_name("tiny-whisper")
+    folder.mkdir()
+    sizes = {"model_type": "whisper", "vocab_size": 16, "eos_token_id": 1, "max_length": 448}
+    defaults = {"lang_to_id": {"<|en|>": 4}, "task_to_id": {"transcribe": 5}}
+    defaults |= {"no_timestamps_token_id": 6, "suppress_tokens": [3]}
+    (folder / "config.json").write_text(json.dumps(sizes))
+    (folder / "generation_config.json").write_text(json.dumps(defaults))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text(Path(hf_folder, name).read_text())
+    return folder.name
+
+
 FIRST: dict[str, str] = {}
 for listed, experiment in EXPERIMENTS.items():
     FIRST.setdefault(experiment.__module__, listed)

@@ -31,7 +31,13 @@ def test_rows_are_strings_of_digits_that_fit():
 
 
 @pytest.mark.parametrize(
-    ("name", "published"), [("ConformerS", 10.3e6), ("ConformerM", 30.7e6), ("ConformerL", 118.8e6)]
+    ("name", "published"),
+    [
+        ("ConformerS", 10.3e6),
+        ("ConformerM", 30.7e6),
+        ("ConformerL", 118.8e6),
+        ("ConformerXLBestRq", 0.6e9),
+    ],
 )
 def test_sizes_are_about_those_of_the_paper(name: str, published: float, num_params: Any):
     # The predictor and the joint network differ; see the module.

@@ -73,6 +73,18 @@ def test_spoken_digits_are_recognized(tmp_path: Path):
     assert metrics(tmp_path, dataset="decode/transcripts")[-1]["word_error_rate"] < 0.1
 
 
+def test_pre_training_on_sounds_lowers_the_errors_of_few_labels(tmp_path: Path):
+    run("--exp=speech.digits.DigitsBestRq", f"--job_log_dir={tmp_path}/base")
+    words = ["--exp=speech.digits.DigitsFewLabels", f"--job_log_dir={tmp_path}/"]
+    run(*words[:1], f"{words[1]}tuned", f"--fdl.INIT_FROM={tmp_path}/base")
+    run(*words[:1], f"{words[1]}scratch")
+    tuned, scratch = (
+        metrics(tmp_path / name, dataset="decode/transcripts")[-1]["word_error_rate"]
+        for name in ("tuned", "scratch")
+    )
+    assert tuned < scratch
+
+
 def test_unseen_numbers_are_translated(tmp_path: Path):
     words = ["--exp=translation.numbers.EnglishToGermanNumbers", f"--job_log_dir={tmp_path}"]
     run(*words)

@@ -14,6 +14,7 @@ from layerkit_inputs.audio.audio_files import read_audio
 from layerkit_inputs.base.errors import BadRecordError, MissingExtraError, MissingFileError
 from layerkit_inputs.testing import laws
 from layerkit_inputs.text.text_pairs import edit_distance, text_metrics
+from layerkit_inputs.text.tokenizers import ByteTokenizer
 
 RANDOM = np.random.default_rng(0)
 RATE = 8000
@@ -131,6 +132,17 @@ def test_wrong_rows_raise(folder, raises):
         source(folder).get_next()
     with raises(MissingFileError, field="path"):
         source(folder / "none").get_next()
+
+
+def test_token_0_needs_an_input_without_a_blank(folder, raises):
+    class Zeros(ByteTokenizer):
+        def encode(self, text):
+            return np.zeros(2, np.int32)
+
+    with raises(ConfigError, field="labels of 'text 0'"):
+        source(folder, tokenizer=Zeros()).get_next()
+    batch = source(folder, tokenizer=Zeros(), has_blank=False).get_next()
+    assert batch.tgt.paddings.sum() == 4 * (8 - 2)
 
 
 def test_word_errors_are_edits_by_words_of_targets():

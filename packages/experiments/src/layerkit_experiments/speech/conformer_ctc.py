@@ -1,25 +1,42 @@
-"""Recipe of speech recognition by a Conformer with CTC or a transducer."""
+"""Recipe of speech recognition by a Conformer, and of its pre-training by BEST-RQ."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
-from layerkit.config import Config
-from layerkit.layers import LayerNorm, StackedTransformer, StackedTransformerRepeated
-from layerkit.models import CtcModel, TransducerModel
+from layerkit.config import Config, build
+from layerkit.layers import (
+    LayerNorm,
+    PositionalEmbedding,
+    StackedTransformer,
+    StackedTransformerRepeated,
+)
+from layerkit.models import AttentionDecoderModel, BestRqModel, CtcModel, TransducerModel
 from layerkit_experiments.recipes.training import TrainedExperiment, train_config
 from layerkit_experiments.speech.spoken_digits import SpokenDigits
 from layerkit_inputs import AudioFiles, tokenizer_config
+from layerkit_runner.init_from import InitFrom, Source
 from layerkit_runner.step.task import SingleTask
+
+_MODELS = {
+    "ctc": CtcModel,
+    "transducer": TransducerModel,
+    "attention": AttentionDecoderModel,
+    "best_rq": BestRqModel,
+}
 
 
 class SpeechExperiment(TrainedExperiment, abstract=True):
-    """A Conformer (Gulati et al., 2020, arXiv:2005.08100) with CTC or a transducer."""
+    """A Conformer (Gulati et al., 2020, arXiv:2005.08100), trained with the loss LOSS."""
 
     tags: ClassVar[tuple[str, ...]] = ("speech",)
 
-    LOSS: Literal["ctc", "transducer"] = "ctc"
+    LOSS: Literal["ctc", "transducer", "attention", "best_rq"] = "ctc"
+    """`attention`: a Transformer decoder; `best_rq`: pre-training, which reads no transcripts."""
+    INIT_FROM: str | None = None
+    """Job or checkpoint of another LOSS, whose encoder the run starts with. None: random weights.
+    `--init_from` takes precedence."""
     NUM_LAYERS: int = 16
     MODEL_DIMS: int = 144
     NUM_HEADS: int = 4
@@ -30,6 +47,16 @@ class SpeechExperiment(TrainedExperiment, abstract=True):
     """Channels of the convolutions that subsample frames."""
     JOINT_DIMS: int = 640
     """Size of the joint network of a transducer."""
+    NUM_DECODER_LAYERS: int = 6
+    """Layers of the decoder of `attention`."""
+    NUM_CODES: int = 8192
+    """Codes of a codebook of `best_rq`."""
+    NUM_CODEBOOKS: int = 1
+    """Codebooks of `best_rq`, each with a projection of its own to 16 dimensions."""
+    MASK_PROB: float = 0.01
+    """Probability that `best_rq` masks a span that begins at a frame of 10 ms."""
+    MASK_FRAMES: int = 40
+    """Frames of a span."""
     VOCAB_SIZE: int = 259
     """Number of ids, of which 0 is the blank."""
     DROPOUT_RATE: float = 0.1
@@ -50,6 +77,8 @@ class SpeechExperiment(TrainedExperiment, abstract=True):
     MAX_SECONDS: float = 16.8
     """Length of a row; longer recordings are left out."""
     MAX_LABELS: int = 400
+    NUM_TRAIN: int | None = None
+    """Number of rows of an epoch, for `digits`; None for an endless stream."""
     NUM_HELDOUT: int = 256
     """Number of rows of an evaluation, for `digits`."""
     PERCORE_BATCH_SIZE: float = 8.0
@@ -62,6 +91,8 @@ class SpeechExperiment(TrainedExperiment, abstract=True):
         "NUM_CHANNELS": 16,
         "CONV_NORM": "layer",
         "JOINT_DIMS": 64,
+        "NUM_DECODER_LAYERS": 2,
+        "NUM_CODES": 64,
         "VOCAB_SIZE": 259,
         "DROPOUT_RATE": 0.0,
         "TIME_MASKS": 0,
@@ -88,8 +119,9 @@ class SpeechExperiment(TrainedExperiment, abstract=True):
         ]
 
     def decode_datasets(self) -> list[Config]:
-        """Return the config of the held-out sounds."""
-        return [self._sounds("heldout", name="transcripts")]
+        """Return the config of the held-out sounds, which `best_rq` does not decode."""
+        is_decoded = self.LOSS != "best_rq"
+        return [self._sounds("heldout", name="transcripts")] if is_decoded else []
 
     def _sounds(self, split: str, **fields: Any) -> Config:
         fields |= {
@@ -99,7 +131,7 @@ class SpeechExperiment(TrainedExperiment, abstract=True):
             "max_labels": self.MAX_LABELS,
         }
         if self.DATA_FORMAT == "digits":
-            num_examples = None if split == "train" else self.NUM_HELDOUT
+            num_examples = self.NUM_TRAIN if split == "train" else self.NUM_HELDOUT
             return SpokenDigits.HParams.config(num_examples=num_examples, **fields)
         return AudioFiles.HParams.config(
             path=f"{self.DATA_FOLDER}/{split}",
@@ -110,13 +142,21 @@ class SpeechExperiment(TrainedExperiment, abstract=True):
 
     def model(self) -> Config:
         """Return the config of the model."""
-        stack = StackedTransformerRepeated if self.USE_REPEATED_LAYER else StackedTransformer
-        kind = TransducerModel if self.LOSS == "transducer" else CtcModel
-        model: Config = kind.HParams.config(
-            vocab_size=self.VOCAB_SIZE, fprop_dtype=self.FPROP_DTYPE
-        )
-        if self.LOSS == "transducer":
-            model.joint_dims = self.JOINT_DIMS
+        model: Config = _MODELS[self.LOSS].HParams.config(fprop_dtype=self.FPROP_DTYPE)
+        match self.LOSS:
+            case "transducer":
+                model.set(vocab_size=self.VOCAB_SIZE, joint_dims=self.JOINT_DIMS)
+            case "attention":
+                self._set_decoder(model)
+            case "best_rq":
+                model.set(mask_prob=self.MASK_PROB, mask_frames=self.MASK_FRAMES)
+                model.quantizer_tpl.set(
+                    num_classes=self.NUM_CODES,
+                    num_groups=self.NUM_CODEBOOKS,
+                    projection_dims=16 * self.NUM_CODEBOOKS,
+                )
+            case _:
+                model.vocab_size = self.VOCAB_SIZE
         model.frontend_tpl.set(
             sample_rate=self.SAMPLE_RATE,
             frame_length=self.SAMPLE_RATE // 40,
@@ -125,15 +165,17 @@ class SpeechExperiment(TrainedExperiment, abstract=True):
             num_bins=self.NUM_BINS,
             normalization="utterance",
         )
-        model.augmenter_tpl.time_mask_count = self.TIME_MASKS
-        encoder = model.encoder_tpl.set(
+        if self.LOSS != "best_rq":
+            model.augmenter_tpl.time_mask_count = self.TIME_MASKS
+        self._set_encoder(model.model_tpl if self.LOSS == "attention" else model)
+        return model
+
+    def _set_encoder(self, network: Config) -> None:
+        encoder = network.encoder_tpl.set(
             num_bins=self.NUM_BINS,
             num_channels=self.NUM_CHANNELS,
             num_layers=self.NUM_LAYERS,
-            model_dims=self.MODEL_DIMS,
-            hidden_dims=4 * self.MODEL_DIMS,
-            num_heads=self.NUM_HEADS,
-            dropout_rate=self.DROPOUT_RATE,
+            **self._sizes(),
         )
         layer = encoder.stack_tpl.layer_tpl.set(dropout_rate=self.DROPOUT_RATE)
         layer.conv_tpl.kernel_size = self.KERNEL_SIZE
@@ -141,11 +183,34 @@ class SpeechExperiment(TrainedExperiment, abstract=True):
             layer.conv_tpl.norm_tpl = LayerNorm.HParams.config()
         for block in (layer.feed_forward_tpl, layer.feed_forward_start_tpl):
             block.dropout_rate = self.DROPOUT_RATE
+        stack = StackedTransformerRepeated if self.USE_REPEATED_LAYER else StackedTransformer
         encoder.stack_tpl = stack.HParams.config(layer_tpl=layer)
-        return model
+
+    def _set_decoder(self, model: Config) -> None:
+        end = build(tokenizer_config(self.TOKENIZER)).eos_id
+        model.decoder.set(temperature=0.0, max_decode_steps=self.MAX_LABELS + 1, eos_id=end)
+        model.model_tpl.set(
+            vocab_size=self.VOCAB_SIZE,
+            num_decoder_layers=self.NUM_DECODER_LAYERS,
+            position_tpl=PositionalEmbedding.HParams.config(),
+            **self._sizes(),
+        )
+
+    def _sizes(self) -> dict[str, Any]:
+        return {
+            "model_dims": self.MODEL_DIMS,
+            "hidden_dims": 4 * self.MODEL_DIMS,
+            "num_heads": self.NUM_HEADS,
+            "dropout_rate": self.DROPOUT_RATE,
+        }
 
     def task(self) -> Config:
         """Return the config of the task."""
-        return SingleTask.HParams.config(
+        task: Config = SingleTask.HParams.config(
             name="speech", model=self.model(), train=train_config(self, self.learner())
         )
+        if self.INIT_FROM is not None:
+            rules = [(r"(?:model/)?(encoder/.*)", r"\1")]
+            source = Source.HParams.config(folder=self.INIT_FROM, rules=rules)
+            task.initial_weights = InitFrom.HParams.config(sources=[source], missing="draw")
+        return task

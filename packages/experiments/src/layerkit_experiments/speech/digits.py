@@ -1,4 +1,4 @@
-"""A small Conformer that recognizes synthetic spoken digits."""
+"""A small Conformer that recognizes synthetic spoken digits, with and without pre-training."""
 
 from __future__ import annotations
 
@@ -30,3 +30,25 @@ class Digits(SpeechExperiment):
     EVAL_INTERVAL_STEPS = 100
     DECODE_INTERVAL_STEPS = 250
     CHECKPOINT_EVERY_N_STEPS = 250
+
+
+class DigitsBestRq(Digits):
+    """BEST-RQ pre-training of the Conformer of Digits on spoken digits without transcripts."""
+
+    LOSS = "best_rq"
+    NUM_CODES = 64
+    NUM_CODEBOOKS = 4
+    MASK_PROB = 0.03
+    MASK_FRAMES = 12
+    MAX_STEPS = 1000
+    DECODE_INTERVAL_STEPS = None  # type: ignore[assignment]
+
+
+class DigitsFewLabels(Digits):
+    """Digits with 64 transcripts; INIT_FROM is a run of DigitsBestRq, or None."""
+
+    NUM_TRAIN = 64
+    MAX_STEPS = 150
+    EVAL_INTERVAL_STEPS = 150
+    DECODE_INTERVAL_STEPS = 150
+    CHECKPOINT_EVERY_N_STEPS = 150

@@ -1,4 +1,4 @@
-"""Conformers of the published sizes on LibriSpeech, as transducers.
+"""Conformers of the published sizes on LibriSpeech, as transducers, and by BEST-RQ.
 
 Sizes, dropout, SpecAugment, Adam and the schedule are those of Gulati et al., 2020
 (arXiv:2005.08100, table 1 and section 3.2): transducers over 1,024 word pieces, trained with a peak
@@ -8,6 +8,10 @@ rate of 0.05/√dims. Their predictor is an LSTM of one layer; here it reads the
 `DATA_FOLDER` has the folders of LibriSpeech as `train` and `heldout`; FLAC needs soundfile.
 `--fdl.TOKENIZER=FILE.model` is a SentencePiece model of 1,024 pieces; byte transcripts are the
 default.
+
+`ConformerXLBestRq` has the values of Chiu et al., 2022 (arXiv:2202.01855, section 4.1) and the size
+of Zhang et al., 2020 (arXiv:2010.10504). Libri-Light is its data there, and the number of steps is
+not published. Recordings need transcripts, which may be empty.
 """
 
 from __future__ import annotations
@@ -61,3 +65,19 @@ class ConformerL(ConformerS):
     NUM_CHANNELS = 512
     JOINT_DIMS = 640
     LEARNING_RATE = 0.05 / 512**0.5
+
+
+class ConformerXLBestRq(ConformerS):
+    """BEST-RQ pre-training of a Conformer of 0.6 billion weights (h100x64), data parallel."""
+
+    LOSS = "best_rq"  # type: ignore[assignment]  # mypy narrows the field to "transducer"
+    NUM_LAYERS = 24
+    MODEL_DIMS = 1024
+    NUM_HEADS = 8
+    KERNEL_SIZE = 5
+    NUM_CHANNELS = 256
+    LEARNING_RATE = 0.004
+    WARMUP_STEPS = 25_000
+    MAX_STEPS = 400_000
+    DECODE_INTERVAL_STEPS = None  # type: ignore[assignment]
+    ICI_MESH_SHAPE = [64, 1, 1]

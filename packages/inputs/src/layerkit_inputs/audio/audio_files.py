@@ -32,8 +32,8 @@ class SpeechInput(IndexedInput):
 
     Batches hold `src` with `waveform` float32 `[batch, max_samples]`, in [-1, 1], and `lengths`
     int32 `[batch]`, and `tgt` with `labels` int32 and `paddings` float32 `[batch, max_labels]`.
-    Labels are token ids without special ids. Id 0 is reserved for the blank. Evaluation batches
-    also have `provenance` and `eval_sample_weights`, each `[batch]`.
+    Labels are token ids without special ids. Evaluation batches also have `provenance` and
+    `eval_sample_weights`, each `[batch]`.
     """
 
     sample_rate: int = 16_000
@@ -44,6 +44,8 @@ class SpeechInput(IndexedInput):
     """Labels of a row."""
     tokenizer: Tokenizer | None = None
     """Tokenizer of transcripts. None: bytes."""
+    has_blank: bool = True
+    """Whether id 0 is reserved for a blank, as CTC and transducers need it."""
     metrics: Sequence[PairMetric] = ("word_error_rate",)
     """Metrics of decoded transcripts."""
 
@@ -72,8 +74,9 @@ class SpeechInput(IndexedInput):
         for row, ids, text in zip(rows.tolist(), labels, texts, strict=True):
             field, expected = f"labels of row {row}", f"at most max_labels={self.max_labels}"
             require(len(ids) <= self.max_labels, self._label, field, len(ids), expected)
-            expected = "ids from 1, since 0 is the blank"
-            require(np.all(ids), self._label, f"labels of {text!r}", ids.tolist(), expected)
+            expected = "ids from 1, since 0 is the blank, or has_blank=False"
+            is_valid = np.all(ids) or not self.has_blank
+            require(is_valid, self._label, f"labels of {text!r}", ids.tolist(), expected)
         return _speech_batch(sounds, labels, self)
 
     @property
