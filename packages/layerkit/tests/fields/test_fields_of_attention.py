@@ -16,9 +16,10 @@ from layerkit.layers.attention.base_attention import (
     OutputProjection,
 )
 from layerkit.layers.attention.biases import Alibi, RelativeBias
+from layerkit.layers.attention.combined_projection import CombinedProjection
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.attention.latent import MultiHeadLatentAttention
-from layerkit.layers.attention.multi_head import CombinedProjection, MultiHeadAttention
+from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.attention.transformer_xl import TransformerXLAttention
 from layerkit.layers.basic.linears import Bias
 from layerkit.layers.basic.normalizations import LayerNorm, RmsNorm

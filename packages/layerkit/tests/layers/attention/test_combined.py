@@ -10,7 +10,8 @@ from jax.sharding import Mesh
 
 from layerkit.base.sharding import BoundSharding
 from layerkit.base.weights import logical_axes
-from layerkit.layers.attention.multi_head import CombinedProjection, MultiHeadAttention
+from layerkit.layers.attention.combined_projection import CombinedProjection
+from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
 from layerkit.ops.attention.masks import AttentionMask
 

@@ -16,7 +16,7 @@ from layerkit.base.weights import WeightHParams, logical_axes
 from layerkit.config import sub_config_field
 from layerkit.errors import ConfigError
 from layerkit.layers.attention.base_attention import HeadProjection, OutputProjection
-from layerkit.layers.attention.multi_head import CombinedProjection
+from layerkit.layers.attention.combined_projection import CombinedProjection
 from layerkit.layers.basic.dots import batched_matmul, create_dot, replace_dots
 from layerkit.layers.basic.linears import FeedForward, Linear
 from layerkit.layers.quantization.fp8 import Fp8Dot

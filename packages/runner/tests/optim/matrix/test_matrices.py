@@ -13,7 +13,7 @@ from layerkit import layers
 from layerkit.base.base_layer import PARAMS
 from layerkit.config import Config
 from layerkit.layers.attention.base_attention import HeadProjection, OutputProjection
-from layerkit.layers.attention.multi_head import CombinedProjection
+from layerkit.layers.attention.combined_projection import CombinedProjection
 from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.quantization.lora import add_lora
 from layerkit_runner.optim.matrix.matrices import (
