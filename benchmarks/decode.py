@@ -2,16 +2,19 @@
 
 Both ways decode the same greedy continuations with one model, alternating in one process. The
 output has the tokens per second of each way and their ratio; the speed of prefilling the cache at
-once relative to token by token; the time of four samples and of four beams relative to one greedy
-continuation; and the size of the cache.
+once relative to token by token; the time of several samples and beams relative to one greedy
+continuation, and that of their steps relative to steps with shared prompts (lazy prefix broadcast);
+and the size of the cache.
 
     python benchmarks/decode.py
+    python benchmarks/decode.py --prompt 1024 --samples 8 --batch 1
     python benchmarks/decode.py --dims 1024 --layers 12 --heads 16 --prompt 512 --steps 256 --bf16
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import platform
 import statistics
 import time
@@ -134,7 +137,7 @@ def parse_args() -> argparse.Namespace:
     """Parse the sizes from the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     defaults = {"vocab": 1024, "dims": 256, "layers": 4, "heads": 8}
-    defaults |= {"batch": 4, "prompt": 128, "steps": 64, "rounds": 5}
+    defaults |= {"batch": 4, "prompt": 128, "steps": 64, "samples": 4, "rounds": 5}
     for name, value in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16")
@@ -168,13 +171,23 @@ def main() -> None:
     print(f"prefill at once: {ratio(taken, 'one', 'whole'):.1f} times as fast as token by token")
 
     several = {
-        "greedy": greedy,
-        "samples": cached(model, SampleDecoder(num_samples=4, **steps)),
-        "beams": cached(model, BeamSearch(beam_size=4, **steps)),
+        "samples": SampleDecoder(num_samples=args.samples, **steps),
+        "beams": BeamSearch(beam_size=args.samples, **steps),
     }
-    taken = seconds_in_turns(several, variables, prompts, rounds=args.rounds)
-    for name in ("samples", "beams"):
-        print(f"four {name} take {ratio(taken, name, 'greedy'):.2f} times one continuation")
+    runs = {"greedy": greedy, "prompts": chunks["whole"]}
+    for name, decoder in several.items():
+        shared = dataclasses.replace(decoder, lazy_prefix_broadcast=True)
+        runs |= {name: cached(model, decoder), f"shared {name}": cached(model, shared)}
+    taken = seconds_in_turns(runs, variables, prompts, rounds=args.rounds)
+    steps_of = {
+        name: [a - b for a, b in zip(seconds, taken["prompts"], strict=True)]
+        for name, seconds in taken.items()
+    }
+    for name in several:
+        times = ratio(taken, name, "greedy")
+        print(f"{args.samples} {name} take {times:.2f} times one continuation")
+        times = ratio(steps_of, name, f"shared {name}")
+        print(f"their steps take {times:.2f} times those with shared prompts")
     cache = jax.eval_shape(chunks["one"], variables, prompts)
     held = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
     print(f"cache size: {held / 2**20:.1f} MiB for {args.batch} rows of {max_length} tokens")

@@ -91,3 +91,32 @@ def attention(record):
             layer_class, normal(2, 7, 8), bigrams, concat_ngrams=concatenates, **heads, **more
         )
         record(name, ids=ids, paddings=padded, segment_pos=places, **case)
+
+    record("lazy_prefix_broadcast", **lazy_prefix_broadcast())
+
+
+def lazy_prefix_broadcast():
+    """Return a case of steps of two samples of each prompt, which share its keys and values."""
+    prompts, samples = normal(2, 3, 4), normal(4, 2, 4)
+    fields = {"input_dim": 4, "hidden_dim": 4, "num_heads": 2, "atten_logit_cap": 2.0}
+    config = pax_fiddle.Config(attentions.DotProductAttentionWithLPB, name="layer", **fields)
+    layer = base_layer.instantiate(config.set(internal_enable_per_dim_scale=False))
+    caches, outputs = [base_layer.DECODE_CACHE, base_layer.PREFIX_DECODE_CACHE], []
+    rows = [prompts] * 3 + [attentions.causal_mask(prompts)]
+    with base_layer.JaxContext.new_context(hparams=base_layer.JaxContext.HParams(do_eval=True)):
+        shapes = layer.init(jax.random.PRNGKey(0), *rows)["params"]
+        weights = jax.tree_util.tree_map(lambda w: normal(*w.shape, scale=0.5), shapes)
+        held = {"params": weights}
+        held |= layer.apply(held, *rows, mutable=caches[:1])[1]
+        sizes = {"num_suffix_samples": 2, "suffix_length": 2}
+        share = {"method": layer.lazy_broadcast_prefix, "mutable": caches}
+        held |= layer.apply(held, **sizes, **share)[1]
+        masks = attentions.causal_mask(np.zeros((1, 5, 4), np.float32))
+        for step in range(2):
+            at = {"atten_mask": masks[:, :, 3 + step], "time_step": 3 + step, "segment_pos": None}
+            extend = {"method": layer.extend_step, "mutable": caches[:1]}
+            output, state = layer.apply(held, samples[:, step], **at, **extend)
+            held |= state
+            outputs.append(output)
+    outputs = np.stack(outputs, axis=1)
+    return {"prompts": prompts, "samples": samples, "weights": weights, "outputs": outputs}

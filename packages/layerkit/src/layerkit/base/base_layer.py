@@ -34,6 +34,7 @@ from layerkit.base.layer_methods import INTERMEDIATES as INTERMEDIATES
 from layerkit.base.layer_methods import NON_TRAINABLE as NON_TRAINABLE
 from layerkit.base.layer_methods import OVERWRITE_WITH_GRADIENT as OVERWRITE_WITH_GRADIENT
 from layerkit.base.layer_methods import PARAMS as PARAMS
+from layerkit.base.layer_methods import PROMPT_CACHE as PROMPT_CACHE
 from layerkit.base.layer_methods import RANDOM as RANDOM
 from layerkit.base.layer_methods import LayerMethods, mark_plain_methods
 from layerkit.base.sharding import BoundSharding

@@ -8,7 +8,7 @@ two batch sizes, without computing them, and compares their shapes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,22 @@ from layerkit.config.checks import require
 
 # Row axis of an array that all rows share.
 SHARED = -1
+
+
+class CacheRows(NamedTuple):
+    """The cache of the rows of a network.
+
+    Attributes:
+      cache: Collection `CACHE` of the network.
+      prompts: Collection `PROMPT_CACHE`, with a row for each prompt; empty if each row has all of
+        its tokens in `cache`.
+      prefix_lengths: Number of leading tokens of rows with bidirectional attention, int32
+        `[rows]`; None for a causal network.
+    """
+
+    cache: Any
+    prompts: Any
+    prefix_lengths: jax.Array | None
 
 
 def row_axes(make_cache: Callable[[Any], Any], inputs: Any) -> Any:

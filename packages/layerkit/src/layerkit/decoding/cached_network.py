@@ -17,20 +17,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from layerkit.base.base_layer import CACHE, PARAMS, BaseLayer, visit_layers
+from layerkit.base.base_layer import CACHE, PARAMS, PROMPT_CACHE, BaseLayer, visit_layers
 from layerkit.base.sharding import BoundSharding, is_single_cpu, model_device
 from layerkit.base.weights import shared_ids
 from layerkit.config import Config, is_config, target_of
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit.decoding.cache_rows import round_up, row_axes, row_parts
+from layerkit.decoding.cache_rows import CacheRows, round_up, row_axes, row_parts
 from layerkit.decoding.decoder import ExtendFn, Prompts
+from layerkit.decoding.lazy_prefix_broadcast import share_prompts
 from layerkit.decoding.logit_processors import RowOptions
 from layerkit.decoding.loop import SampledRows, extend_prompts, start_prompts
 from layerkit.layers.attention.cached_states import set_num_prompt
 from layerkit.layers.basic.positions import set_longest_sequence, switching_length
 from layerkit.layers.transformer.repeat import is_unrolled_by_default
 from layerkit.layers.transformer.stacks import StackedTransformerRepeated, unrolled_stack
+from layerkit.layers.transformer.transformer import drop_none
 
 
 class CachedPrompts(NamedTuple):
@@ -95,7 +97,7 @@ def cache_prompts(
     def make_cache(row_inputs: Any) -> Any:
         inputs, prefix_lengths = row_inputs
         _, state = bare.apply(variables, inputs, max_length, method=init_cache, mutable=[CACHE])
-        rows = (state[CACHE], prefix_lengths)
+        rows = CacheRows(state[CACHE], {}, prefix_lengths)
         if not switches:
             return rows
         # Not `len`: an export leaves the number of rows open.
@@ -112,6 +114,14 @@ def cache_prompts(
     require(can_draft or not decoder.drafts, model, "decoder", name, expected)
     expected = "no LongRoPE in a network that has layers with a state, which cannot go back"
     require(not (switches and has_state), model, "scaling", "LongRopeScaling", expected)
+    cache_axes = row_axes(make_cache, (inputs, prefix_lengths))
+    if decoder.lazy_prefix_broadcast:
+        expected = "no LongRoPE with lazy_prefix_broadcast=True, since it changes cached keys"
+        require(not switches, model, "scaling", "LongRopeScaling", expected)
+        num_slots = round_up(min(decoder.max_decode_steps, max_length), parts)
+        extend, cache_axes = share_prompts(
+            bare, extend, cache_axes, first_step=repeats, num_slots=num_slots
+        )
     return CachedPrompts(
         decoder,
         extend,
@@ -124,7 +134,7 @@ def cache_prompts(
             max_steps=batch.get("max_steps"),
             options=RowOptions(*(batch.get(name) for name in RowOptions._fields)),
         ),
-        cache_axes=row_axes(make_cache, (inputs, prefix_lengths)),
+        cache_axes=cache_axes,
         row_parts=parts,
     )
 
@@ -206,24 +216,23 @@ def _switching_extend_fn(
 def _extend_fn(bare: BaseLayer, variables: Any) -> ExtendFn:
     """Return the function of steps of a network without its variables, and these.
 
-    The cache of the function is a pair of the collection `cache` and the prefix lengths of rows.
+    The cache of the function is a `CacheRows`.
     """
 
     # Functions of variables can be called in a loop, unlike bound modules.
     def extend(
-        rows: Any, ids: jax.Array, time_step: jax.Array, method: str = "extend_step"
-    ) -> tuple[Any, jax.Array]:
-        cache, prefix_lengths = rows
-        has_prefix = prefix_lengths is not None and method == "extend_step"
+        rows: CacheRows, ids: jax.Array, time_step: jax.Array, method: str = "extend_step"
+    ) -> tuple[CacheRows, jax.Array]:
+        prefix = drop_none(prefix_lengths=rows.prefix_lengths) if method == "extend_step" else {}
         logits, state = bare.apply(
-            {**variables, CACHE: cache},
+            {**variables, CACHE: rows.cache, PROMPT_CACHE: rows.prompts},
             ids,
             time_step=time_step,
             method=method,
             mutable=[CACHE],
-            **({"prefix_lengths": prefix_lengths} if has_prefix else {}),
+            **prefix,
         )
-        return (state[CACHE], prefix_lengths), logits
+        return rows._replace(cache=state[CACHE]), logits
 
     return extend
 

@@ -90,12 +90,15 @@ class Decoder(ConfiguredValue):
       min_decode_steps: Number of tokens that a row gets before a token may end it.
       eos_id: End token, or several. A row ends with any of them and includes it. None for no end
         token.
+      lazy_prefix_broadcast: True for continuations that read the keys and values of their prompt
+        from one copy, which saves memory and time; False for a copy of the cache for each. See
+        `layerkit.decoding.lazy_prefix_broadcast`.
       processors: Processors of the logits, in this order; see
         `layerkit.decoding.logit_processors`.
 
     Raises:
-      ConfigError: A number of steps or an id is out of range, or an element of `processors` is not
-        a `LogitProcessor`.
+      ConfigError: A number of steps or an id is out of range, a decoder with drafts has
+        `lazy_prefix_broadcast`, or an element of `processors` is not a `LogitProcessor`.
     """
 
     row_options: ClassVar[tuple[str, ...]] = ()
@@ -105,6 +108,7 @@ class Decoder(ConfiguredValue):
     max_length: int | None = None
     min_decode_steps: int = 0
     eos_id: int | tuple[int, ...] | None = None
+    lazy_prefix_broadcast: bool = False
     processors: Annotated[Any, tuple[LogitProcessor, ...]] = ()
 
     def __post_init__(self) -> None:
@@ -114,6 +118,8 @@ class Decoder(ConfiguredValue):
         check_sizes(owner, max_decode_steps=self.max_decode_steps, max_length=self.max_length)
         steps, expected = self.min_decode_steps, f"0 to max_decode_steps={self.max_decode_steps}"
         require(0 <= steps <= self.max_decode_steps, owner, "min_decode_steps", steps, expected)
+        is_lazy, expected = self.lazy_prefix_broadcast, "False in a decoder with drafts"
+        require(not (is_lazy and self.drafts), owner, "lazy_prefix_broadcast", is_lazy, expected)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layerkit.base.base_layer import CACHE, PROMPT_CACHE
 from layerkit.layers import CausalConvolution, MultiHeadAttention, TransformerXLAttention
 from layerkit.ops.attention import local_blocks
 from layerkit.ops.attention.masks import AttentionMask, row_positions, segments_from_paddings
@@ -66,3 +67,32 @@ def test_layer_and_its_gradient_equal_praxis(praxis, monkeypatch, name, layer_cl
     np.testing.assert_allclose(of_inputs, case["input_gradient"], atol=1e-4)
     expected = ours(case["gradient"], power=-1)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), gradient, expected)
+
+
+@pytest.mark.slow
+def test_samples_that_share_a_prompt_equal_lazy_prefix_broadcast_of_praxis(praxis):
+    case = praxis("lazy_prefix_broadcast")
+    layer = MultiHeadAttention(input_dims=DIMS, num_heads=HEADS, use_bias=True, logit_cap=2.0)
+    prompts, samples = case["prompts"], case["samples"]
+    (rows, width), steps = prompts.shape[:2], samples.shape[1]
+    variables = {"params": ours(case["weights"])}
+
+    def extend(held, x, time_step):
+        at = {"time_step": time_step, "positions": row_positions(*x.shape[:2])}
+        return layer.apply({**variables, **held}, x, **at, method="extend_step", mutable=[CACHE])
+
+    @jax.jit
+    def run():
+        _, held = layer.apply(variables, rows, width + steps, method="init_cache", mutable=[CACHE])
+        shared = extend(held, prompts, 0)[1][CACHE]
+        # The slots of samples hold the tokens before the first step: position 2 in slot 0, 1 in 1.
+        last = {name: jnp.repeat(x[:, :, jnp.array([2, 1])], 2, 0) for name, x in shared.items()}
+        outputs = []
+        for step in range(steps):
+            held = {CACHE: last, PROMPT_CACHE: shared}
+            output, state = extend(held, samples[:, step : step + 1], jnp.int32(width + step))
+            last = state[CACHE]
+            outputs.append(output)
+        return jnp.concatenate(outputs, axis=1)
+
+    np.testing.assert_allclose(run(), case["outputs"], rtol=1e-5, atol=1e-5)

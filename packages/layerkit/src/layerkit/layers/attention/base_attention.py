@@ -212,6 +212,13 @@ class AttentionLayer(BaseLayer):
         """
         return dot_product_attention(query, key, value, options)
 
+    def prompt_arrays(self) -> tuple[str, ...]:
+        """Return the names of cached arrays `[…, slots, dims]` that samples of a prompt may share.
+
+        `layerkit.decoding.lazy_prefix_broadcast` moves them to the collection `PROMPT_CACHE`.
+        """
+        return ()
+
     def _options(
         self: Any,
         mask: AttentionMask,
@@ -220,9 +227,11 @@ class AttentionLayer(BaseLayer):
         head_dim: int,
         cached: bool,
         sinks: jax.Array | None = None,
+        prompts: Sequence[jax.Array] = (),
     ) -> AttentionOptions:
         """Return the options of attention over heads of size `head_dim`.
 
+        `prompts` are keys and values that the samples of a prompt share, or empty.
         With `cached` keys the compiler splits the work: a step has few queries, for which a kernel,
         which the compiler cannot split, is not faster.
         """
@@ -231,6 +240,7 @@ class AttentionLayer(BaseLayer):
             mask=mask,
             bias=bias,
             sinks=sinks,
+            prompts=(prompts[0], prompts[1]) if prompts else None,
             logit_cap=self.logit_cap,
             dropout=self.dropout if self.dropout_rate and self.is_training else None,
             zero_fully_masked_rows=self.zero_fully_masked_rows,
@@ -410,16 +420,22 @@ class BaseAttention(AttentionLayer):
         *,
         cached: bool,
         gate: jax.Array | None = None,
+        prompts: Sequence[jax.Array] = (),
     ) -> jax.Array:
         """Return the output `[batch, queries, input_dims]` of attention and its projection.
 
-        The sigmoid of `gate`, of the shape of the queries, multiplies what they read.
+        The sigmoid of `gate`, of the shape of the queries, multiplies what they read. `prompts` are
+        keys and values that samples share; see `AttentionOptions`.
         """
         if self.per_dim_scale:
             scale = jax.nn.softplus(self.theta.scale.astype(jnp.float32))
             query = self.cast(query * (_INVERSE_SOFTPLUS_OF_0 * scale))
-        head_dim = query.shape[-1]
-        options = self._options(mask, bias, head_dim=head_dim, cached=cached, sinks=self._sinks())
+        sizes: dict[str, Any] = {
+            "head_dim": query.shape[-1],
+            "sinks": self._sinks(),
+            "prompts": prompts,
+        }
+        options = self._options(mask, bias, cached=cached, **sizes)
         if not cached:
             self._clip_logits(query, key, options, has_bias=self.use_bias, **self._clip_rule())
         read = self.attend(query, key, value, options)

@@ -5,6 +5,10 @@ are written to it. It is `[batch, max_length, …]`, or `[batch, heads, max_leng
 first, each step reads the slots of a head in sequence. XLA's CPU backend would otherwise transpose
 the whole cache for each product.
 
+With lazy prefix broadcast (`layerkit.decoding.lazy_prefix_broadcast`), the slots of prompts are in
+the collection `PROMPT_CACHE`, and those in `CACHE` hold the last tokens of a row: the token at
+position p is in slot p modulo their number.
+
 A cache in int8 has a float32 scale for each vector of a slot, such as the key of one head, which is
 the largest value of the vector / 127. It takes about half the memory of a bfloat16 cache.
 """
@@ -12,13 +16,15 @@ the largest value of the vector / 127. It takes about half the memory of a bfloa
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from layerkit.base.base_layer import CACHE, BaseLayer
+from layerkit.base.base_layer import CACHE, PROMPT_CACHE, BaseLayer
 from layerkit.config.checks import require
 from layerkit.errors import ConfigError
+from layerkit.ops.attention.masks import AttentionMask
 
 Axes = tuple[str | None, ...]
 
@@ -80,6 +86,8 @@ def extend_cache(
 ) -> jax.Array:
     """Write the values of new tokens to a cached array and return the array.
 
+    Slots of the last tokens take one new token at a time.
+
     Args:
       layer: Layer that has the cache.
       name: Name of the array, `[batch, max_length, …]` or `[batch, heads, max_length, …]`.
@@ -97,10 +105,18 @@ def extend_cache(
     fits = sizes[0] == num_rows and sizes[1] <= max_length
     expected = f"[{num_rows}, at most {max_length}], the sizes of the cache"
     require(fits, layer, "shape of inputs", sizes, expected)
+    if layer.has_variable(PROMPT_CACHE, name):
+        time_step = time_step % max_length
     # A child with another compute dtype may have made the values.
     new = new.astype(cache.dtype)
     cache = jax.lax.dynamic_update_slice_in_dim(cache, new, time_step, axis=slot_axis)
     return write_cache(layer, name, cache, axes)
+
+
+def read_prompt_cache(layer: BaseLayer, *names: str) -> list[jax.Array]:
+    """Return arrays of the cache of prompts `[prompts, …]`; none if rows have all their tokens."""
+    held = (name for name in names if layer.has_variable(PROMPT_CACHE, name))
+    return [layer.get_variable(PROMPT_CACHE, name) for name in held]
 
 
 def write_rounded_cache(
@@ -136,6 +152,37 @@ def extend_rounded_cache(
     scales = extend(f"{name}_scale", scale, (*axes[:-1], None))
     cached = extend(name, integers, axes)
     return (cached.astype(jnp.float32) * scales).astype(new.dtype)
+
+
+def mask_of_step(
+    batch: int,
+    num_tokens: int,
+    num_slots: int,
+    num_prompt_slots: int | None = None,
+    *,
+    bias: jax.Array | None,
+    time_step: jax.Array,
+    query_ends: jax.Array | None,
+) -> tuple[AttentionMask, jax.Array | None]:
+    """Return the mask and the bias of the next tokens to the cache.
+
+    Args:
+      batch: Number of rows.
+      num_tokens: Number of next tokens of a row.
+      num_slots: Number of slots of a row.
+      num_prompt_slots: Number of slots of a prompt that samples share; None if rows have all slots.
+      bias: float32 `[batch or 1, heads or 1, num_tokens, max_length]` by position.
+      time_step: Position of the first of the tokens, int32 scalar.
+      query_ends: int32 `[batch, num_tokens]`, the last position that each token sees; None for its
+        own.
+    """
+    at: dict[str, Any] = {"time_step": time_step, "query_ends": query_ends}
+    if num_prompt_slots is None:
+        return AttentionMask.decoding_mask(batch, num_tokens, num_slots, **at), bias
+    mask = AttentionMask.sample_mask(batch, num_prompt_slots, num_slots, **at)
+    if bias is not None:
+        bias = jnp.take(bias, mask.key_positions[0], axis=3, mode="clip")
+    return mask, bias
 
 
 def check_time_step(layer: BaseLayer, time_step: jax.Array) -> None:

@@ -17,7 +17,7 @@ heads then attend to a single key per token, the latent concatenated with the ro
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,13 @@ from layerkit.layers.attention.base_attention import (
     HeadProjection,
     OutputProjection,
 )
-from layerkit.layers.attention.cache import check_time_step, extend_cache, write_cache
+from layerkit.layers.attention.cache import (
+    check_time_step,
+    extend_cache,
+    mask_of_step,
+    read_prompt_cache,
+    write_cache,
+)
 from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.basic.linears import Bias, Linear
 from layerkit.layers.basic.normalizations import BaseNormalization, RmsNorm
@@ -44,6 +50,7 @@ from layerkit.ops.remat import name_activation
 
 _LATENT_WEIGHT = ("embed", None)
 _LATENT_AXES = ("batch", "length", None)
+_CACHED = ("latent", "rotary_key")
 
 
 class MultiHeadLatentAttention(AttentionLayer):
@@ -186,33 +193,33 @@ class MultiHeadLatentAttention(AttentionLayer):
         check_time_step(self, time_step)
         latent, rotary_key = (
             extend_cache(self, name, new, _LATENT_AXES, time_step=time_step)
-            for name, new in zip(
-                ("latent", "rotary_key"), self._compress(x, positions), strict=True
-            )
+            for name, new in zip(_CACHED, self._compress(x, positions), strict=True)
         )
-        (batch, num_tokens), max_length = x.shape[:2], latent.shape[1]
-        mask = AttentionMask.decoding_mask(
-            batch, num_tokens, max_length, time_step=time_step, query_ends=query_ends
-        )
-        options = self._options_of_heads(mask, bias, cached=True)
+        prompts = read_prompt_cache(self, *_CACHED)
+        lengths = [x.shape[1], latent.shape[1], *(one.shape[1] for one in prompts[:1])]
+        at: dict[str, Any] = {"time_step": time_step, "query_ends": query_ends}
+        mask, bias = mask_of_step(x.shape[0], *lengths, bias=bias, **at)
         plain, rotated = self._queries(x, positions)
-        if all(up.dot_tpl is None and not up.use_bias for up in (self.key, self.value)):
-            query = jnp.concatenate([self._fold_key(plain), rotated], axis=-1)
-            key = jnp.concatenate([latent, rotary_key], axis=-1)[:, :, None]
-            read = self.attend(query, key, latent[:, :, None], options)
-            read = self._fold_value(read)
-        else:
-            query = jnp.concatenate([plain, rotated], axis=-1)
-            key, value = self._expand(latent, rotary_key)
-            read = self.attend(query, key, value, options)
-        return jnp.where(time_step + num_tokens <= max_length, self._project_out(read), jnp.nan)
+        is_folded = all(up.dot_tpl is None and not up.use_bias for up in (self.key, self.value))
+        query = jnp.concatenate([self._fold_key(plain) if is_folded else plain, rotated], axis=-1)
+        expand = _as_single_head if is_folded else self._expand
+        key, value = expand(latent, rotary_key)
+        shared = expand(*prompts) if prompts else ()
+        options = self._options_of_heads(mask, bias, cached=True, prompts=shared)
+        read = self.attend(query, key, value, options)
+        read = self._fold_value(read) if is_folded else read
+        return jnp.where(time_step + x.shape[1] <= lengths[-1], self._project_out(read), jnp.nan)
+
+    def prompt_arrays(self) -> tuple[str, ...]:
+        """Return the names of the cached latents and rotary keys."""
+        return _CACHED
 
     def _options_of_heads(
-        self, mask: AttentionMask, bias: LogitBias | None, *, cached: bool
+        self, mask: AttentionMask, bias: LogitBias | None, **more: Any
     ) -> AttentionOptions:
         # The logit scale depends on the expanded head size, even if weights are folded.
         head_dim = self.plain_dim_per_head + self.rotary_dim_per_head
-        return self._options(mask.within(self.window), bias, head_dim=head_dim, cached=cached)
+        return self._options(mask.within(self.window), bias, head_dim=head_dim, **more)
 
     def _queries(self, x: jax.Array, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return plain queries `[batch, length, heads, plain]`, rotated ones `[…, rotary]`."""
@@ -272,3 +279,9 @@ class MultiHeadLatentAttention(AttentionLayer):
             window=self.window,
         )
         self._check_options()
+
+
+def _as_single_head(latent: jax.Array, rotary_key: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the key and value `[batch, keys, 1, dims]` of all heads with folded weights."""
+    key = jnp.concatenate([latent, rotary_key], axis=-1)
+    return key[:, :, None], latent[:, :, None]

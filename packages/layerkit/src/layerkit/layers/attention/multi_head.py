@@ -29,6 +29,8 @@ from layerkit.layers.attention.cache import (
     check_time_step,
     extend_cache,
     extend_rounded_cache,
+    mask_of_step,
+    read_prompt_cache,
     write_cache,
     write_rounded_cache,
 )
@@ -277,14 +279,17 @@ class MultiHeadAttention(BaseAttention):
         expected = "None for cached steps at positions of several axes"
         require(self.chunk is None or positions.ndim == 2, self, "chunk", self.chunk, expected)
         query, *new = self._project(x, positions, time_step=time_step)
-        cached = (
-            jnp.swapaxes(self._extend_cache(name, jnp.swapaxes(heads, 1, 2), axes, time_step), 1, 2)
+        arrays = [
+            self._extend_cache(name, jnp.swapaxes(heads, 1, 2), axes, time_step)
             for (name, axes), heads in zip(self._cache_axes().items(), new, strict=True)
-        )
+        ]
+        arrays += read_prompt_cache(self, *self._cache_axes())
+        cached = (jnp.swapaxes(heads, 1, 2) for heads in arrays)
         # Other layers do not know which tokens a rolling cache holds.
-        keys, values = self._heads_to_read(cached, None if self.has_rolling_cache else kv)
+        keys, values, *prompts = self._heads_to_read(cached, None if self.has_rolling_cache else kv)
         (batch, num_tokens), num_keys = x.shape[:2], keys.shape[1]
-        max_length: int | None = num_keys
+        lengths = [num_keys, *(one.shape[1] for one in prompts[:1])]
+        max_length: int | None = lengths[-1]
         if self.has_rolling_cache:
             expected = "None with has_rolling_cache=True"
             require(query_ends is None, self, "query_ends", "an array", expected)
@@ -294,17 +299,27 @@ class MultiHeadAttention(BaseAttention):
                 bias = jnp.pad(bias, [(0, 0)] * 3 + [(num_keys - num_tokens, 0)])
                 bias = jax.lax.dynamic_slice_in_dim(bias, time_step, num_keys, axis=3)
         else:
-            mask = AttentionMask.decoding_mask(
-                batch, num_tokens, num_keys, time_step=time_step, query_ends=query_ends
-            )
+            at: dict[str, Any] = {"time_step": time_step, "query_ends": query_ends}
+            mask, bias = mask_of_step(batch, num_tokens, *lengths, bias=bias, **at)
         if self.relative_bias_tpl is not None:
             relative = self.relative_bias(mask.query_positions[:1], mask.key_positions[:1])
             bias = relative if bias is None else relative + bias
         mask = mask.within(self.window).split_chunks(self.chunk).look_ahead(self.look_ahead)
-        outputs = self._read(query, keys, values, mask, bias, cached=True, gate=self._gate(x))
+        more: dict[str, Any] = {"gate": self._gate(x), "prompts": prompts}
+        outputs = self._read(query, keys, values, mask, bias, cached=True, **more)
         if max_length is None:
             return outputs
         return jnp.where(time_step + num_tokens <= max_length, outputs, jnp.nan)
+
+    def prompt_arrays(self) -> tuple[str, ...]:
+        """Return the names of the cached keys and values, unless there are none of all tokens.
+
+        Raises:
+          ConfigError: The layer has a `cache_format`.
+        """
+        expected = "None with lazy_prefix_broadcast=True"
+        require(self.cache_format is None, self, "cache_format", self.cache_format, expected)
+        return () if self.has_rolling_cache else tuple(self._cache_axes())
 
     def _extend_cache(
         self, name: str, heads: jax.Array, axes: Axes, time_step: jax.Array

@@ -52,6 +52,9 @@ class AttentionOptions:
         order, added to the scaled products before the cap.
       sinks: `[heads]`, a logit per head that takes probability and adds no value (attention sinks;
         Xiao et al., 2023, arXiv:2309.17453, learned as in gpt-oss). It is not capped.
+      prompts: Keys and values `[prompts, prompt_keys, kv_heads, dims]`, each of which the rows of a
+        prompt, batch / prompts in sequence, attend besides their own; None for none. In `mask` and
+        `bias` they precede the own keys. Only `xla` supports them.
       logit_cap: Bound of the logits, which tanh squeezes into ±logit_cap; None for no bound.
       dropout: Function that drops probabilities, applied in the dtype of the values.
       zero_fully_masked_rows: True for an output of exactly 0 where a query may attend no key;
@@ -76,6 +79,7 @@ class AttentionOptions:
     mask: AttentionMask | None = None
     bias: LogitBias | None = None
     sinks: jax.Array | None = None
+    prompts: tuple[jax.Array, jax.Array] | None = None
     logit_cap: float | None = None
     dropout: Callable[[jax.Array], jax.Array] | None = None
     zero_fully_masked_rows: bool = False
@@ -271,6 +275,8 @@ def _check_shapes(
     require(heads % kv_heads == 0, "attention", "shape of key", list(key.shape), expected)
     check("key", key, (batch, keys, kv_heads, head_dim))
     check("value", value, (batch, keys, kv_heads, value.shape[-1]))
+    if options.prompts is not None:
+        keys += options.prompts[0].shape[1]
     if mask is not None:
         check("mask.query_positions", mask.query_positions, *((n, queries) for n in rows))
         check("mask.key_positions", mask.key_positions, *((n, keys) for n in rows))
@@ -291,13 +297,18 @@ def xla_attention(
 ) -> jax.Array:
     """Compute `dot_product_attention` by array code: `[batch, queries, heads, value_dim]`.
 
-    Mask, scale, bias, sinks, cap and dropout have an effect; other options have none.
+    Mask, scale, bias, sinks, prompts, cap and dropout have an effect; other options have none.
     """
     batch, queries, heads, _ = query.shape
     # With heads first, the products batch over leading axes alone, and XLA's CPU backend holds
     # fewer transposed copies for the backward pass.
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     logits = _scaled_logits(query, key, options.scale)
+    if options.prompts is not None:
+        prompt_key, prompt_value = (jnp.swapaxes(x, 1, 2) for x in options.prompts)
+        samples, num_shared = batch // prompt_key.shape[0], prompt_key.shape[2]
+        shared = _scaled_logits(_merge_samples(query, samples), prompt_key, options.scale)
+        logits = jnp.concatenate([_split_samples(shared, samples), logits], axis=-1)
     bias = options.dense_bias
     if bias is not None:
         logits += _group_heads(bias, kv_heads=key.shape[1])
@@ -305,8 +316,26 @@ def xla_attention(
     probabilities = probabilities.astype(value.dtype)
     if options.dropout is not None:
         probabilities = options.dropout(probabilities)
-    read = jnp.einsum("bngqk,bnkd->bngqd", probabilities, value)
+    if options.prompts is None:
+        read = jnp.einsum("bngqk,bnkd->bngqd", probabilities, value)
+    else:
+        shared, own = jnp.split(probabilities, [num_shared], axis=-1)
+        shared = _merge_samples(shared, samples)
+        shared = jnp.einsum("bngqk,bnkd->bngqd", shared, prompt_value)
+        read = jnp.einsum("bngqk,bnkd->bngqd", own, value) + _split_samples(shared, samples)
     return jnp.swapaxes(read.reshape(batch, heads, queries, value.shape[-1]), 1, 2)
+
+
+def _merge_samples(x: jax.Array, samples: int) -> jax.Array:
+    """Reshape `[prompts · samples, …, queries, n]` to `[prompts, …, samples · queries, n]`."""
+    x = jnp.moveaxis(x.reshape(-1, samples, *x.shape[1:]), 1, -3)
+    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
+
+
+def _split_samples(x: jax.Array, samples: int) -> jax.Array:
+    """Reshape `[prompts, …, samples · queries, n]` to `[prompts · samples, …, queries, n]`."""
+    x = x.reshape(*x.shape[:-2], samples, -1, x.shape[-1])
+    return jnp.moveaxis(x, -3, 1).reshape(-1, *x.shape[1:-3], *x.shape[-2:])
 
 
 def _scaled_logits(query: jax.Array, key: jax.Array, scale: float) -> jax.Array:

@@ -203,6 +203,40 @@ class AttentionMask:
         return cls(queries, keys, jnp.ones_like(queries), is_token, causal=True)
 
     @classmethod
+    def sample_mask(
+        cls,
+        batch: int,
+        num_prompt_slots: int,
+        num_slots: int,
+        *,
+        time_step: jax.Array,
+        query_ends: jax.Array | None = None,
+    ) -> AttentionMask:
+        """Return the mask of causal attention from a new token to a prompt and the last tokens.
+
+        Keys are the slots of a prompt, then those of the row, which holds the token of position p
+        in slot p modulo `num_slots`. Those of the row replace the slots of their positions.
+
+        Args:
+          batch: Number of rows.
+          num_prompt_slots: Number of slots of a prompt, which begin at position 0.
+          num_slots: Number of slots of a row, which hold its last tokens, the new one included.
+          time_step: Position of the new token, int32 scalar.
+          query_ends: int32 `[batch, 1]`, the last position that each token attends; None for its
+            own.
+        """
+        slots = row_positions(1, num_prompt_slots)
+        last = time_step - (time_step - row_positions(1, num_slots)) % num_slots
+        is_read = [(slots <= time_step - num_slots) | (slots > time_step), last >= 0]
+        keys, is_key = (
+            jnp.broadcast_to(jnp.concatenate(parts, axis=1), (batch, num_prompt_slots + num_slots))
+            for parts in ([slots, last], is_read)
+        )
+        queries = time_step + row_positions(batch, 1)
+        segments = jnp.ones_like(queries), is_key.astype(jnp.int32)
+        return cls(queries, keys, *segments, query_ends=query_ends, causal=True)
+
+    @classmethod
     def _self_attention(
         cls, batch: int, length: int, segments: jax.Array | None, *, causal: bool
     ) -> AttentionMask:

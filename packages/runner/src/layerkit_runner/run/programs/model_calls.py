@@ -154,6 +154,7 @@ def decoder_for(model: Any, *, max_new_tokens: int, is_greedy: bool, eos_id: Any
         "top_k": None,
         "top_p": None,
         "num_samples": 1,
+        "lazy_prefix_broadcast": False,
         "eos_id": eos_id,
     }
     drafts = is_greedy and default.drafts
