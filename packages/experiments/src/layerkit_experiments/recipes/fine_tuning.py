@@ -6,7 +6,6 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.errors import ConfigError
-from layerkit.layers.quantization.lora import add_lora
 from layerkit_inputs import tokenizer_config
 
 
@@ -20,6 +19,8 @@ def add_adapters(fields: Any, model: Config, **options: Any) -> Config:
       model: Config of the model.
       **options: Further arguments of `add_lora`.
     """
+    from layerkit.layers.quantization.lora import add_lora  # Few experiments have adapters.
+
     return add_lora(
         model,
         rank=fields.LORA_RANK,

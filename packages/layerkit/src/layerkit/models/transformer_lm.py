@@ -8,7 +8,7 @@ encoder-decoders.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +24,12 @@ from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.basic.embeddings import ClassSoftmax, SharedEmbeddingSoftmax
 from layerkit.layers.basic.normalizations import BaseNormalization, LayerNorm
 from layerkit.layers.basic.positions import switching_length
-from layerkit.layers.transformer.ngrammer import NGrammer
 from layerkit.layers.transformer.stacks import StackedTransformer
 from layerkit.layers.transformer.transformer import drop_none, gather_positions
-from layerkit.layers.vision.image_embedding import PlacedImages
 from layerkit.ops.attention.masks import AttentionMask, row_positions
+
+if TYPE_CHECKING:  # Most models read no images.
+    from layerkit.layers.vision.image_embedding import PlacedImages
 
 _HIDDEN_AXES = ("batch", "length", "act_embed")
 # A tied softmax does not embed if there is a separate embedding.
@@ -91,7 +92,7 @@ class TransformerLm(BaseLayer):
     softmax_tpl: Config[ClassSoftmax] = sub_config_field(SharedEmbeddingSoftmax.HParams)
     embedding_tpl: Config[BaseLayer] | None = sub_config_field(None)
     embedding_multiplier: float = 1.0
-    ngrammer_tpl: Config[NGrammer] | None = sub_config_field(None)
+    ngrammer_tpl: Config[BaseLayer] | None = sub_config_field(None)
     position_tpl: Config[BaseLayer] | None = sub_config_field(None)
     token_type_tpl: Config[BaseLayer] | None = sub_config_field(None)
     embedding_norm_tpl: Config[BaseNormalization] | None = sub_config_field(None)
