@@ -15,12 +15,14 @@ from layerkit.config.nested_map import NestedMap
 from layerkit.decoding import BeamSearch, SampleDecoder, SpeculativeDecoder
 from layerkit.errors import ConfigError
 from layerkit.layers import (
+    Frnn,
     MultiHeadAttention,
     MultiHeadLatentAttention,
     RelativeBias,
     RotaryPositionalEmbedding,
     StackedTransformer,
     StackedTransformerRepeated,
+    Transformer,
 )
 from layerkit.layers.attention.transformer_xl import TransformerXLAttention
 from layerkit.layers.recurrent.mixer_parts import CausalConvolution
@@ -48,10 +50,15 @@ def attention(base=MultiHeadAttention, **fields):
     return config.set(**fields)
 
 
+def layer(mixer=None):
+    return Transformer.HParams.config(attention_tpl=mixer or attention())
+
+
 def make(*, unroll=1, repeated=True, stack=None, layers=2, tpl=None, lm=None, **fields):
     template = (StackedTransformerRepeated if repeated else StackedTransformer).HParams.config()
     template.set(**({"unroll": unroll} if repeated else {}) | (stack or {}))
-    template.layer_tpl.attention_tpl = attention(**fields) if tpl is None else tpl
+    if template.block_tpls is None:
+        template.layer_tpl.attention_tpl = attention(**fields) if tpl is None else tpl
     config = LanguageModel.HParams.config(**(lm or {}))
     config.lm_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=12, num_layers=layers)
     config.lm_tpl.set(num_heads=4, stack_tpl=template)
@@ -75,6 +82,8 @@ MODELS = {
         tpl=LATENT.clone().set(up_tpl=LATENT.up_tpl.clone().set(use_bias=True))
     ),
     "prefix": lambda: make(lm={"is_prefix_lm": True}),
+    "kv_layer": lambda: make(layers=3, stack={"first_tpls": (layer(),)}, kv_layer=1),
+    "mixer": lambda: make(stack={"block_tpls": (layer(), layer(Frnn.HParams.config()))}),
 }
 
 
