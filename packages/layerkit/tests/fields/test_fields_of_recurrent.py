@@ -68,6 +68,7 @@ EXAMPLES = [
         projection_multipliers=(1.0, 2.0, 1.0, 1.0, 1.0),
         **OF_MIXERS,
     ),
+    of(L.ShortConvolution, {"input_dims": DIMS}, mix_rows),
     of(
         L.ParallelMixers,
         {"input_dims": DIMS, "num_heads": 2, "recurrent_tpl": MAMBA2},

@@ -106,6 +106,7 @@ if TYPE_CHECKING:
     from layerkit.layers.recurrent.mixer_parts import GatedNorm as GatedNorm
     from layerkit.layers.recurrent.mixer_parts import TimeSteps as TimeSteps
     from layerkit.layers.recurrent.parallel_mixers import ParallelMixers as ParallelMixers
+    from layerkit.layers.recurrent.short_convolution import ShortConvolution as ShortConvolution
     from layerkit.layers.recurrent.state_space import S4D as S4D
     from layerkit.layers.recurrent.state_space import S5 as S5
     from layerkit.layers.recurrent.state_space import StateSpace as StateSpace

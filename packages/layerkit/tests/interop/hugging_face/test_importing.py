@@ -128,7 +128,7 @@ def test_each_key_changes_the_config_or_raises(configs):
 
 PACKED = ["gemma", "olmo3", "smollm3", "granite", "gpt_neox", "stablelm"]
 # They compile for long.
-RECURRENT = ["granitemoehybrid", "mamba2", "nemotron_h", "falcon_h1", "olmo_hybrid"]
+RECURRENT = ["granitemoehybrid", "mamba2", "nemotron_h", "falcon_h1", "olmo_hybrid", "lfm2"]
 PACKED += [pytest.param(name, marks=pytest.mark.slow) for name in RECURRENT]
 PACKED += ["bert", "roberta", "modernbert", "bart"]
 

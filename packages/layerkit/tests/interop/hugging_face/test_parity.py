@@ -101,6 +101,7 @@ FACTORS = {"embedding_multiplier": 5.6, "lm_head_multiplier": 0.02, "key_multipl
 FACTORS |= {"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.94}
 FACTORS |= {"ssm_in_multiplier": 1.25, "ssm_out_multiplier": 0.24, "mlp_multipliers": [0.88, 0.59]}
 FACTORS |= {"ssm_multipliers": [0.35, 0.25, 0.18, 0.5, 0.36]}
+LFM2 = {**SIZES, "layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8}
 OLMO_HYBRID = {**SIZES, "num_hidden_layers": 5, "linear_num_key_heads": 2}
 # Transformers 5.23 saves convolutions of queries, keys and values of equal sizes correctly.
 OLMO_HYBRID |= {"linear_num_value_heads": 2, "linear_key_head_dim": 6, "linear_value_head_dim": 6}
@@ -479,6 +480,18 @@ CASES = [
         FALCON_H1,
         "factors, biases, norms",
     ),
+    Case("Lfm2", sizes=LFM2),
+    Case(
+        "Lfm2",
+        {
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+        LFM2,
+        "biases, untied",
+    ),
     Case(
         "OlmoHybrid",
         {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
@@ -779,7 +792,7 @@ def test_cached_greedy_decoding_gives_the_same_tokens(theirs):
         for case in CASES
         if ({"num_experts", "num_local_experts", "n_routed_experts"} & {*case.sizes, *case.options})
         or case.family
-        in ("Cohere2", "Gemma4", "GPTJ", "Mamba2", "Qwen3_5", "FalconH1", "OlmoHybrid")
+        in ("Cohere2", "Gemma4", "GPTJ", "Mamba2", "Qwen3_5", "FalconH1", "Lfm2", "OlmoHybrid")
         if not case.is_slow
     ],
     indirect=True,

@@ -272,6 +272,12 @@ FALCON_H1 |= {"ssm_multipliers": [0.3535533905932738, 0.25, 0.3535533905932738, 
 OLMO_HYBRID = {**LLAMA3, "model_type": "olmo_hybrid", "rms_norm_eps": 1e-6, "rope_theta": None}
 OLMO_HYBRID |= {"linear_allow_neg_eigval": True, "linear_conv_kernel_dim": 4}
 OLMO_HYBRID |= {"linear_key_head_dim": 96, "linear_value_head_dim": 192}
+LFM2 = {**ANY, "model_type": "lfm2", "block_auto_adjust_ff_dim": True, "block_dim": 2048}
+LFM2 |= {"block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 256}
+LFM2 |= {"block_norm_eps": 1e-5, "block_out_init_scale": 1.0, "block_use_swiglu": True}
+LFM2 |= {"block_use_xavier_init": True, "conv_L_cache": 3, "conv_bias": False, "conv_dim": 2048}
+LFM2 |= {"conv_use_xavier_init": True, "full_attn_idxs": [2, 5, 8, 10, 12, 14], "norm_eps": 1e-5}
+LFM2 |= {"num_heads": 32, "rope_theta": 1e6, "tie_embedding": True, "use_pos_enc": True}
 MINICPM = {"architectures": ["MiniCPMForCausalLM"], "hidden_act": "silu", "rms_norm_eps": 1e-5}
 MINICPM |= {"scale_emb": 12, "dim_model_base": 256, "scale_depth": 1.4}
 MINICPM4_ROPE = {"rope_type": "longrope", "long_factor": [2.0] * 32, "short_factor": [1.0] * 32}
@@ -683,6 +689,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], tuple[int, ...], int]] = {
         (1024, 2048, 36, 8, 2, 32784),
         521411104,
     ),
+    "LFM2-1.2B": (LFM2, (2048, 12288, 16, 32, 8, 65536), 1170340608),
     "MiniCPM-2B": (MINICPM, (2304, 5760, 40, 36, 36, 122753), 2724880896),
     "MiniCPM4-0.5B": (
         {**MINICPM, "rope_scaling": MINICPM4_ROPE, "max_position_embeddings": 32768},
@@ -836,6 +843,7 @@ OPTIONS = [
     ("falcon_h1", "hidden_act", "silu", "gelu"),
     ("falcon_h1", "mamba_d_head", 3, 4),
     ("falcon_h1", "projectors_bias", True, False),
+    ("lfm2", "hidden_act", "silu", "gelu"),
     ("olmo_hybrid", "layer_types", ["full_attention", "linear_attention"], ["conv"] * 2),
     ("mamba2", "expand", 1, 2),
     ("nemotron_h", "hybrid_override_pattern", "ME*-M", "MEX"),

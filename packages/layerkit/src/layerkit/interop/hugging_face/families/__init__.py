@@ -15,9 +15,9 @@ MODULES = (
     "qwen3_next", "qwen3_5", "qwen2_5_vl",
     "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe", "llama4", "gemma", "gemma2", "gemma3",
     "gemma4", "phi3", "olmo2", "olmoe", "olmo3", "olmo_hybrid", "smollm3", "granite",
-    "granite_moe_hybrid", "mamba2", "nemotron_h", "falcon_h1", "minicpm", "gpt_neox", "stablelm",
-    "gptj", "cohere", "cohere2", "starcoder2", "seed_oss", "ernie4_5", "t5", "bart", "bert",
-    "roberta", "modernbert", "vit", "clip", "whisper",
+    "granite_moe_hybrid", "mamba2", "nemotron_h", "falcon_h1", "lfm2", "minicpm", "gpt_neox",
+    "stablelm", "gptj", "cohere", "cohere2", "starcoder2", "seed_oss", "ernie4_5", "t5", "bart",
+    "bert", "roberta", "modernbert", "vit", "clip", "whisper",
 )
 # fmt: on
 """Modules of the families, in the order in which export tries these."""

@@ -78,6 +78,7 @@ def llama_entries(
     kv_heads: int | None = None,
     head_dim: int | None = None,
     epsilon: float = 1e-6,
+    epsilon_key: str = "rms_norm_eps",
     qk_norm: bool = False,
     attention_bias: bool | None = None,
     positions: Entry | None = None,
@@ -91,7 +92,8 @@ def llama_entries(
       scale_by_sqrt_dims: Multiply embeddings by √dims.
       kv_heads: Default of `num_key_value_heads`; None for the number of query heads.
       head_dim: Default of `head_dim`; None divides the model dimension among the heads.
-      epsilon: Default of `rms_norm_eps`.
+      epsilon: Default of the ε of all norms.
+      epsilon_key: Key of this ε.
       qk_norm: The network has norms of queries and keys.
       attention_bias: Default of `attention_bias`; None if the family has no such key.
       positions: Entry of the positions; None for `rotary()`.
@@ -109,7 +111,7 @@ def llama_entries(
             head_dim,
             fallback=lambda lm: lm.model_dims // lm.num_heads,
         ),
-        key("rms_norm_eps", tuple(f"{norm}.epsilon" for norm in norms), epsilon),
+        key(epsilon_key, tuple(f"{norm}.epsilon" for norm in norms), epsilon),
         *(() if attention_bias is None else [key("attention_bias", _BIAS, attention_bias)]),
         positions or rotary(),
         nonlinearity or activation("hidden_act", "silu"),
