@@ -54,6 +54,7 @@ NON_TRAINABLE = "non_trainable"
 CACHE = "cache"
 # Parts of a cache that the samples of a prompt share, which a step reads and never changes.
 PROMPT_CACHE = "prompt_cache"
+_CACHES = (CACHE, PROMPT_CACHE)
 # Flax's name for state whose "gradient" is its next value, such as the scales of fp8 products.
 OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 
@@ -61,15 +62,7 @@ OVERWRITE_WITH_GRADIENT = "_overwrite_with_gradient"
 INTERMEDIATES = "intermediates"
 
 # Collections that layers with copies, such as `Repeat`, stack.
-COLLECTIONS = (
-    PARAMS,
-    NON_TRAINABLE,
-    OVERWRITE_WITH_GRADIENT,
-    *REPORTS,
-    CACHE,
-    PROMPT_CACHE,
-    INTERMEDIATES,
-)
+COLLECTIONS = (PARAMS, NON_TRAINABLE, OVERWRITE_WITH_GRADIENT, *REPORTS, *_CACHES, INTERMEDIATES)
 
 # The random stream that layers draw from while training (dropout and the like).
 RANDOM = "random"

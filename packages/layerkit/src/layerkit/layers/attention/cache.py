@@ -166,15 +166,8 @@ def mask_of_step(
 ) -> tuple[AttentionMask, jax.Array | None]:
     """Return the mask and the bias of the next tokens to the cache.
 
-    Args:
-      batch: Number of rows.
-      num_tokens: Number of next tokens of a row.
-      num_slots: Number of slots of a row.
-      num_prompt_slots: Number of slots of a prompt that samples share; None if rows have all slots.
-      bias: float32 `[batch or 1, heads or 1, num_tokens, max_length]` by position.
-      time_step: Position of the first of the tokens, int32 scalar.
-      query_ends: int32 `[batch, num_tokens]`, the last position that each token sees; None for its
-        own.
+    `num_prompt_slots` is None for rows that have all slots. `bias` is `[batch or 1, heads or 1,
+    num_tokens, max_length]` by position; see `AttentionMask.sample_mask` for the other arguments.
     """
     at: dict[str, Any] = {"time_step": time_step, "query_ends": query_ends}
     if num_prompt_slots is None:
