@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import wave
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict, unflatten_dict
 
+from layerkit.config import build
+from layerkit.interop.hugging_face import export_model
+from layerkit.interop.hugging_face.families.whisper import WHISPER
+from layerkit_experiments.speech.spoken_digits import SpokenDigits
 from layerkit_inputs import GeneratedDigits
 from layerkit_inputs.testing.image_files import write_image_folder
 from layerkit_runner.checkpointing import CheckpointManager
@@ -83,6 +88,42 @@ def test_pre_training_on_sounds_lowers_the_errors_of_few_labels(tmp_path: Path):
         for name in ("tuned", "scratch")
     )
     assert tuned < scratch
+
+
+def test_a_folder_of_whisper_is_fine_tuned_on_recordings(tmp_path: Path):
+    tokenizers = pytest.importorskip("tokenizers")
+    for split, count in (("train", 128), ("heldout", 16)):
+        sizes = {"batch_size": count, "num_examples": count, "max_samples": 44_800}
+        source = SpokenDigits(**sizes, is_training=split == "train", sample_rate=16_000)
+        (tmp_path / split).mkdir()
+        for row, (sound, text) in enumerate(source._utterances(np.arange(count))):
+            with wave.open(str(tmp_path / split / f"{row}.wav"), "wb") as file:
+                file.setparams((1, 2, 16_000, 0, "NONE", ""))
+                file.writeframes(np.int16(32767 * sound).tobytes())
+            (tmp_path / split / f"{row}.txt").write_text(text)
+    sizes = {"model_type": "whisper", "vocab_size": 16, "d_model": 32, "num_mel_bins": 40}
+    sizes |= {"max_source_positions": 140, "max_target_positions": 16}
+    sizes |= {"decoder_start_token_id": 10, "eos_token_id": 11, "pad_token_id": 11}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 1, f"{side}_attention_heads": 2, f"{side}_ffn_dim": 64}
+    config, folder = WHISPER.read_config(sizes), tmp_path / "whisper"
+    export_model(folder, config, build(config).init(jax.random.key(0)))
+    defaults = {"lang_to_id": {"<|en|>": 12}, "task_to_id": {"transcribe": 13}}
+    defaults |= {"no_timestamps_token_id": 14, "eos_token_id": 11, "max_length": 16}
+    (folder / "generation_config.json").write_text(json.dumps(defaults))
+    ids = {str(number): number for number in range(16)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="15"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "11"}')
+    fields = {"WHISPER_FOLDER": folder, "DATA_FOLDER": tmp_path, "MAX_LABELS": 6, "MAX_STEPS": 60}
+    fields |= {"FPROP_DTYPE": "float32", "LEARNING_RATE": 3e-3, "WARMUP_STEPS": 10}
+    words = [f"--fdl.{name}={value}" for name, value in fields.items()]
+    run("--exp=speech.whisper.FineTuneWhisper", *words, f"--job_log_dir={tmp_path}/run")
+    losses = [record["loss"] for record in metrics(tmp_path / "run")]
+    assert losses[-1] < losses[0] - 0.5
+    (rate,) = metrics(tmp_path / "run", dataset="decode/transcripts")
+    assert 0 <= rate["word_error_rate"] <= 1.5
 
 
 def test_unseen_numbers_are_translated(tmp_path: Path):
