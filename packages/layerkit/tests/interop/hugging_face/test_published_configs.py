@@ -875,7 +875,7 @@ OPTIONS = [
     ("llama", "use_rope", True, False),
     ("llama", "partial_rotary_factor", 1.0, 0.5),
     ("gpt2", "quantization_config", {}, {"bits": 4}),
-    ("llama", "rope_scaling", {"rope_type": "default", "mrope_section": []}, {"type": "mrope"}),
+    ("llama", "rope_scaling", {"rope_type": "default", "mrope_section": []}, {"type": "dynamic"}),
 ]
 
 

@@ -116,5 +116,6 @@ LFM2 = llama_family(
     # Published files have these, which Transformers does not read.
     neutral=frozenset({f"block_{name}" for name in ("dim", "norm_eps", "use_swiglu")})
     | {"block_mlp_init_scale", "block_out_init_scale", "block_use_xavier_init"}
-    | {"conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads", "use_pos_enc"},
+    | {"conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads", "use_pos_enc"}
+    | {"rms_norm_eps"},  # Transformers gives it to folders of GGUF files, and reads `norm_eps`.
 )
