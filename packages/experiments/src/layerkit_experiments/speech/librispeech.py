@@ -68,7 +68,7 @@ class ConformerL(ConformerS):
 
 
 class ConformerXLBestRq(ConformerS):
-    """BEST-RQ pre-training of a Conformer of 0.6 billion weights (h100x64), data parallel."""
+    """BEST-RQ pre-training of a Conformer of 0.6 billion weights (h100x128), data parallel."""
 
     LOSS = "best_rq"  # type: ignore[assignment]  # mypy narrows the field to "transducer"
     NUM_LAYERS = 24
@@ -80,4 +80,5 @@ class ConformerXLBestRq(ConformerS):
     WARMUP_STEPS = 25_000
     MAX_STEPS = 400_000
     DECODE_INTERVAL_STEPS = None  # type: ignore[assignment]
-    ICI_MESH_SHAPE = [64, 1, 1]
+    PERCORE_BATCH_SIZE = 16.0
+    ICI_MESH_SHAPE = [128, 1, 1]
