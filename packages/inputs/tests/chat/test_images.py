@@ -137,6 +137,8 @@ def test_rows_of_all_forms_have_the_same_parts_and_one_image(row):
     [
         ask(image("https://example.org/1.png"), TEXT),
         ask({"type": "video", "video": "1.mp4"}, TEXT),
+        ask({"type": "video", "video": "1.mp4", "text": ""}, TEXT),
+        ask(TEXT, videos=["1.mp4"]),
         ask({"type": "image"}, TEXT),
         ask(image("1.png"), TEXT, images=["2.png"]),
         ask({"type": "image", "image": 7}, TEXT),
@@ -321,14 +323,24 @@ def test_settings_that_are_no_json_raise_with_their_file(tmp_path):
 QWEN = {"model_type": "qwen2_5_vl", "patch_size": 4, "min_pixels": 64, "max_pixels": 8192}
 
 
+def write_qwen(folder, **changed):
+    for name in FOLDER:
+        (folder / f"{name}.json").write_text(json.dumps(QWEN | changed))
+    return str(folder)
+
+
+def test_form_of_Qwen_has_a_token_for_each_square_of_patches(tmp_path):
+    images = build(folder_images(write_qwen(tmp_path), image_size=(48, 80)))
+    assert (images.marker, images.placeholder) == ("<|image_pad|>", "<|image_pad|>")
+    assert (images.height, images.width, images.tokens_per_image) == (48, 80, 6 * 10)
+
+
+@pytest.mark.slow
 def test_form_of_Qwen_has_the_pixels_and_tokens_of_transformers(tmp_path):
     pytest.importorskip("transformers")
     from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen
 
-    for name in FOLDER:
-        (tmp_path / f"{name}.json").write_text(json.dumps(QWEN))
-    images = build(folder_images(str(tmp_path), image_size=(48, 80)))
-    assert (images.marker, images.placeholder) == ("<|image_pad|>", "<|image_pad|>")
+    images = build(folder_images(write_qwen(tmp_path), image_size=(48, 80)))
     content = png(1, size=(50, 79))
     pixels = images.read([[ImageSource(content, "")]], length=1)[0, 0]
     sizes = {"shortest_edge": QWEN["min_pixels"], "longest_edge": QWEN["max_pixels"]}
@@ -342,10 +354,15 @@ def test_form_of_Qwen_has_the_pixels_and_tokens_of_transformers(tmp_path):
 
 @pytest.mark.parametrize("image_size", [None, (48, 84), (8, 0), (96, 96)])
 def test_size_that_the_processor_of_Qwen_would_not_give_raises(tmp_path, image_size):
-    for name in FOLDER:
-        (tmp_path / f"{name}.json").write_text(json.dumps(QWEN))
     with pytest.raises(ConfigError, match="image_size"):
-        folder_images(str(tmp_path), image_size=image_size)
+        folder_images(write_qwen(tmp_path), image_size=image_size)
+
+
+@pytest.mark.parametrize("name", ["patch_size", "merge_size"])
+@pytest.mark.parametrize("value", [0, "4"])
+def test_sizes_of_the_processor_of_Qwen_that_are_not_positive_raise(tmp_path, name, value):
+    with pytest.raises(BadRecordError, match=name):
+        folder_images(write_qwen(tmp_path, **{name: value}), image_size=(48, 80))
 
 
 def test_size_of_images_that_a_processor_states_cannot_be_chosen(tmp_path):

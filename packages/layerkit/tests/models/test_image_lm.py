@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from layerkit.base.base_layer import AUX_LOSS, PARAMS, RANDOM
+from layerkit.base.base_layer import AUX_LOSS, CACHE, PARAMS, RANDOM
 from layerkit.config import build
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.loop import SampleDecoder
@@ -120,6 +120,18 @@ def test_placeholders_of_an_image_see_one_another_and_later_tokens_do_not_change
     assert not changed((1, 1)).any() and changed((1, 0))[1, :4].all()
 
 
+def test_placeholders_without_a_vector_have_positions_as_text():
+    layer = build(model_config().lm_tpl.images_tpl.set(output_dims=8))
+    ids = np.array([[1, 7, 7, 7, 7, 2, 7, 3]], np.int32)
+    cache = {"vectors": np.zeros((1, 1, 2, 2, 8)), "is_image": np.zeros((1, 8), bool)}
+    placed, _ = layer.apply(
+        {CACHE: cache}, ids, time_step=jnp.int32(0), method="extend_step", mutable=[CACHE]
+    )
+    positions = placed.positions(np.arange(8)[None])
+    expected = [[0, 1, 1, 1, 1, 3, 4, 5], [0, 1, 1, 2, 2, 3, 4, 5], [0, 1, 2, 1, 2, 3, 4, 5]]
+    np.testing.assert_array_equal(positions[0].T, expected)
+
+
 def test_packed_rows_equal_separate_rows():
     model = build(model_config())
     variables = random_variables(model)
@@ -146,6 +158,24 @@ def test_decoding_reads_the_images_of_prompts_as_whole_rows_do():
             best = logits[row, column - 1]
             assert outputs.ids[row, column] == jnp.argmax(best)
             np.testing.assert_allclose(outputs.log_probs[row, column], best.max(), atol=1e-4)
+
+
+@pytest.mark.slow
+def test_samples_that_share_a_prompt_with_images_equal_those_with_copies():
+    config = model_config()
+    variables = random_variables(build(config))
+    lengths = np.array([12, 6, 3], np.int32)
+    batch = NestedMap(ids=IDS, prompt_lengths=lengths, images=IMAGES)
+
+    def sample(**fields):
+        config.decoder.set(temperature=1.0, num_samples=3, max_decode_steps=4, **fields)
+        model = build(config)
+        rngs = {RANDOM: jax.random.key(0)}
+        return jax.jit(lambda v: model.apply(v, batch, method="decode", rngs=rngs))(variables)
+
+    expected, shared = sample(), sample(lazy_prefix_broadcast=True)
+    np.testing.assert_array_equal(shared.ids, expected.ids)
+    np.testing.assert_allclose(shared.log_probs, expected.log_probs, atol=1e-4)
 
 
 def test_loss_leaves_out_placeholders_and_gradients_reach_tower_and_projector():

@@ -14,7 +14,7 @@ about a row is a `BadRecordError` without owner, to which the caller adds the fi
 
 Content may be a list of parts, of which some are images. A part names its image, as a path or as a
 `data:` URI, or else the column `images` (or `image`) names the images in order. With such a column,
-`<image>` in a text also stands for an image.
+`<image>` in a text also stands for an image. Videos and sounds are errors.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruct
 """Columns of each form of a conversation, in the order in which they are tried."""
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 _IMAGE_NAMES = ("image", "image_url", "url", "path")
+_UNREAD_COLUMNS = ("video", "videos", "audio", "audios")
 IMAGE_MARKER = "<image>"
 """Text that stands for an image of the column of images."""
 
@@ -146,6 +147,8 @@ def _with_columns(row: Mapping[str, Any], messages: list[Message], size: int) ->
     _check(tools is None or is_list, "tools", tools, "a list of JSON schemas")
     if row.get("system"):
         system = _read_messages(row, "system", role="system")
+    for name in _UNREAD_COLUMNS:
+        _check(not row.get(name), name, row.get(name), "none. Of media, only images are read")
     messages = _name_images(row, system + messages)
     return Conversation(messages, tools or None, size and size + len(system))
 
@@ -241,7 +244,9 @@ def _part(part: Any, field: str) -> dict[str, Any]:
         names = [_image_name(values[name], field) for name in _IMAGE_NAMES if name in values]
         return {"type": "image", "image": names[0]} if names else {"type": "image"}
     text = values.get("text")
-    _check(isinstance(text, str), field, part, "text, or a list of parts of type text or image")
+    # Other types of text are such as `input_text`; a video may have a text as well.
+    is_text = isinstance(text, str) and "text" in str(values.get("type", "text"))
+    _check(is_text, field, part, "text, or a list of parts of type text or image")
     return {"type": "text", "text": text}
 
 

@@ -76,7 +76,7 @@ def folder_images(
         is_same, expected = stated in (None, value), f"{json.dumps(value)}, the supported value"
         require(is_same, where, name, stated, expected, BadRecordError)
     if _TEXTS[kind] is _QWEN:
-        size, tokens = _chosen_size(settings, image_size or (0, 0))
+        size, tokens = _chosen_size(settings, image_size or (0, 0), where)
     else:
         require(image_size is None, None, "image_size", image_size, f"None, for {kind}")
         size, tokens = settings.get("size", {}), config.get("mm_tokens_per_image", 256)
@@ -101,13 +101,21 @@ def folder_images(
 
 
 def _chosen_size(
-    settings: dict[str, Any], image_size: tuple[int, int]
+    settings: dict[str, Any], image_size: tuple[int, int], where: str
 ) -> tuple[dict[str, Any], int]:
     """Return the height and width of all images, and the tokens of one, of Qwen's processor."""
-    bounds, side = settings.get("size", {}), settings.get("patch_size", 14)
-    side *= settings.get("merge_size", 2)
-    fewest = settings.get("min_pixels") or bounds.get("shortest_edge", 56 * 56)
-    most = settings.get("max_pixels") or bounds.get("longest_edge", 28 * 28 * 1280)
+    bounds = settings.get("size") or {}
+    values = {
+        "patch_size": settings.get("patch_size", 14),
+        "merge_size": settings.get("merge_size", 2),
+        "min_pixels": settings.get("min_pixels") or bounds.get("shortest_edge", 56 * 56),
+        "max_pixels": settings.get("max_pixels") or bounds.get("longest_edge", 28 * 28 * 1280),
+    }
+    for name, value in values.items():
+        is_size = type(value) is int and value > 0
+        require(is_size, where, name, value, "a positive integer", BadRecordError)
+    patch_size, merge_size, fewest, most = values.values()
+    side = patch_size * merge_size
     height, width = image_size
     fits = height % side == width % side == 0 and fewest <= height * width <= most
     expected = f"multiples of {side} (height, width), of {fewest} to {most} pixels"

@@ -33,7 +33,7 @@ from layerkit.interop.hugging_face.families.qwen3 import QWEN3
 from layerkit.interop.hugging_face.families.qwen3_moe import QWEN3_MOE
 from layerkit.interop.hugging_face.families.t5 import T5
 from layerkit.interop.hugging_face.importing import read_weights
-from layerkit.interop.hugging_face.keys import layer_templates
+from layerkit.interop.hugging_face.keys import all_layers, layer_templates
 from layerkit.interop.hugging_face.tensors import dissect, pieces_of, their_shapes
 from layerkit.layers.basic.elementwise import ReLU
 from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
@@ -278,6 +278,25 @@ def test_missing_key_has_the_default_of_transformers(configs):
     shorter = {key: value for key, value in content.items() if key not in caps}
     assert GEMMA2.read_config(shorter) == GEMMA2.read_config(content)
     assert [content[cap] for cap in caps] == [50.0, 30.0]
+
+
+@pytest.mark.parametrize(("family", "first_near"), [("qwen2", 28), ("qwen2_5_vl", 80)])
+def test_windows_of_qwen_start_in_the_layer_of_transformers(configs, family, first_near):
+    sizes = {"use_sliding_window": True, "num_hidden_layers": first_near + 1}
+    content = {**configs[family], **sizes}
+    content["text_config"] = {**content.get("text_config", {}), **sizes}
+    del content["text_config" if family == "qwen2" else "use_sliding_window"]
+    for keys in (content, content.get("text_config", {})):
+        keys.pop("max_window_layers", None)
+    layers = all_layers(family_of(family).read_config(content).lm_tpl)
+    windows = [layer.attention_tpl.window for layer in layers]
+    assert windows[:-1] == [None] * first_near and windows[-1] is not None
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_5"])
+def test_part_that_is_no_object_raises(raises, configs, family):
+    with raises(UnsupportedModelError, field="vision_config", value=[None]):
+        family_of(family).read_config({**configs[family], "vision_config": [None]})
 
 
 @pytest.mark.parametrize(("family", "num_layers"), [("mixtral", 3), ("qwen3_moe", 2)])

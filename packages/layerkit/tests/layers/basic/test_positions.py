@@ -114,7 +114,7 @@ def test_each_pair_is_rotated_by_the_axis_of_its_section(order, axes):
     np.testing.assert_allclose(turned[0, 0, 0, axes.index(1)], expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("sections", [None, (4,), (2, 1)])
+@pytest.mark.parametrize("sections", [None, (4,), (2, 1), (5, -1, 0)])
 def test_sections_that_do_not_fit_raise(raises, sections):
     layer = RotaryPositionalEmbedding(dims=8, sections=sections)
     with raises(ConfigError, field="sections", value=sections):

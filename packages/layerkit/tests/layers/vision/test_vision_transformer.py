@@ -197,6 +197,7 @@ def test_attention_pooling_equals_that_of_pytorch():
         ({"position_grid": None}, "position_grid", None),
         ({"num_registers": -1}, "num_registers", -1),
         ({"num_registers": 1, "has_grid_positions": True}, "has_grid_positions", True),
+        ({"window_size": 2, "has_grid_positions": True}, "chunk of layers", []),
     ],
 )
 def test_vision_transformer_rejects_what_does_not_fit(raises, fields, field, value):

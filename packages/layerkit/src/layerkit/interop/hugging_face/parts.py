@@ -98,6 +98,8 @@ def nested(
     def read(file: ConfigFile, model: Config) -> None:
         # Older files of CLIP repeat keys in a second config, which takes precedence.
         first, second = (file.get(key, None) or {} for key in (name, f"{name}_dict"))
+        if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
+            raise file.invalid(name, "an object")
         for key_of_part in first:  # `read_json` adds the keys of `text_config` to the others.
             file.get(key_of_part, None)
         whole = {key: value for key in shared if (value := file.get(key, None)) is not None}

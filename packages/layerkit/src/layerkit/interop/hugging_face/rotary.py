@@ -96,17 +96,15 @@ def rotary(
         config = rotary_config(file, parameters, has_fraction=default_fraction is not None)
         config.pairing = pairing
         if sections is not None:
-            own = tuple(parameters.get("mrope_section") or sections)
+            sizes = tuple(parameters.get("mrope_section") or sections)
+            if len(sizes) != len(sections) or sum(sizes) * 2 != round(rotated * head_dim):
+                expected = f"{len(sections)} sections of all pairs"
+                raise file.invalid("mrope_section", expected, value=sizes)
             is_interleaved = section_order == "interleaved"
-            is_same = parameters.get("mrope_interleaved", is_interleaved) == is_interleaved
-            if (
-                len(own) != len(sections)
-                or sum(own) * 2 != round(rotated * head_dim)
-                or not is_same
-            ):
-                expected = f"{len(sections)} sections of all pairs, {section_order}"
-                raise file.invalid("mrope_section", expected, value=parameters)
-            config.set(sections=own, section_order=section_order)
+            stated = parameters.get("mrope_interleaved", is_interleaved)
+            if stated != is_interleaved:
+                raise file.invalid("mrope_interleaved", f"{is_interleaved}", value=stated)
+            config.set(sections=sizes, section_order=section_order)
         set_field(network, "layer.attention_tpl.rotary_tpl", config)
 
     def write(network: Config) -> dict[str, Any]:

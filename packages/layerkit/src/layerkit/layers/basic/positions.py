@@ -197,8 +197,9 @@ class RotaryPositionalEmbedding(BaseLayer):
         """Check the fields."""
         _check_halves(self)
         pairs = self._num_rotated() // 2
-        is_valid = self.sections is None or sum(self.sections) == pairs
-        require(is_valid, self, "sections", self.sections, f"the sum {pairs}, all pairs")
+        sizes = self.sections
+        is_valid = sizes is None or (sum(sizes) == pairs and min(sizes) >= 0)
+        require(is_valid, self, "sections", sizes, f"sizes of at least 0 with the sum {pairs}")
         self.frequencies()
 
     @nn.nowrap

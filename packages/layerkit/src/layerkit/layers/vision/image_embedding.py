@@ -34,7 +34,8 @@ class PlacedImages:
 
     Attributes:
       vectors: `[batch, num_images, rows, columns, dims]`.
-      before: Number of placeholders before each token in its document, int32 `[batch, length]`.
+      before: Number of replaced placeholders before each token in its document, int32 `[batch,
+        length]`.
       numbers: Number of each placeholder among those of its row, int32 `[batch, length]`; -1 for
         other tokens and for placeholders beyond the vectors.
       sees_whole_image: See `ImageEmbedding`.
@@ -246,10 +247,11 @@ class ImageEmbedding(BaseLayer):
 
     def _placed(self, vectors: jax.Array, is_image: jax.Array, counts: jax.Array) -> PlacedImages:
         """Return the places of tokens by the number of placeholders up to each."""
-        has_vector = is_image & (counts <= math.prod(vectors.shape[1:4]))
+        num_vectors = math.prod(vectors.shape[1:4])
+        has_vector = is_image & (counts <= num_vectors)
         return PlacedImages(
             vectors,
-            before=counts - is_image,
+            before=jnp.minimum(counts, num_vectors) - has_vector,
             numbers=jnp.where(has_vector, counts - 1, -1).astype(jnp.int32),
             sees_whole_image=self.sees_whole_image,
             has_grid_positions=self.has_grid_positions,

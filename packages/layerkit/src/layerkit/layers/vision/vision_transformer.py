@@ -18,6 +18,7 @@ from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import Config, fields_of, sub_config_field, target_of
 from layerkit.config.checks import check_integers, check_last_axis, check_sizes, require
+from layerkit.config.config import walk_configs
 from layerkit.config.hparams import Conditions
 from layerkit.layers.attention.cross import CrossAttention
 from layerkit.layers.attention.multi_head import MultiHeadAttention
@@ -159,8 +160,8 @@ class VisionTransformer(BaseLayer):
       aligns_corners: True to interpolate positions between those of the corners; see `resize_grid`.
       has_grid_positions: True to give the stack positions of three axes: window, row and column.
         The `sections` of rotary embeddings have 0 pairs for the window (Qwen2-VL).
-      window_size: Number of rows and of columns of windows. Layers attend within a window if their
-        `chunk` is window_size² (Qwen2.5-VL). None for no windows.
+      window_size: Number of rows and of columns of windows, in which layers whose `chunk` is
+        window_size² attend (Qwen2.5-VL). None for no windows.
       has_class_token: True for a learned vector before the patches.
       num_registers: Number of further learned vectors, which have no positions.
       embedding_norm_tpl: Norm before the stack (CLIP); None for none.
@@ -174,7 +175,8 @@ class VisionTransformer(BaseLayer):
 
     Raises:
       ConfigError: Learned positions without a grid or a grid without them, an output that is
-        missing, or positions of a grid with other vectors than those of patches.
+        missing, positions of a grid with other vectors than those of patches, or no layer or not
+        all with a `chunk` attend within windows.
     """
 
     used_only_if: ClassVar[Conditions] = {
@@ -216,6 +218,11 @@ class VisionTransformer(BaseLayer):
         is_valid = not (self.has_grid_positions and (self.has_class_token or self.num_registers))
         expected = "False with a class token or registers, which have no row and column"
         require(is_valid, self, "has_grid_positions", self.has_grid_positions, expected)
+        if self.window_size is not None:
+            chunks = {getattr(config, "chunk", None) for config in walk_configs(self.stack_tpl)}
+            expected = f"window_size² = {self.window_size**2} or None, not all of them None"
+            fits = chunks - {None} == {self.window_size**2}
+            require(fits, self, "chunk of layers", sorted(chunks - {None}), expected)
         self.create_child("patches", self.patch_tpl, output_dims=dims)
         self._create_positions()
         for name, rows, init in (

@@ -11,7 +11,7 @@ from typing import Any
 
 from layerkit.config import Config
 from layerkit.interop.hugging_face.families.llama import EQUAL_HEADS, llama_entries
-from layerkit.interop.hugging_face.families.qwen2 import QWEN2, QWEN_LAYERS
+from layerkit.interop.hugging_face.families.qwen2 import QWEN2, qwen_layers
 from layerkit.interop.hugging_face.families.qwen_images import (
     TOKENS,
     add_images,
@@ -59,7 +59,7 @@ def _write_windows(model: Config) -> dict[str, Any]:
 _ENTRIES = (
     *llama_entries(kv_heads=8, epsilon=1e-5, positions=rotary(1_000_000.0, sections=(16, 24, 24))),
     EQUAL_HEADS,
-    QWEN_LAYERS,
+    qwen_layers(first_near=80),
 )
 _TEXT = nested(
     "text_config", "lm_tpl", *_ENTRIES, shared=("tie_word_embeddings",), neutral=QWEN2.neutral
