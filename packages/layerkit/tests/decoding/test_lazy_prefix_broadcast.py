@@ -26,7 +26,7 @@ from layerkit.layers import (
 )
 from layerkit.layers.attention.transformer_xl import TransformerXLAttention
 from layerkit.layers.recurrent.mixer_parts import CausalConvolution
-from layerkit.models import LanguageModel
+from layerkit.models import LanguageModel, SequenceModel, TransformerEncoderDecoder
 from layerkit.ops.attention.dot_product import AttentionOptions, xla_attention
 from layerkit.ops.attention.masks import AttentionMask
 from layerkit.ops.rotary_scaling import LongRopeScaling
@@ -70,10 +70,11 @@ LATENT = MultiHeadLatentAttention.HParams.config(
 )
 BIAS = RelativeBias.HParams.config(num_buckets=8, max_distance=8)
 MODELS = {
+    "one_layer": lambda: make(repeated=False, layers=1, num_kv_heads=1),
     "scanned": lambda: make(num_kv_heads=2),
     "unrolled": lambda: make(unroll=None),
-    "separate": lambda: make(repeated=False, num_kv_heads=1),
     "window": lambda: make(window=3, sink_logit=0.5, logit_cap=3.0),
+    "growth": lambda: make(look_ahead=3, window=5, query_growth=1.0, query_growth_step=2),
     "chunk": lambda: make(chunk=4, num_kv_heads=2),
     "bias": lambda: make(stack={"relative_bias_tpl": BIAS}, relative_bias_tpl=BIAS),
     "conv": lambda: make(qkv_conv_tpl=CausalConvolution.HParams.config(width=3)),
@@ -125,9 +126,11 @@ CASES = [(name, decoder) for name in MODELS for decoder in (SAMPLING, BEAMS)]
     ("name", "decoder"),
     [
         pytest.param(
-            *case, marks=[pytest.mark.slow] * (index > 0), id=f"{case[0]}-{type(case[1]).__name__}"
+            *case,
+            marks=[pytest.mark.slow] * (case[0] != "one_layer"),
+            id=f"{case[0]}-{type(case[1]).__name__}",
         )
-        for index, case in enumerate(CASES)
+        for case in CASES
     ],
 )
 def test_continuations_that_share_prompts_equal_those_with_copies(name, decoder):
@@ -147,19 +150,13 @@ def test_shared_prompts_may_be_split_by_position():
     check(MODELS["scanned"](), BEAMS, sharding=BoundSharding(Mesh(devices, ("data", "context"))))
 
 
-@pytest.mark.parametrize(
-    ("decoder", "fields", "slots"),
-    [
-        (SampleDecoder(num_samples=8), {"lazy": True}, 1024 + 64 + 8 * 64),
-        slow(SampleDecoder(num_samples=8), {"lazy": False}, 8 * (1024 + 64)),
-        slow(BeamSearch(beam_size=8), {"lazy": True}, 1024 + 64 + 8 * 64),
-        slow(BeamSearch(beam_size=8), {"lazy": False}, 8 * (1024 + 64)),
-    ],
-)
-def test_loop_over_tokens_holds_each_prompt_once(decoder, fields, slots):
+@pytest.mark.slow
+@pytest.mark.parametrize("decoder", [SampleDecoder(num_samples=8), BeamSearch(beam_size=8)])
+@pytest.mark.parametrize(("lazy", "slots"), [(True, 1024 + 64 + 8 * 64), (False, 8 * (1024 + 64))])
+def test_loop_over_tokens_holds_each_prompt_once(decoder, lazy, slots):
     model, decoder = make(), dataclasses.replace(decoder, max_decode_steps=64)
     shapes, rows = jax.eval_shape(model.init, KEY), 2
-    run = decode_of(model, decoder, **fields)
+    run = decode_of(model, decoder, lazy=lazy)
     jaxpr = jax.make_jaxpr(run)(shapes, prompts(rows=rows, width=1024))
     (loop,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "while"]
     caches = [x.aval for x in loop.invars if len(x.aval.shape) == 5]  # layers, rows, heads, …
@@ -184,6 +181,18 @@ def test_unsupported_networks_name_their_field(fields, decoder, message):
         jax.eval_shape(
             decode_of(model, decoder, lazy=True), jax.eval_shape(model.init, KEY), prompts()
         )
+
+
+@pytest.mark.slow
+def test_encoder_may_override_attend():
+    network = TransformerEncoderDecoder.HParams.config(vocab_size=VOCAB, model_dims=8, num_heads=2)
+    network.set(hidden_dims=12, num_encoder_layers=1, num_decoder_layers=1)
+    network.encoder_stack_tpl.layer_tpl.attention_tpl = XL
+    model = SequenceModel.HParams.config(model_tpl=network, start_id=2).Instantiate()
+    batch = NestedMap(src=NestedMap(ids=prompts().ids))
+    run = decode_of(model, SAMPLING, lazy=True)
+    outputs = jax.eval_shape(run, jax.eval_shape(model.init, KEY), batch)
+    assert outputs.candidates.ids.shape == (8, SAMPLES, 1 + STEPS)
 
 
 def test_drafts_are_unsupported():

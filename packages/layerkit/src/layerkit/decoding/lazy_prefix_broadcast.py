@@ -44,10 +44,17 @@ def share_prompts(
       (function of steps, row axes of the cache that it returns).
 
     Raises:
-      ConfigError: Attention has a `cache_format` or overrides `attend`, or no layer caches tokens.
+      ConfigError: Attention has a `cache_format` or, in a step, overrides `attend`; or no layer
+        caches tokens.
     """
     cached = flatten_dict(cache_axes.cache)
-    paths = [path for path in _arrays_of_prompts(network) if path in cached]
+    paths: list[tuple[str, ...]] = []
+
+    def visit(layer: BaseLayer) -> None:
+        names = layer.prompt_arrays() if isinstance(layer, AttentionLayer) else ()
+        paths.extend(path for name in names if (path := (*layer.path, name)) in cached)
+
+    visit_layers(network, visit)
     expected = "attention that caches all tokens, with lazy_prefix_broadcast=True"
     require(bool(paths), network, "cache", ["/".join(path) for path in cached], expected)
     # Position of the token in each slot before the first step; there is none below 0.
@@ -68,18 +75,3 @@ def share_prompts(
 
     shared = unflatten_dict(dict.fromkeys(paths, SHARED))
     return extend_shared, cache_axes._replace(prompts=shared)
-
-
-def _arrays_of_prompts(network: BaseLayer) -> list[tuple[str, ...]]:
-    """Return the paths in `CACHE` of the arrays whose slots of prompts can be shared."""
-    paths: list[tuple[str, ...]] = []
-
-    def visit(layer: BaseLayer) -> None:
-        if isinstance(layer, AttentionLayer):
-            name, is_own = type(layer).__name__, type(layer).attend is not AttentionLayer.attend
-            expected = "a layer without its own `attend`, with lazy_prefix_broadcast=True"
-            require(not is_own, layer, "class", name, expected)
-            paths.extend((*layer.path, array) for array in layer.prompt_arrays())
-
-    visit_layers(network, visit)
-    return paths

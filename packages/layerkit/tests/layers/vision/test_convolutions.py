@@ -13,6 +13,7 @@ from layerkit.base.weights import WeightHParams, WeightInit
 from layerkit.config import build
 from layerkit.errors import ConfigError
 from layerkit.layers import Conv, ConvBNAct, ConvTranspose, GlobalPooling, Pooling
+from layerkit.layers.vision.convolutions import sum_windows
 
 KEY = jax.random.key(0)
 SIZES = {"input_dims": 4, "output_dims": 6, "kernel_size": (3, 2)}
@@ -196,3 +197,13 @@ def test_convolution_on_a_mesh_has_the_values_and_gradients_of_one_device(fields
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected
     )
+
+
+@pytest.mark.parametrize("length", [9, 2])
+def test_sum_over_the_window_equals_a_convolution_in_groups(length):
+    x, w = jax.random.normal(KEY, (2, length, 4)), jax.random.normal(KEY, (3, 2, 6))
+    strides, padding, dilations = (2,), ((-1, 2),), (3,)
+    names = {"dimension_numbers": ("N0C", "0IO", "N0C"), "feature_group_count": 2}
+    expected = jax.lax.conv_general_dilated(x, w, strides, padding, None, dilations, **names)
+    found = sum_windows(x, w, strides, padding, dilations, 2)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

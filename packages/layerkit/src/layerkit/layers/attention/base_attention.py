@@ -215,7 +215,8 @@ class AttentionLayer(BaseLayer):
     def prompt_arrays(self) -> tuple[str, ...]:
         """Return the names of cached arrays `[…, slots, dims]` that samples of a prompt may share.
 
-        `layerkit.decoding.lazy_prefix_broadcast` moves them to the collection `PROMPT_CACHE`.
+        `layerkit.decoding.lazy_prefix_broadcast` moves them to the collection `PROMPT_CACHE`, where
+        `extend_step` reads them by `read_prompt_cache`.
         """
         return ()
 
@@ -235,6 +236,12 @@ class AttentionLayer(BaseLayer):
         With `cached` keys the compiler splits the work: a step has few queries, for which a kernel,
         which the compiler cannot split, is not faster.
         """
+        is_own, expected = (
+            type(self).attend is not AttentionLayer.attend,
+            "a layer without `attend`",
+        )
+        expected += " of its own, with lazy_prefix_broadcast=True"
+        require(not (prompts and is_own), self, "class", type(self).__name__, expected)
         return AttentionOptions(
             scale=1.0 / math.sqrt(head_dim) if self.logit_scale is None else self.logit_scale,
             mask=mask,

@@ -7,7 +7,6 @@ is a `Sequential` of a depth-wise convolution and one with a kernel of 1 × 1.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -172,9 +171,7 @@ class Conv(BaseLayer):
         sharding = self.inherited("sharding")
         if sharding is None or sharding.mesh is None:
             return False
-        sizes = sharding.mesh.shape
-        parts = math.prod(sizes[axis] for axis in sharding.split_axes("batch"))
-        return bool(parts < math.prod(sizes.values()))
+        return bool(sharding.num_shards("batch") < sharding.mesh.size)
 
     def _steps(self) -> dict[str, Any]:
         """Return the strides, the dilations and the names of axes, as JAX reads them."""
@@ -213,8 +210,9 @@ def sum_windows(
     sizes = [d * (size - 1) + 1 for d, size in zip(dilations, w.shape[:rank], strict=True)]
     if isinstance(padding, str):
         padding = jax.lax.padtype_to_pads(x.shape[1:-1], sizes, strides, padding)
-    x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
-    spans = [length - size + 1 for length, size in zip(x.shape[1:-1], sizes, strict=True)]
+    # Unlike `jnp.pad`, this supports negative padding.
+    x = jax.lax.pad(x, x.dtype.type(0), [(*pair, 0) for pair in ((0, 0), *padding, (0, 0))])
+    spans = [max(0, length - size + 1) for length, size in zip(x.shape[1:-1], sizes, strict=True)]
 
     # The backward pass takes the windows of `x` again, or they would all be in memory.
     @jax.checkpoint
@@ -224,12 +222,12 @@ def sum_windows(
             steps = zip(entry, dilations, spans, strides, strict=True)
             places = [slice(at * d, at * d + span, stride) for at, d, span, stride in steps]
             window = x[(slice(None), *places)]
-            window = window.reshape(*window.shape[:-1], groups, -1)
+            window = window.reshape(*window.shape[:-1], groups, w.shape[-2])
             kernel = w[entry].reshape(w.shape[-2], groups, -1)
             product = {"preferred_element_type": jnp.float32}
             terms.append(jnp.einsum("...gi,igo->...go", window, kernel, **product))
         total = sum(terms[1:], terms[0])
-        return total.reshape(*total.shape[:-2], -1).astype(x.dtype)
+        return total.reshape(*total.shape[:-2], w.shape[-1]).astype(x.dtype)
 
     return run(x, w)
 
@@ -257,7 +255,7 @@ class ConvTranspose(Conv):
             padding = [
                 (d * (k - 1) - before, d * (k - 1) - after) for d, k, (before, after) in axes
             ]
-        flipped = jax.numpy.flip(w, range(len(self.kernel_size)))
+        flipped = jnp.flip(w, range(len(self.kernel_size)))
         return jax.lax.conv_transpose(x, flipped, padding=padding, **steps)
 
 

@@ -276,6 +276,8 @@ def _check_shapes(
     check("key", key, (batch, keys, kv_heads, head_dim))
     check("value", value, (batch, keys, kv_heads, value.shape[-1]))
     if options.prompts is not None:
+        backend = options.backend
+        require(backend == "xla", "attention", "backend", backend, "xla with `prompts`")
         keys += options.prompts[0].shape[1]
     if mask is not None:
         check("mask.query_positions", mask.query_positions, *((n, queries) for n in rows))
@@ -303,12 +305,11 @@ def xla_attention(
     # With heads first, the products batch over leading axes alone, and XLA's CPU backend holds
     # fewer transposed copies for the backward pass.
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
-    logits = _scaled_logits(query, key, options.scale)
+    score = functools.partial(_scaled_logits, scale=options.scale)
+    logits = score(query, key)
     if options.prompts is not None:
         prompt_key, prompt_value = (jnp.swapaxes(x, 1, 2) for x in options.prompts)
-        samples, num_shared = batch // prompt_key.shape[0], prompt_key.shape[2]
-        shared = _scaled_logits(_merge_samples(query, samples), prompt_key, options.scale)
-        logits = jnp.concatenate([_split_samples(shared, samples), logits], axis=-1)
+        logits = jnp.concatenate([_apply_to_samples(score, query, prompt_key), logits], axis=-1)
     bias = options.dense_bias
     if bias is not None:
         logits += _group_heads(bias, kv_heads=key.shape[1])
@@ -316,26 +317,22 @@ def xla_attention(
     probabilities = probabilities.astype(value.dtype)
     if options.dropout is not None:
         probabilities = options.dropout(probabilities)
+    average = functools.partial(jnp.einsum, "bngqk,bnkd->bngqd")
     if options.prompts is None:
-        read = jnp.einsum("bngqk,bnkd->bngqd", probabilities, value)
+        read = average(probabilities, value)
     else:
-        shared, own = jnp.split(probabilities, [num_shared], axis=-1)
-        shared = _merge_samples(shared, samples)
-        shared = jnp.einsum("bngqk,bnkd->bngqd", shared, prompt_value)
-        read = jnp.einsum("bngqk,bnkd->bngqd", own, value) + _split_samples(shared, samples)
+        shared, own = jnp.split(probabilities, [prompt_key.shape[2]], axis=-1)
+        read = _apply_to_samples(average, shared, prompt_value) + average(own, value)
     return jnp.swapaxes(read.reshape(batch, heads, queries, value.shape[-1]), 1, 2)
 
 
-def _merge_samples(x: jax.Array, samples: int) -> jax.Array:
-    """Reshape `[prompts · samples, …, queries, n]` to `[prompts, …, samples · queries, n]`."""
-    x = jnp.moveaxis(x.reshape(-1, samples, *x.shape[1:]), 1, -3)
-    return x.reshape(*x.shape[:-3], -1, x.shape[-1])
-
-
-def _split_samples(x: jax.Array, samples: int) -> jax.Array:
-    """Reshape `[prompts, …, samples · queries, n]` to `[prompts · samples, …, queries, n]`."""
-    x = x.reshape(*x.shape[:-2], samples, -1, x.shape[-1])
-    return jnp.moveaxis(x, -3, 1).reshape(-1, *x.shape[1:-3], *x.shape[-2:])
+def _apply_to_samples(
+    function: Callable[..., jax.Array], x: jax.Array, shared: jax.Array
+) -> jax.Array:
+    """Apply a function to `x` `[prompts · samples, …]` and `shared` `[prompts, …]`."""
+    by_prompt = x.reshape(shared.shape[0], -1, *x.shape[1:])
+    outputs = jax.vmap(function, in_axes=(1, None), out_axes=1)(by_prompt, shared)
+    return outputs.reshape(x.shape[0], *outputs.shape[2:])
 
 
 def _scaled_logits(query: jax.Array, key: jax.Array, scale: float) -> jax.Array:
