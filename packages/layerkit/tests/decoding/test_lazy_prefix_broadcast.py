@@ -74,7 +74,7 @@ MODELS = {
     "scanned": lambda: make(num_kv_heads=2),
     "unrolled": lambda: make(unroll=None),
     "window": lambda: make(window=3, sink_logit=0.5, logit_cap=3.0),
-    "growth": lambda: make(look_ahead=3, window=5, query_growth=1.0, query_growth_step=2),
+    "growth": lambda: make(query_growth=1.0, query_growth_step=2),
     "chunk": lambda: make(chunk=4, num_kv_heads=2),
     "bias": lambda: make(stack={"relative_bias_tpl": BIAS}, relative_bias_tpl=BIAS),
     "conv": lambda: make(qkv_conv_tpl=CausalConvolution.HParams.config(width=3)),
@@ -171,6 +171,7 @@ def test_loop_over_tokens_holds_each_prompt_once(decoder, lazy, slots):
         slow(
             {"window": 3, "has_rolling_cache": True}, SAMPLING, "attention that caches all tokens"
         ),
+        slow({"look_ahead": 3}, SAMPLING, "look_ahead=3.*lazy_prefix_broadcast=True"),
         slow({"tpl": XL}, BEAMS, "class='TransformerXLAttention'"),
         slow({"rotary_tpl": LONG_ROPE}, SAMPLING, "LongRopeScaling.*lazy_prefix_broadcast=True"),
     ],

@@ -290,6 +290,8 @@ class MultiHeadAttention(BaseAttention):
         (batch, num_tokens), num_keys = x.shape[:2], keys.shape[1]
         lengths = [num_keys, *(one.shape[1] for one in prompts[:1])]
         max_length: int | None = lengths[-1]
+        ahead, expected = self.look_ahead, "None with lazy_prefix_broadcast=True"
+        require(ahead is None or not prompts, self, "look_ahead", ahead, expected)
         if self.has_rolling_cache:
             expected = "None with has_rolling_cache=True"
             require(query_ends is None, self, "query_ends", "an array", expected)
