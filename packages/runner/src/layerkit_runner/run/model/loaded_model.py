@@ -405,8 +405,7 @@ class LoadedModel(ShownAsTree):
         Raises:
           UserError: There is none, or it cannot be read.
         """
-        programs = eval_programs(self.job)
-        if not programs:
+        if not (programs := eval_programs(self.job)):
             owner = f"{self.job.resolved.name}.datasets()"
             raise UsageError("there is no held-out data set to evaluate", owner=owner)
         return {p.name: dict(p.run(self.state, self.step, Observers([]))) for p in programs}
@@ -475,9 +474,8 @@ class LoadedModel(ShownAsTree):
         if jax.process_count() == 1:
             return batch
         sharding = self.job.partitioner.batch_sharding()
-        return jax.tree.map(
-            lambda x: jax.make_array_from_callback(x.shape, sharding, x.__getitem__), batch
-        )
+        make = jax.make_array_from_callback
+        return jax.tree.map(lambda x: make(x.shape, sharding, x.__getitem__), batch)
 
     def _compile(
         self, function: Callable[..., Any], *fixed: Any, shardings: Sequence[Any], **options: Any
