@@ -182,9 +182,10 @@ def one_device(session: nox.Session) -> None:
 
 @nox.session
 def meshes(session: nox.Session) -> None:
-    """Train a model on all 56 meshes of eight simulated devices; half an hour on two cores."""
-    suite = ROOT / "packages/layerkit/tests/test_all_meshes.py"
-    check_wheels(session, ["layerkit"], [suite], marker="meshes")
+    """Train models on meshes of eight simulated devices, one on all 56; half an hour."""
+    folder = ROOT / "packages/layerkit/tests"
+    suites = [folder / "test_all_meshes.py", *sorted(folder.glob("models/test_sharded_*.py"))]
+    check_wheels(session, ["layerkit"], suites, marker="meshes or slow", doctests=False)
 
 
 @nox.session
@@ -263,6 +264,15 @@ def parity(session: nox.Session) -> None:
     session.run("python", "-m", "pytest", "-m", "slow", "packages/inputs/tests/chat")
     session.run("python", "scripts/run_notebooks.py", "docs/gallery/lora_to_peft.ipynb")
     session.run("python", "scripts/renew_docs.py")
+
+
+@nox.session
+def praxis_parity(session: nox.Session) -> None:
+    """Compare layers with values and gradients recorded from Praxis; prints the differences."""
+    install_sources(session, TEST_TOOLS)
+    # In one process, so that the table comes last.
+    every = ["-m", "slow or not slow", "-k", "praxis", *session.posargs]
+    session.run("python", "-m", "pytest", *every, "packages/layerkit/tests")
 
 
 @nox.session

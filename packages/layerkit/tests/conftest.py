@@ -44,6 +44,9 @@ B200 = (
 # Slices of TPU v5p by number of chips.
 SLICES = {1: "v5p:2x2x1", 4: "v5p:2x2x1", 8: "v5p:2x2x2"}
 
+# Largest differences from Praxis by test: of values, and of gradients, which may be larger.
+_DIFFERENCES = pytest.StashKey[dict[str, list[float]]]()
+
 
 @functools.cache
 def _recorded():
@@ -62,6 +65,35 @@ def praxis():
         return array.astype(kinds.get(array.dtype.kind, array.dtype))
 
     return lambda name: as_arrays(_recorded()[name])
+
+
+@pytest.fixture(autouse=True)
+def _praxis_differences(request, monkeypatch):
+    """Keep the largest differences of a test that compares with Praxis, relative to above 1."""
+    if "praxis" not in request.fixturenames:
+        return
+    compare = np.testing.assert_allclose
+    table = request.config.stash.setdefault(_DIFFERENCES, {})
+
+    def compare_and_keep(actual, desired, rtol=1e-7, atol=0, **options):
+        compare(actual, desired, rtol=rtol, atol=atol, **options)
+        actual, desired = np.asarray(actual, np.float64), np.asarray(desired, np.float64)
+        scale = max(1.0, np.abs(desired).max(initial=0.0))
+        error = np.abs(actual - desired).max(initial=0.0) / scale
+        row = table.setdefault(request.node.nodeid.rpartition("tests/")[2], [0.0, 0.0])
+        kind = int(atol > 5e-5)  # Gradients may differ by 1e-4, values by 1e-5.
+        row[kind] = max(row[kind], error)
+
+    monkeypatch.setattr(np.testing, "assert_allclose", compare_and_keep)
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print the differences from Praxis, if `-k praxis` selects these tests."""
+    config = terminalreporter.config
+    if config.option.keyword == "praxis" and (table := config.stash.get(_DIFFERENCES, {})):
+        terminalreporter.section("largest difference from Praxis: of values, of gradients")
+        for name, (value, gradient) in sorted(table.items()):
+            terminalreporter.write_line(f"{value:.1e}  {gradient:.1e}  {name}")
 
 
 @pytest.fixture
