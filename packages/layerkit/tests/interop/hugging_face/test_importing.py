@@ -188,8 +188,9 @@ def test_copy_of_a_tied_tensor_raises_unless_it_is_equal(raises, make_folder):
         import_model(make_folder("gpt2", change=differ))
 
 
+SLOW = [*RECURRENT, "qwen3_5", "qwen3_5_moe"]
 TIED = [
-    pytest.param(family, marks=[pytest.mark.slow] * (family.model_type in RECURRENT))
+    pytest.param(family, marks=[pytest.mark.slow] * (family.model_type in SLOW))
     for family in FAMILIES
     if family.copies
 ]
