@@ -256,5 +256,5 @@ def test_grid_positions_and_sections_rotate_as_in_transformers(family):
     theirs = torch.tensor(heads.swapaxes(1, 2))
     cos, sin = getattr(qwen, rotary_class)(config.text_config)(theirs, expected)
     rotated, _ = qwen.apply_rotary_pos_emb(theirs, theirs, cos, sin)
-    found = layer.apply({}, heads, positions)
-    np.testing.assert_allclose(found, rotated.numpy().swapaxes(1, 2), atol=1e-5)
+    ours = layer.apply({}, heads, positions)
+    np.testing.assert_allclose(ours, rotated.numpy().swapaxes(1, 2), atol=1e-5)

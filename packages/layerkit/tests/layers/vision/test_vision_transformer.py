@@ -121,10 +121,10 @@ def test_resized_grid_equals_that_of_pytorch(grid, aligns_corners):
         antialias=not aligns_corners,
         align_corners=aligns_corners,
     )
-    given = jnp.asarray(vectors.reshape(16, 6))
-    found = resize_grid(given, (4, 4), grid, aligns_corners=aligns_corners)
+    table = jnp.asarray(vectors.reshape(16, 6))
+    resized = resize_grid(table, (4, 4), grid, aligns_corners=aligns_corners)
     expected = expected[0].numpy().transpose(1, 2, 0).reshape(-1, 6)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(resized, expected, atol=1e-5)
 
 
 def test_patches_attend_within_windows_that_do_not_divide_the_grid():
