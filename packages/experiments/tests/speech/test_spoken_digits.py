@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from layerkit.errors import ConfigError
+from layerkit_experiments.speech.librispeech import ConformerS
 from layerkit_experiments.speech.spoken_digits import SpokenDigits, speak
 from layerkit_inputs.testing import laws
 
@@ -42,3 +44,9 @@ def test_rows_are_strings_of_digits_that_fit():
 def test_sizes_are_about_those_of_the_paper(name: str, published: float, num_params: Any):
     # The predictor and the joint network differ; see the module.
     assert abs(num_params(f"speech.librispeech.{name}") / published - 1) < 0.15
+
+
+def test_tokenizer_larger_than_the_vocabulary_raises(raises: Any):
+    with raises(ConfigError, field="VOCAB_SIZE"):
+        ConformerS(VOCAB_SIZE=258).validate()
+    ConformerS(VOCAB_SIZE=258, LOSS="best_rq").validate()

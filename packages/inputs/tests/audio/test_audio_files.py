@@ -70,6 +70,12 @@ def test_inputs_of_ranges_of_lengths_share_all_recordings(folder):
     assert sorted(lengths) == [0, 0, 200, 300, 350, 400, 450, 500]
 
 
+def test_recordings_of_other_lengths_are_counted(folder):
+    (line,) = source(folder, max_samples=350, skips_longer=True).describe_data()
+    assert "3 recordings" in line and "; 3 of other lengths" in line
+    assert "other lengths" not in source(folder).describe_data()[0]
+
+
 def test_transcripts_of_librispeech_are_read(folder):
     (folder / "1-2.trans.txt").write_text("".join(f"{n} SPOKEN {n}\n" for n in range(6)))
     for number in range(6):
@@ -122,7 +128,7 @@ def test_damaged_and_foreign_sounds_raise(tmp_path, raises):
 def test_wrong_rows_raise(folder, raises):
     with raises(ConfigError, field=f"samples of {folder / '1.wav'}"):
         source(folder, max_samples=499).get_next()
-    with raises(ConfigError, field="labels of row 0"):
+    with raises(ConfigError, field=f"labels of {folder / '0.wav'}"):
         source(folder, max_labels=5).get_next()
     (folder / "list.jsonl").write_text('{"audio": "0.wav"}\n')
     with raises(BadRecordError, owner=f"{folder}/list.jsonl, line 1"):
@@ -139,7 +145,7 @@ def test_token_0_needs_an_input_without_a_blank(folder, raises):
         def encode(self, text):
             return np.zeros(2, np.int32)
 
-    with raises(ConfigError, field="labels of 'text 0'"):
+    with raises(ConfigError, field=f"labels of {folder / '0.wav'}"):
         source(folder, tokenizer=Zeros()).get_next()
     batch = source(folder, tokenizer=Zeros(), has_blank=False).get_next()
     assert batch.tgt.paddings.sum() == 4 * (8 - 2)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from layerkit.config import Config, build
+from layerkit.config.checks import require
 from layerkit.layers import (
     LayerNorm,
     PositionalEmbedding,
@@ -35,8 +36,8 @@ class SpeechExperiment(TrainedExperiment, abstract=True):
     LOSS: Literal["ctc", "transducer", "attention", "best_rq"] = "ctc"
     """`attention`: a Transformer decoder; `best_rq`: pre-training, which reads no transcripts."""
     INIT_FROM: str | None = None
-    """Job or checkpoint of another LOSS, whose encoder the run starts with. None: random weights.
-    `--init_from` takes precedence."""
+    """Job or checkpoint of a LOSS other than `attention`, whose encoder the run starts with. None:
+    random weights. `--init_from` takes precedence."""
     NUM_LAYERS: int = 16
     MODEL_DIMS: int = 144
     NUM_HEADS: int = 4
@@ -106,6 +107,14 @@ class SpeechExperiment(TrainedExperiment, abstract=True):
         "NUM_HELDOUT": 32,
         "PERCORE_BATCH_SIZE": 8.0,
     }
+
+    def validate(self) -> None:
+        """Check that the ids of the tokenizer of transcripts fit the vocabulary."""
+        super().validate()
+        if self.DATA_FORMAT == "files" and self.LOSS != "best_rq":
+            least = build(tokenizer_config(self.TOKENIZER)).vocab_size
+            expected = f"at least {least}, the size of TOKENIZER={self.TOKENIZER!r}"
+            require(least <= self.VOCAB_SIZE, None, "VOCAB_SIZE", self.VOCAB_SIZE, expected)
 
     def data_summary(self) -> str:
         """Return a short description of the training data."""

@@ -28,7 +28,7 @@ class Digits(SpeechExperiment):
     WARMUP_STEPS = 50
     MAX_STEPS = 500
     EVAL_INTERVAL_STEPS = 100
-    DECODE_INTERVAL_STEPS = 250
+    DECODE_INTERVAL_STEPS: int | None = 250
     CHECKPOINT_EVERY_N_STEPS = 250
 
 
@@ -41,7 +41,7 @@ class DigitsBestRq(Digits):
     MASK_PROB = 0.03
     MASK_FRAMES = 12
     MAX_STEPS = 1000
-    DECODE_INTERVAL_STEPS = None  # type: ignore[assignment]
+    DECODE_INTERVAL_STEPS = None
 
 
 class DigitsFewLabels(Digits):

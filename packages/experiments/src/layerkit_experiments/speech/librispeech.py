@@ -43,7 +43,7 @@ class ConformerS(SpeechExperiment):
     WARMUP_STEPS = 10_000
     MAX_STEPS = 100_000
     EVAL_INTERVAL_STEPS = 5000
-    DECODE_INTERVAL_STEPS = 5000
+    DECODE_INTERVAL_STEPS: int | None = 5000
     ICI_MESH_SHAPE = [8, 1, 1]
 
 
@@ -79,6 +79,6 @@ class ConformerXLBestRq(ConformerS):
     LEARNING_RATE = 0.004
     WARMUP_STEPS = 25_000
     MAX_STEPS = 400_000
-    DECODE_INTERVAL_STEPS = None  # type: ignore[assignment]
+    DECODE_INTERVAL_STEPS = None
     PERCORE_BATCH_SIZE = 16.0
     ICI_MESH_SHAPE = [128, 1, 1]

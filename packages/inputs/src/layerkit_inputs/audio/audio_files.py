@@ -64,6 +64,10 @@ class SpeechInput(IndexedInput):
         """Return the samples float32 `[samples]` and the transcript of each row."""
         raise NotImplementedError(f"{type(self).__qualname__} must define _utterances().")
 
+    def _row_name(self, row: int) -> str:
+        """Return the name of a row for error messages."""
+        return f"row {row}"
+
     def _transcript(self, row: int) -> str:
         """Return the transcript of a row."""
         return self._utterances(np.array([row]))[0][1]
@@ -71,12 +75,15 @@ class SpeechInput(IndexedInput):
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
         sounds, texts = zip(*self._utterances(rows), strict=True)
         labels = [self._tokenizer.encode(text) for text in texts]
-        for row, ids, text in zip(rows.tolist(), labels, texts, strict=True):
-            field, expected = f"labels of row {row}", f"at most max_labels={self.max_labels}"
+        for row, ids in zip(rows.tolist(), labels, strict=True):
+            field, expected = (
+                f"labels of {self._row_name(row)}",
+                f"at most max_labels={self.max_labels}",
+            )
             require(len(ids) <= self.max_labels, self._label, field, len(ids), expected)
             expected = "ids from 1, since 0 is the blank, or has_blank=False"
             is_valid = np.all(ids) or not self.has_blank
-            require(is_valid, self._label, f"labels of {text!r}", ids.tolist(), expected)
+            require(is_valid, self._label, field, ids.tolist(), expected)
         return _speech_batch(sounds, labels, self)
 
     @property
@@ -127,18 +134,22 @@ class AudioFiles(SpeechInput):
         require(is_valid, self._label, "min_samples", self.min_samples, expected)
 
     @functools.cached_property
-    def _recordings(self) -> list[_Recording]:
+    def _all_recordings(self) -> list[_Recording]:
         listed = _listed(self) if Path(self.path).is_file() else _in_folder(self)
-        kept = []
+        recordings = []
         for path, text in listed:
             _, num_samples = read_audio(path, sample_rate=self.sample_rate, only_length=True)
             longest = self.max_samples
             expected = f"at most max_samples={longest}; skips_longer=True leaves it out"
             is_valid = num_samples <= longest or self.skips_longer
             require(is_valid, self._label, f"samples of {path}", num_samples, expected)
-            if self.min_samples < num_samples <= longest:
-                kept.append(_Recording(path, text, num_samples))
-        return kept
+            recordings.append(_Recording(path, text, num_samples))
+        return recordings
+
+    @functools.cached_property
+    def _recordings(self) -> list[_Recording]:
+        shortest, longest = self.min_samples, self.max_samples
+        return [one for one in self._all_recordings if shortest < one.num_samples <= longest]
 
     def _num_rows(self) -> int:
         return len(self._recordings)
@@ -147,6 +158,9 @@ class AudioFiles(SpeechInput):
         chosen = [self._recordings[row] for row in rows.tolist()]
         rate = self.sample_rate
         return [(read_audio(one.path, sample_rate=rate)[0], one.text) for one in chosen]
+
+    def _row_name(self, row: int) -> str:
+        return str(self._recordings[row].path)
 
     def _transcript(self, row: int) -> str:
         return self._recordings[row].text
@@ -161,7 +175,9 @@ class AudioFiles(SpeechInput):
 
     def _data_text(self) -> str:
         hours = sum(one.num_samples for one in self._recordings) / self.sample_rate / 3600
-        return f"{counted(len(self._recordings), 'recording')}, {hours:.2f} hours"
+        text = f"{counted(len(self._recordings), 'recording')}, {hours:.2f} hours"
+        left_out = len(self._all_recordings) - len(self._recordings)
+        return f"{text}; {left_out} of other lengths left out" if left_out else text
 
     def _first_texts(self) -> list[bytes]:
         return [one.text.encode() for one in self._recordings[:100]]

@@ -23,6 +23,7 @@ from layerkit.layers.basic.vector_quantizers import RandomVectorQuantizer, codeb
 from layerkit.layers.speech.conformer import ConformerEncoder
 from layerkit.layers.speech.log_mel import LogMel
 from layerkit.models.weighted_metrics import example_weights, row_scores
+from layerkit.ops.losses.softmax import weighted_mean
 
 
 class BestRqModel(BaseModel):
@@ -168,8 +169,7 @@ class BestRqModel(BaseModel):
         """
         of_frames = {name: predictions[name] for name in ("loss", "xent")}
         weights, total = predictions.weights, predictions.total_weight
-        correct = jnp.sum(weights * predictions.correct)
-        of_frames["accuracy"] = correct / jnp.maximum(total, 1.0)
+        of_frames["accuracy"] = weighted_mean(predictions.correct, weights)
         metrics = {name: WeightedScalar.of(value, total) for name, value in of_frames.items()}
         is_token = predictions.is_token & (example_weights(batch, len(weights)) > 0)[:, None]
         num_classes, count = self.quantizer.num_classes, jnp.sum(is_token)

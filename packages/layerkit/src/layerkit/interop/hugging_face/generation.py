@@ -89,7 +89,10 @@ def speech_prompt(
     """
     name, content = _read(folder)
     owner = str(Path(folder) / name)
-    last, expected = content.get("no_timestamps_token_id"), "an id, as in folders of Whisper"
+    last, expected = (
+        content.get("no_timestamps_token_id"),
+        "an id, as in generation_config.json of Whisper",
+    )
     require(last is not None, owner, "no_timestamps_token_id", None, expected)
     # A model of English alone has neither table.
     languages = content.get("lang_to_id", {"<|en|>": None})
