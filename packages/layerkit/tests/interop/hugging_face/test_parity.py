@@ -698,7 +698,10 @@ def test_missing_keys_have_the_defaults_of_transformers(family):
     # In those of Qwen, the vectors of images have another size than texts.
     sizes = {"hidden_size": 3584, "num_attention_heads": 28, "num_key_value_heads": 4}
     qwen = {key: {"text_config": sizes} for key in ("qwen2_5_vl", "qwen3_5", "qwen3_5_moe")}
-    heads = {"glm4_moe": {"head_dim": 128}, **qwen}.get(model_type, {})
+    # Those of Gemma 3 give 14 x 14 patches, which are not 256 squares, and a head.
+    tower = {"image_size": 896, "patch_size": 14, "vision_use_head": False}
+    gemma = {"gemma3": {"vision_config": tower}}
+    heads = {"glm4_moe": {"head_dim": 128}, **qwen, **gemma}.get(model_type, {})
     full = transformers.AutoConfig.for_model(model_type, **heads).to_dict()
     needed = {"model_type", "vocab_size", "hidden_size", "intermediate_size"}
     needed |= {"num_hidden_layers", "num_attention_heads", *heads}
