@@ -127,7 +127,7 @@ def test_resized_grid_equals_that_of_pytorch(grid, aligns_corners):
     np.testing.assert_allclose(resized, expected, atol=1e-5)
 
 
-def test_patches_attend_within_windows_that_do_not_divide_the_grid():
+def test_patches_attend_within_windows_that_do_not_divide_the_grid(raises):
     config = small(position_tpl=None, position_grid=None, has_grid_positions=True, window_size=2)
     rotary = RotaryPositionalEmbedding.HParams.config(sections=(0, 1, 1), section_order="axial")
     config.stack_tpl.layer_tpl.attention_tpl.set(rotary_tpl=rotary, chunk=4)
@@ -139,6 +139,8 @@ def test_patches_attend_within_windows_that_do_not_divide_the_grid():
     difference = features(variables, changed) - features(variables, IMAGES)
     is_changed = np.abs(difference).max(axis=(0, 2)) > 0
     np.testing.assert_array_equal(is_changed, [True] * 4 + [False] * 2)
+    with raises(ConfigError, field="chunk of layers", value=[4]):
+        layer.clone(window_size=None).init(KEY)
 
 
 def test_outputs_are_those_of_the_tokens():

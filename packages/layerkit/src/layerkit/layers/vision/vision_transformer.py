@@ -218,11 +218,12 @@ class VisionTransformer(BaseLayer):
         is_valid = not (self.has_grid_positions and (self.has_class_token or self.num_registers))
         expected = "False with a class token or registers, which have no row and column"
         require(is_valid, self, "has_grid_positions", self.has_grid_positions, expected)
-        if self.window_size is not None:
-            chunks = {getattr(config, "chunk", None) for config in walk_configs(self.stack_tpl)}
-            expected = f"window_size² = {self.window_size**2} or None, not all of them None"
-            fits = chunks - {None} == {self.window_size**2}
-            require(fits, self, "chunk of layers", sorted(chunks - {None}), expected)
+        if self.has_grid_positions:
+            layers = {getattr(config, "chunk", None) for config in walk_configs(self.stack_tpl)}
+            chunks = sorted(layers - {None})
+            fitting = [] if self.window_size is None else [self.window_size**2]
+            expected = f"{fitting}, window_size² of some layers"
+            require(chunks == fitting, self, "chunk of layers", chunks, expected)
         self.create_child("patches", self.patch_tpl, output_dims=dims)
         self._create_positions()
         for name, rows, init in (
