@@ -90,7 +90,7 @@ def test_losses_are_those_of_tokens_further_ahead():
 @pytest.mark.parametrize(
     "fields",
     [
-        pytest.param({}, id="dense"),
+        pytest.param({}, id="dense", marks=pytest.mark.slow),
         pytest.param(
             {"feed_forward_tpl": Config(MoeFeedForward, num_experts=3)},
             id="experts",

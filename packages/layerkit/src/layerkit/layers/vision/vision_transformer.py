@@ -219,7 +219,7 @@ class VisionTransformer(BaseLayer):
         expected = "False with a class token or registers, which have no row and column"
         require(is_valid, self, "has_grid_positions", self.has_grid_positions, expected)
         if self.has_grid_positions:
-            layers = {getattr(config, "chunk", None) for config in walk_configs(self.stack_tpl)}
+            layers: Any = {getattr(layer, "chunk", None) for layer in walk_configs(self.stack_tpl)}
             chunks = sorted(layers - {None})
             fitting = [] if self.window_size is None else [self.window_size**2]
             expected = f"{fitting}, window_size² of some layers"
