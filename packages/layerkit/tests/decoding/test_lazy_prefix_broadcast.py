@@ -111,10 +111,10 @@ def check(model, decoder, *, sharding=None):
     variables = random_weights(model)
     expected = jax.jit(decode_of(model, decoder, lazy=False))(variables, prompts())
     model = model.clone(sharding=sharding)
-    found = jax.jit(decode_of(model, decoder, lazy=True))(variables, prompts())
+    outputs = jax.jit(decode_of(model, decoder, lazy=True))(variables, prompts())
     for name, value in expected.candidates.items():
         np.testing.assert_allclose(
-            found.candidates[name], value, rtol=1e-5, atol=1e-5, err_msg=name
+            outputs.candidates[name], value, rtol=1e-5, atol=1e-5, err_msg=name
         )
     assert len(np.unique(expected.candidates.ids)) > 5
 
@@ -221,12 +221,12 @@ def test_attention_to_shared_keys_is_one_softmax_over_both_sets():
         options = AttentionOptions(**fields, prompts=prompts if is_shared else None)
         return xla_attention(query, *keys, options)
 
-    found = attend(own, shared, is_shared=True)
+    outputs = attend(own, shared, is_shared=True)
     whole = tuple(
         np.concatenate([np.repeat(a, samples, axis=0), b], axis=1)
         for a, b in zip(shared, own, strict=True)
     )
-    np.testing.assert_allclose(found, attend(whole, None, is_shared=False), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(outputs, attend(whole, None, is_shared=False), rtol=1e-5, atol=1e-6)
     # Slot 1 has the token at position 5, slot 2 that at 2, and the prompt those before and after.
     positions = np.asarray(mask.key_positions)[0]
     np.testing.assert_array_equal(positions[7:], [4, 5, 2, 3])

@@ -80,12 +80,12 @@ def test_loss_gradients_and_labels_equal_those_of_one_device(make):
     )
     split = model.clone(sharding=bound)
     with jax.set_mesh(mesh):
-        of_rows = NamedSharding(mesh, bound.spec(("batch",)))
-        batch = jax.tree.map(lambda x: jax.device_put(x, of_rows), BATCH)
+        rows = NamedSharding(mesh, bound.spec(("batch",)))
+        batch = jax.tree.map(lambda x: jax.device_put(x, rows), BATCH)
         step = jax.jit(lambda v, b: run(split, v, b))
-        found = step(jax.device_put(variables, layouts), batch)
+        result = step(jax.device_put(variables, layouts), batch)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(1, jnp.abs(b).max())),
-        jax.device_get(found),
+        jax.device_get(result),
         jax.device_get(expected),
     )

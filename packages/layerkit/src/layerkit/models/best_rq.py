@@ -167,10 +167,10 @@ class BestRqModel(BaseModel):
         `code_perplexity` and `code_coverage` are those of `codebook_usage` in all frames: the
         effective number, and the share, of the codes that occur in a batch.
         """
-        of_frames = {name: predictions[name] for name in ("loss", "xent")}
+        frame_means = {name: predictions[name] for name in ("loss", "xent")}
         weights, total = predictions.weights, predictions.total_weight
-        of_frames["accuracy"] = weighted_mean(predictions.correct, weights)
-        metrics = {name: WeightedScalar.of(value, total) for name, value in of_frames.items()}
+        frame_means["accuracy"] = weighted_mean(predictions.correct, weights)
+        metrics = {name: WeightedScalar.of(value, total) for name, value in frame_means.items()}
         is_token = predictions.is_token & (example_weights(batch, len(weights)) > 0)[:, None]
         num_classes, count = self.quantizer.num_classes, jnp.sum(is_token)
         usage = codebook_usage(predictions.codes, num_classes, is_token=is_token)

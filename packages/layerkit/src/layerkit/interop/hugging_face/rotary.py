@@ -112,10 +112,10 @@ def rotary(
         content = rotary_keys(config)
         content = {theta: content.pop("rope_theta"), **content}
         if config.sections is not None:
-            of_axes: dict[str, Any] = {"mrope_section": list(config.sections)}
+            section_keys: dict[str, Any] = {"mrope_section": list(config.sections)}
             if config.section_order == "interleaved":
-                of_axes["mrope_interleaved"] = True
-            content["rope_scaling"] = (content["rope_scaling"] or _UNSCALED) | of_axes
+                section_keys["mrope_interleaved"] = True
+            content["rope_scaling"] = (content["rope_scaling"] or _UNSCALED) | section_keys
         if default_scaling and content["rope_scaling"] is None:
             content["rope_scaling"] = {"rope_type": "default"}
         return content | ({} if default_fraction is None else {fraction: config.fraction})

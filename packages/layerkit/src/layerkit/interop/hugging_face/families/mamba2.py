@@ -65,8 +65,8 @@ def head_size(name: str, default: Any, *, expand: str, total: str | None = None)
 
     def read(file: ConfigFile, network: Config) -> None:
         heads, dims = get_field(network, count), file.get(expand, 2) * network.model_dims
-        given = None if total is None else file.get(total, 1024)
-        dims = dims if given is None else given
+        total_dims = None if total is None else file.get(total, 1024)
+        dims = dims if total_dims is None else total_dims
         size = file.get(name, default)
         size = dims // heads if size == "auto" else size
         if size * heads != dims:
