@@ -42,7 +42,7 @@ TOWER = Config(L.VisionTransformer, **VIT, patch_tpl=PATCHES)
 
 ROTARY = Config(L.RotaryPositionalEmbedding, sections=(0, 0, 1), section_order="axial")
 STACK = Config(L.StackedTransformer)
-STACK.layer_tpl.attention_tpl.set(rotary_tpl=ROTARY, chunk=1)
+STACK.layer_tpl.attention_tpl.set(rotary_tpl=ROTARY)
 
 
 def place(layer):
@@ -106,7 +106,9 @@ EXAMPLES = [
         position_tpl=Config(L.TrainablePositionalEmbedding, dtype="bfloat16"),
         position_grid=(2, 2),
         has_grid_positions=Change(value=True, others={"stack_tpl": STACK}),
-        window_size=Change(1, others={"has_grid_positions": True, "stack_tpl": STACK}),
+        window_size=Change(
+            1, others={"has_grid_positions": True, "stack_tpl": STACK}, refusal="chunk of layers"
+        ),
         num_registers=2,
         embedding_norm_tpl=NORM,
         has_class_token=Change(value=True, others={"num_registers": 1}),
