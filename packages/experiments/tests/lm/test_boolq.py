@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import jax
@@ -22,7 +23,7 @@ def test_choice_accuracy_compares_the_logits_of_two_answers():
         vocab_size=16, model_dims=8, hidden_dims=16, num_layers=1, num_heads=2
     )
     model = build(ChoiceLanguageModel.HParams.config(lm_tpl=lm))
-    variables = model.init(jax.random.key(0))
+    variables = jax.jit(model.init)(jax.random.key(0))
     ids = jax.random.randint(jax.random.key(1), (4, 5), 0, 16)
     # The answers of the rows are at columns 4, 2 and 3; the last row is padding.
     columns, wrong = np.array([4, 2, 3, 0]), np.array([3, 7, 9, 0])
@@ -31,10 +32,9 @@ def test_choice_accuracy_compares_the_logits_of_two_answers():
     batch = NestedMap(
         ids=ids, labels=(ids + 1) % 16, weights=jnp.asarray(weights), wrong_targets=wrong[:, None]
     )
-    metrics, outputs = model.apply(variables, batch)
-    logits = np.asarray(
-        model.apply(variables, ids, method=lambda model, ids: model.lm.logits(ids))
-    )[range(4), columns]
+    metrics, outputs = jax.jit(model.apply)(variables, batch)
+    logits_of = jax.jit(functools.partial(model.apply, method=lambda m, ids: m.lm.logits(ids)))
+    logits = np.asarray(logits_of(variables, ids))[range(4), columns]
     labels = np.asarray(batch.labels)[range(4), columns]
     margins = (logits[range(4), labels] - logits[range(4), wrong])[:3]
     np.testing.assert_allclose(outputs.margin[:3], margins, rtol=1e-5)

@@ -309,7 +309,11 @@ def value_of(name: str, shape: list[int]) -> np.ndarray:
     return np.float32(0.2) * rng.standard_normal(shape, np.float32)
 
 
-@pytest.mark.parametrize("name", TRANSLATIONS)
+@pytest.mark.parametrize(
+    "name",
+    # Classes with further fields, which are named after a space, are left to the session slow.
+    [pytest.param(n, marks=pytest.mark.slow) if " " in n else n for n in TRANSLATIONS],
+)
 def test_translated_class_is_what_paxml_builds(name: str):
     pax = TRANSLATIONS[name]
     (translation,), _ = translate_pax({"pax.py": pax["source"]}, read_tables())

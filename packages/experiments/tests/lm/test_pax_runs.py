@@ -109,12 +109,10 @@ def batch_of(tokens: np.ndarray) -> NestedMap:
     )
 
 
-QUICK = ("LmCloudSpmd", "GLaM64B64EProxy")
-
-
 @pytest.mark.parametrize(
     "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS],
+    # One experiment in the ordinary tests.
+    [n if n == "LmCloudSpmd" else pytest.param(n, marks=pytest.mark.slow) for n in RUNS],
 )
 def test_sixty_steps_equal_those_of_paxml(name: str):
     run, ours = recorded(name), trained(name)

@@ -77,7 +77,9 @@ def test_float_products_are_the_default():
     assert dtypes.total() >= 3 * IN_LAYER
 
 
-@pytest.mark.parametrize("name", ["fp8_delayed", "fp8_current"])
+@pytest.mark.parametrize(
+    "name", ["fp8_delayed", pytest.param("fp8_current", marks=pytest.mark.slow)]
+)
 def test_all_products_of_layers_are_in_fp8_and_those_of_the_head_are_not(name):
     found = products(name)
     e4, e5 = "float8_e4m3fn", "float8_e5m2"

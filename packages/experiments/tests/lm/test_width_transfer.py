@@ -60,7 +60,7 @@ def sized(
 
 
 def boxes_of(task: Any) -> Any:
-    return task.Instantiate().model.init_boxed(jax.random.key(0))["params"]
+    return jax.jit(task.Instantiate().model.init_boxed)(jax.random.key(0))["params"]
 
 
 def flat(tree: Any) -> dict[str, Any]:
@@ -73,13 +73,26 @@ def groups_of(learner: Any) -> dict[str, tuple[float, float]]:
     return {n: (g.learning_rate.peak, g.optimizer.weight_decay) for n, g in named.items()}
 
 
-@pytest.mark.parametrize("cls", [LocalText, Untied])
+FAN_IN = {"WEIGHT_INIT": "fan_in"}
+XAVIER = {"WEIGHT_INIT": "xavier", "POSITIONS": "trainable", "NORM": "layer_norm"}
+GAUSSIAN = {"INIT_STD": 0.02, "POSITIONS": "trainable", "SCALE_RESIDUAL_INIT": True}
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("cls", "fields"),
     [
-        {"WEIGHT_INIT": "fan_in"},
-        {"WEIGHT_INIT": "xavier", "POSITIONS": "trainable", "NORM": "layer_norm"},
-        {"INIT_STD": 0.02, "POSITIONS": "trainable", "SCALE_RESIDUAL_INIT": True},
+        (LocalText, XAVIER),
+        (Untied, GAUSSIAN),
+        # The ordinary tests have each class once.
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (LocalText, FAN_IN),
+                (LocalText, GAUSSIAN),
+                (Untied, FAN_IN),
+                (Untied, XAVIER),
+            )
+        ),
     ],
 )
 def test_initial_scales_and_rates_are_those_of_mup(cls: type[BaseExperiment], fields: Any):
@@ -112,7 +125,7 @@ def test_the_base_width_trains_as_without_the_field():
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", "normuon"])
+@pytest.mark.parametrize("optimizer", ["muon", pytest.param("normuon", marks=pytest.mark.slow)])
 def test_muon_divides_its_rate_by_the_root_and_routers_keep_adam(optimizer: str):
     learner = sized(256, 64, OPTIMIZER=optimizer).task().train.learner
     expected = {"main": (1e-3, 0.2), "adamw": (2e-3, 0.1), "routers": (5e-4, 0.4)}
@@ -120,7 +133,8 @@ def test_muon_divides_its_rate_by_the_root_and_routers_keep_adam(optimizer: str)
     assert found.keys() == expected.keys()
     for name, group in expected.items():
         assert found[name] == pytest.approx(group)
-    weights = boxes_of(Glam126M64E(**REDUCED).task())
+    model = Glam126M64E(**REDUCED).task().Instantiate().model
+    weights = jax.eval_shape(model.init_boxed, jax.random.key(0))["params"]
     paths = [path for path, chosen in flat(is_router(weights)).items() if chosen]
     assert paths and all("router" in path or "gate" in path for path in paths)
 
@@ -131,7 +145,7 @@ def label_logits(made: Any) -> tuple[jax.Array, jax.Array]:
     ids = jax.random.randint(jax.random.key(1), (8, 16), 3, 40)
     batch = NestedMap(ids=ids, labels=ids * 7 % 259, weights=jnp.ones((8, 16)))
     step = jax.jit(functools.partial(task.train_step, context=GLOBAL_BATCH))
-    state = task.init_state(jax.random.key(0))
+    state = jax.jit(task.init_state)(jax.random.key(0))
 
     @jax.jit
     def logits(params: Any) -> jax.Array:

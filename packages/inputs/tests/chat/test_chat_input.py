@@ -44,7 +44,13 @@ def make(tmp_path: Path) -> Callable[..., ChatInput]:
 
 
 @pytest.mark.parametrize("law", laws.LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("fields", [{"is_training": True}, {"split": "all", "packing": "none"}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"is_training": True},
+        pytest.param({"split": "all", "packing": "none"}, marks=pytest.mark.slow),
+    ],
+)
 def test_chat_input_fulfills_the_laws(law, fields, make):
     law(lambda **options: make(**fields, **options))
 
