@@ -160,8 +160,9 @@ BATCH = NestedMap(x=jnp.ones((2, 4, 4)))
 
 def losses(body, *, mutable=(AUX_LOSS,), **fields):
     model = Model(body_tpl=body, **fields)
-    variables = model.init(KEY)
-    return model.apply(variables, BATCH, rngs={RANDOM: KEY}, mutable=list(mutable))
+    variables = jax.eval_shape(model.init, KEY)
+    run = lambda v: model.apply(v, BATCH, rngs={RANDOM: KEY}, mutable=list(mutable))  # noqa: E731
+    return jax.eval_shape(run, variables)
 
 
 @pytest.mark.parametrize(

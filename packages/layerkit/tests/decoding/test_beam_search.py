@@ -214,7 +214,11 @@ def test_processors_and_min_decode_steps_change_the_search():
     ("case", "fields"),
     [
         ("ended", {"beam_size": 3, "max_decode_steps": 4}),
-        ("minimum", {"beam_size": 4, "max_decode_steps": 5, "min_decode_steps": 3}),
+        pytest.param(
+            "minimum",
+            {"beam_size": 4, "max_decode_steps": 5, "min_decode_steps": 3},
+            marks=pytest.mark.slow,
+        ),
         ("two_tokens", {"beam_size": 4, "max_decode_steps": 5, "tokens_per_beam": 2}),
     ],
 )

@@ -127,7 +127,7 @@ CASES = [(name, decoder) for name in MODELS for decoder in (SAMPLING, BEAMS)]
     [
         pytest.param(
             *case,
-            marks=[pytest.mark.slow] * (case[0] != "one_layer"),
+            marks=[pytest.mark.slow] * (case != ("one_layer", BEAMS)),
             id=f"{case[0]}-{type(case[1]).__name__}",
         )
         for case in CASES

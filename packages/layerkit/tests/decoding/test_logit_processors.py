@@ -115,10 +115,11 @@ def test_top_p_of_one_keeps_all_of_a_large_vocabulary():
 def test_chain_of_processors_equals_hugging_face():
     names = ["repetition", "no 3-grams", "temperature", "top 4", "top p 0.95", "min p 0.2"]
     ours = tuple(PAIRS[name][0] for name in names)
-    found = process_logits(ours, jnp.array(LOGITS), rows_at(COLUMN))
+    run = jax.jit(process_logits, static_argnums=0)
+    found = run(ours, jnp.array(LOGITS), rows_at(COLUMN))
     chain = partial(hugging_face, "LogitsProcessorList", [PAIRS[name][1]() for name in names])
     np.testing.assert_allclose(found, by_hugging_face(chain), rtol=1e-5)
-    turned = process_logits(ours[::-1], jnp.array(LOGITS), rows_at(COLUMN))
+    turned = run(ours[::-1], jnp.array(LOGITS), rows_at(COLUMN))
     assert np.any(np.asarray(found) != np.asarray(turned))
 
 

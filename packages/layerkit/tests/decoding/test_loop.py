@@ -237,7 +237,7 @@ def test_rows_may_have_separate_step_limits():
     cache = jnp.zeros((3, 10), jnp.int32)
     limits = jnp.array([2, 0, 60])
     rows = Prompts(jnp.array(PROMPTS), jnp.array(LENGTHS), max_steps=limits)
-    outputs = extend_prompts(decoder, extend_sums, cache, rows)
+    outputs = jax.jit(lambda rows: extend_prompts(decoder, extend_sums, cache, rows))(rows)
     np.testing.assert_array_equal(outputs.lengths, [6, 1, 8])
     by_row = zip(PROMPTS, LENGTHS, [2, 0, 6], strict=True)
     expected = [by_hand(p[:n], n + steps, 10)[0] for p, n, steps in by_row]
@@ -301,7 +301,8 @@ def test_padding_may_have_ids_outside_of_the_vocabulary():
     def continued(prompts):
         decoder = SampleDecoder(max_decode_steps=3, temperature=0.0)
         rows = Prompts(jnp.array(prompts), jnp.array(LENGTHS))
-        return extend_prompts(decoder, extend_float_sums, jnp.zeros((3, 7)), rows)
+        run = lambda rows: extend_prompts(decoder, extend_float_sums, jnp.zeros((3, 7)), rows)  # noqa: E731
+        return jax.jit(run)(rows)
 
     outputs = continued([[1, 2, 3, 4], [5, -1, -1, -1], [7, 1, VOCAB, -100]])
     assert np.all(np.isfinite(outputs.log_probs))

@@ -112,6 +112,7 @@ def test_sharded_rows_may_have_any_length(split_rows, model, variables, name, wi
     check_on_mesh(split_rows, model, variables, DECODERS[name], batch)
 
 
+@pytest.mark.slow
 def test_decoding_under_sequence_parallelism_equals_one_device(bound, model, variables):
     rules = DEFAULT_RULES.replace(residual_length=("context", "tensor"))
     batch, sharding = prompts(), BoundSharding(bound.mesh, rules)
@@ -119,10 +120,8 @@ def test_decoding_under_sequence_parallelism_equals_one_device(bound, model, var
     check_on_mesh(sharding, model, variables, DECODERS["greedy"], batch)
 
 
-@pytest.mark.parametrize(
-    ("mesh", "width"),
-    [("bound", WIDTH), pytest.param("split_rows", WIDTH - 1, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow  # test_multi_token.py has drafts on one device
+@pytest.mark.parametrize(("mesh", "width"), [("bound", WIDTH), ("split_rows", WIDTH - 1)])
 def test_drafts_on_eight_devices_equal_those_of_one(request, model, mesh, width):
     drafting = model.clone(lm_tpl=model.lm_tpl.clone().set(mtp_tpl=Config(MultiTokenPrediction)))
     batch, decoder = prompts(), SpeculativeDecoder(max_decode_steps=STEPS)
@@ -131,6 +130,7 @@ def test_drafts_on_eight_devices_equal_those_of_one(request, model, mesh, width)
     check_on_mesh(bound, drafting, random_weights(drafting), decoder, batch)
 
 
+@pytest.mark.slow
 def test_sharded_sources_may_have_any_length(split_rows):
     config = SequenceModel.HParams.config(start_id=1)
     config.model_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=12, num_heads=2)

@@ -179,7 +179,21 @@ EXAMPLES = [
 ]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
+# They have the most fields after those of `MultiHeadAttention`.
+_SLOW = {TransformerXLAttention, MultiHeadLatentAttention}
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(
+            example,
+            marks=[pytest.mark.slow] * (example.layer_class in _SLOW),
+            id=example.layer_class.__name__,
+        )
+        for example in EXAMPLES
+    ],
+)
 def test_changing_a_field_has_an_effect(example, sharding):
     assert dead_fields(example, sharding=sharding) == []
 

@@ -277,7 +277,21 @@ TOLERATED = {
 }
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
+# They have the most fields.
+_SLOW = {L.FullSoftmax, L.SharedEmbeddingSoftmax}
+
+
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(
+            example,
+            marks=[pytest.mark.slow] * (example.layer_class in _SLOW),
+            id=example.layer_class.__name__,
+        )
+        for example in EXAMPLES
+    ],
+)
 def test_ignored_field_raises(example, sharding):
     assert set(ignored_fields(example, sharding=sharding)) <= TOLERATED
 

@@ -243,7 +243,10 @@ EXAMPLES = [
 ]
 
 
+# Parts of their networks are examples of their own.
 _SLOW = {
+    M.TransformerEncoderDecoder,
+    M.ContrastiveModel,
     M.AttentionDecoderModel,
     M.BestRqModel,
     M.CtcModel,

@@ -330,8 +330,8 @@ EXAMPLES = [
 ]
 
 
-# Its stack is that of the others, and `Pipeline` has the fields of a pipeline.
-_SLOW = {L.PipelinedTransformer}
+# Their fields are those of `StackedTransformer`, `Repeat`, `Pipeline` and `MoeFeedForward`.
+_SLOW = {L.StackedTransformerRepeated, L.PipelinedTransformer, L.NormalizedMoeFeedForward}
 
 
 @pytest.mark.parametrize(

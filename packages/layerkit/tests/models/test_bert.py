@@ -83,9 +83,10 @@ def test_types_of_tokens_are_added_to_their_embeddings(raises, variables):
     table = RANDOM.normal(size=(3, 16)).astype(np.float32)
     params = dict(variables["params"]["lm"], token_type={"w": table})
 
+    @partial(jax.jit, static_argnums=0)
     def hidden(model, params, **types):
         run = partial(model.apply, method=lambda m, ids: m.lm.hidden(ids, **types))
-        return jax.jit(run)({"params": {"lm": params}}, IDS)
+        return run({"params": {"lm": params}}, IDS)
 
     for kind, arguments in ((0, {}), (2, {"token_type_ids": np.full_like(IDS, 2)})):
         shifted = dict(variables["params"]["lm"])

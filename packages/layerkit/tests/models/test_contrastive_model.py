@@ -42,7 +42,7 @@ def total(variables, images, texts, weights, *, kind="softmax", sharding=None):
 def test_losses_are_those_of_the_papers_without_rows_of_weight_zero(kind):
     layer = ContrastiveLoss(kind=kind)
     variables = layer.init(KEY)
-    found = layer.apply(variables, IMAGES, TEXTS, weights=WEIGHTS)
+    found = jax.jit(layer.apply)(variables, IMAGES, TEXTS, weights=WEIGHTS)
     kept = WEIGHTS > 0
     expected = paper(kind, IMAGES[kept], TEXTS[kept])
     np.testing.assert_allclose(found.per_example_loss[kept], expected, rtol=1e-5)
@@ -56,7 +56,7 @@ def test_loss_and_gradients_of_devices_equal_those_of_one(kind):
     variables = ContrastiveLoss(kind=kind).init(KEY)
     run = jax.value_and_grad(total, argnums=(0, 1, 2))
     arrays = (IMAGES, TEXTS, WEIGHTS)
-    expected = run(variables, *arrays, kind=kind)
+    expected = jax.jit(lambda *args: run(*args, kind=kind))(variables, *arrays)
     mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     bound = BoundSharding(mesh, DEFAULT_RULES)
     rows = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))) for x in arrays]
@@ -87,11 +87,12 @@ def test_temperature_is_learned_in_float32_and_does_not_decay():
     config.vision_tpl.patch_tpl.patch_size = 4
     config.text_tpl.set(vocab_size=16, **sizes)
     model = build(config)
-    variables = model.init(KEY)
-    assert not model.init_boxed(KEY)["params"]["loss"]["log_scale"].decays
+    variables = jax.jit(model.init)(KEY)
+    boxed = jax.eval_shape(model.init_boxed, KEY)
+    assert not boxed["params"]["loss"]["log_scale"].decays
     batch = NestedMap(images=jnp.ones((3, 8, 8, 3)), ids=jnp.ones((3, 4), jnp.int32))
     batch.eval_sample_weights = jnp.array([1.0, 1.0, 0.0])
-    metrics, outputs = model.apply(variables, batch)
+    metrics, outputs = jax.jit(model.apply)(variables, batch)
     # Two pairs that are all equal, and a row of padding.
     np.testing.assert_allclose(metrics["loss"].value, np.log(2), rtol=1e-5)
     assert metrics["loss"].weight == 2
@@ -120,6 +121,6 @@ def test_text_without_an_end_is_read_at_its_last_token():
     model = build(config)
     ids = jnp.array([[3, 5, 7, 0]])
     run = jax.jit(lambda v, *a, **k: model.apply(v, *a, method="embed_texts", **k))
-    variables = model.init(KEY)
+    variables = jax.jit(model.init)(KEY)
     found = run(variables, ids, paddings=jnp.array([[0, 0, 0, 1]]))
     np.testing.assert_allclose(found, run(variables, ids[:, :3]), atol=1e-6)

@@ -132,6 +132,7 @@ def test_placeholders_without_a_vector_have_positions_as_text():
     np.testing.assert_array_equal(positions[0].T, expected)
 
 
+@pytest.mark.slow
 def test_packed_rows_equal_separate_rows():
     model = build(model_config())
     variables = random_variables(model)

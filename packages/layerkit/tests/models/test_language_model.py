@@ -65,7 +65,10 @@ def random_weights(model):
     return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(model.init, KEY))
 
 
-@pytest.fixture(scope="module", params=[StackedTransformer, StackedTransformerRepeated])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(StackedTransformer, marks=pytest.mark.slow), StackedTransformerRepeated],
+)
 def stack(request):
     return request.param
 
@@ -138,10 +141,11 @@ def check_candidates(found, logits):
         np.testing.assert_allclose(found.log_probs[:, place, 1:], expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("decoder", SEVERAL.values(), ids=SEVERAL)
-def test_several_continuations_have_separate_caches(asked, stack, decoder):
+# Beams of unlike layers are below.
+@pytest.mark.parametrize("name", ["samples", pytest.param("beams", marks=pytest.mark.slow)])
+def test_several_continuations_have_separate_caches(asked, stack, name):
     variables, logits = asked
-    model = language_model(stack).clone(decoder=decoder)
+    model = language_model(stack).clone(decoder=SEVERAL[name])
     found = decode(model, variables, BATCH, jax.random.key(1)).candidates
     check_candidates(found, logits)
     assert all(len({tuple(ids) for ids in row.tolist()}) == 3 for row in np.asarray(found.ids[:3]))
@@ -175,7 +179,13 @@ def test_beams_reorder_caches_of_every_kind(make):
 
 
 @pytest.mark.parametrize(
-    ("trained", "name"), [(6, "greedy"), (3, "greedy"), (6, "samples"), (6, "beams")]
+    ("trained", "name"),
+    [
+        (6, "greedy"),
+        (3, "greedy"),
+        pytest.param(6, "samples", marks=pytest.mark.slow),
+        pytest.param(6, "beams", marks=pytest.mark.slow),
+    ],
 )
 def test_decoding_beyond_the_trained_length_equals_whole_rows(trained, name):
     greedy = language_model().decoder
@@ -208,6 +218,7 @@ def test_decoding_beyond_the_trained_length_equals_whole_rows(trained, name):
         check_candidates(outputs.candidates, logits)
 
 
+@pytest.mark.slow  # test_loop.py has rows that do not depend on other rows
 def test_row_continues_as_in_a_batch_of_one():
     decoder = SampleDecoder(max_decode_steps=5, temperature=1.5, top_p=0.9, eos_id=3)
     model = language_model().clone(decoder=decoder)
@@ -332,9 +343,10 @@ def test_weights_of_examples_multiply_those_of_their_tokens_where_they_are_appli
         stack = StackedTransformerRepeated
     model = language_model(stack)
 
+    @partial(jax.jit, static_argnums=0)
     def metrics(model, **batch):
         batch = NestedMap(ids=ids[:, :-1], labels=ids[:, 1:], **batch)
-        return jax.jit(model.apply)(variables, batch)[0]
+        return model.apply(variables, batch)[0]
 
     applying = model.clone(apply_eval_sample_weights=True)
     found = metrics(applying, weights=weights, eval_sample_weights=examples)

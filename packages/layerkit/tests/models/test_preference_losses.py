@@ -127,7 +127,8 @@ def test_losses_and_gradients_equal_those_of_trl(name):
 
 
 def test_mismatched_rows_have_the_answer_of_the_row_before():
-    batch = mismatch_answers(judgements().answer)
+    mismatch = jax.jit(mismatch_answers)
+    batch = mismatch(judgements().answer)
     texts = np.concatenate([batch.ids[:, :1], batch.labels], axis=1).tolist()
     assert [
         text[: int(row.sum()) + prompt]
@@ -136,7 +137,7 @@ def test_mismatched_rows_have_the_answer_of_the_row_before():
     # An answer that does not fit is cut.
     full = rows_of([[0, 1, 2, 3, 4, 5, 1, 2], [0, 1]], [2, 1])
     full.weights = full.weights[:, :4]
-    cut = mismatch_answers(NestedMap(full, ids=full.ids[:, :4], labels=full.labels[:, :4]))
+    cut = mismatch(NestedMap(full, ids=full.ids[:, :4], labels=full.labels[:, :4]))
     np.testing.assert_array_equal(cut.weights, [[0, 1, 0, 0], [1, 1, 1, 0]])
     np.testing.assert_array_equal(cut.labels[1, :3], [2, 3, 4])
 

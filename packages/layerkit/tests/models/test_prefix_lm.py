@@ -114,7 +114,7 @@ def test_inputs_indicator_marks_the_prefix(raises):
     with raises(KeyError, value="inputs_indicator", choices=("ids", "labels", "weights")):
         model.apply(variables, batch)
     indicator = (np.arange(8) < 5).astype(np.int32) * np.ones((2, 1), np.int32)
-    metrics, _ = model.apply(variables, NestedMap(batch, inputs_indicator=indicator))
+    metrics, _ = jax.jit(model.apply)(variables, NestedMap(batch, inputs_indicator=indicator))
     logits = logits_of(model, variables, IDS, in_prefix=indicator != 0)
     log_probs = np.take_along_axis(jax.nn.log_softmax(logits), batch.labels[..., None], -1)
     np.testing.assert_allclose(metrics["xent"].value, -log_probs.mean(), rtol=1e-5)
@@ -160,7 +160,7 @@ def greedy_by_asking(model, variables):
     [
         pytest.param(model_config(StackedTransformer), id="row", marks=pytest.mark.slow),
         pytest.param(model_config(), id="loop"),
-        pytest.param(latent_config(), id="latent"),
+        pytest.param(latent_config(), id="latent", marks=pytest.mark.slow),
     ],
 )
 def test_cached_prompt_of_any_length_attends_in_both_directions(config):

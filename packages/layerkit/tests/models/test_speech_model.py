@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,6 +25,7 @@ TGT = NestedMap(
 BATCH = NestedMap(src=SRC, tgt=TGT)
 
 
+@functools.cache
 def make(cls, **fields):
     config = cls.HParams.config(
         vocab_size=VOCAB, frontend_tpl=None, augmenter_tpl=None, train=False, **fields
@@ -104,7 +107,9 @@ def test_transducer_emits_labels_until_a_blank_in_each_frame():
         return model._joint(model.from_encoder(frame), model._predict(context))
 
     # Blanks and labels are about as likely.
-    variables["params"]["softmax"]["w"] = 3.0 * variables["params"]["softmax"]["w"]
+    params = dict(variables["params"])
+    params["softmax"] = {**params["softmax"], "w": 3.0 * params["softmax"]["w"]}
+    variables = {**variables, "params": params}
     encoded = jax.jit(lambda v: model.apply(v, SRC, method="encode"))(variables)
     run = jax.jit(lambda *inputs: model.apply(variables, *inputs, method=score))
     expected = []

@@ -145,10 +145,7 @@ SETUPS = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("bare_lora", "dpo_lora")))
-        for name in SETUPS
-    ],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "dpo_lora")) for name in SETUPS],
 )
 def test_export_of_a_training_setup_writes_the_deployed_model(name, tmp_path):
     model, ids = build(SETUPS[name]), np.arange(10)[None] % 12

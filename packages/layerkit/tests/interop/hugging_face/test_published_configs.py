@@ -734,7 +734,13 @@ def parameters_of(content):
     return sum(math.prod(weight.shape) for weight in anatomy.weights.values())
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+# Models of the same kind and of many layers.
+LARGER = ("gemma-4-e4b", "gemma-4-26b-a4b", "gemma-4-31b", "Qwen2.5-VL-7B")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in LARGER)) for n in PUBLISHED]
+)
 def test_published_config_has_the_published_number_of_parameters(name):
     assert parameters_of(config_of(name)) == PUBLISHED[name][2]
 

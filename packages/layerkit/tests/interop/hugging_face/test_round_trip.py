@@ -18,11 +18,20 @@ EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2}
 EXPERTS |= {"moe_intermediate_size": 6}
 SMALL = {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 12}
 SMALL |= {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
-# Their texts, and the tower of Qwen2.5-VL, are cases of their own.
-SLOW = ("qwen3_5", "qwen3_5_moe")
-CASES = [pytest.param(name, True, {}, marks=[pytest.mark.slow] * (name in SLOW)) for name in NAMES]
-CASES += [("gpt2", False, {}), ("gemma3_text", False, {}), ("gemma4_text", True, EXPERTS)]
-CASES += [("gemma4_text", True, SMALL)]
+# One family of each kind in the ordinary tests.
+KINDS = ("gpt2", "llama", "deepseek_v3", "gemma2", "mamba2", "t5", "bert", "clip")
+CASES = [
+    pytest.param(name, True, {}, marks=[pytest.mark.slow] * (name not in KINDS)) for name in NAMES
+]
+CASES += [("gpt2", False, {})]
+CASES += [
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in (
+        ("gemma3_text", False, {}),
+        ("gemma4_text", True, EXPERTS),
+        ("gemma4_text", True, SMALL),
+    )
+]
 
 
 @pytest.mark.parametrize(("family", "repeated", "keys"), CASES)

@@ -169,14 +169,8 @@ def test_length_may_be_split_over_several_mesh_axes(way):
     check_split(draw(kv_heads=HEADS), way=way, sharding=sharding, mask=MASKS["packed"]())
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param("all_gather", marks=pytest.mark.slow),
-        "ring",
-        pytest.param("ulysses", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["all_gather", "ring", "ulysses"])
 def test_single_key_head_is_replicated_over_tensor(way):
     sharding = bound(tensor=2, context=2)
     check_split(draw(kv_heads=1), way=way, sharding=sharding, mask=MASKS["causal"]())
@@ -350,6 +344,7 @@ def test_gpu_kernel_of_split_rows_equals_that_of_whole_rows():
     check_split(inputs, {"sinks": SINKS}, way="all_gather", sharding=sharding, **options)
 
 
+@pytest.mark.slow
 def test_ring_runs_on_each_stage_of_a_pipeline():
     """Stages are a mapped axis on a separate mesh axis."""
     stages = [jnp.stack([x, 2 * x]) for x in draw()]

@@ -66,7 +66,8 @@ def test_layer_with_rows_in_order_equals_the_layer_with_positions(template):
     x = draw(2, LENGTH, 8)
     in_order = AttentionMask.bidirectional_mask(2, LENGTH)
     positions = in_order.query_positions
-    weights = layer.init(jax.random.key(0), x, mask=in_order, positions=positions)
+    init = jax.jit(lambda key: layer.init(key, x, mask=in_order, positions=positions))
+    weights = init(jax.random.key(0))
 
     @jax.jit
     def run(weights):

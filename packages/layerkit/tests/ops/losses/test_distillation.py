@@ -36,7 +36,8 @@ def mean_divergence(student, beta, temperature, teacher=TEACHER):
 
 @pytest.mark.parametrize(("beta", "temperature", "loss", "slope"), TRL)
 def test_divergence_and_gradient_equal_trl(beta, temperature, loss, slope):
-    value, gradient = jax.value_and_grad(mean_divergence)(jnp.asarray(STUDENT), beta, temperature)
+    run = jax.jit(lambda x: jax.value_and_grad(mean_divergence)(x, beta, temperature))
+    value, gradient = run(jnp.asarray(STUDENT))
     np.testing.assert_allclose(value, loss, atol=1e-5)
     np.testing.assert_allclose(np.sum(gradient * DIRECTION), slope, atol=1e-5)
 
@@ -72,7 +73,8 @@ def test_all_tokens_of_teacher_equal_its_logits(beta):
         return divergence(student, TEACHER, beta, 2.0).sum()
 
     for one, other in zip(
-        *(jax.value_and_grad(f)(jnp.asarray(STUDENT)) for f in (of_top, of_logits)), strict=True
+        *(jax.jit(jax.value_and_grad(f))(jnp.asarray(STUDENT)) for f in (of_top, of_logits)),
+        strict=True,
     ):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 

@@ -34,11 +34,15 @@ def target_cross_entropy(logits, targets):
     return -(targets * log_p).sum(-1)
 
 
+# Compiled as a whole, since compiling each operation alone takes longer.
+compiled = jax.jit(cross_entropy, static_argnames=("label_smoothing", "z_loss_weight"))
+
+
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
 def test_loss_is_cross_entropy_with_the_smoothed_target(smoothing):
     logits, labels = draw(3, 5, 7), draw_labels(3, 5, classes=7)
     one_hot = np.eye(7)[labels]
-    losses = cross_entropy(jnp.array(logits), jnp.array(labels), label_smoothing=smoothing)
+    losses = compiled(jnp.array(logits), jnp.array(labels), label_smoothing=smoothing)
     smoothed = (1 - smoothing) * one_hot + smoothing / 7
     np.testing.assert_allclose(losses.loss, target_cross_entropy(logits, smoothed), rtol=1e-5)
     np.testing.assert_allclose(losses.xent, target_cross_entropy(logits, one_hot), rtol=1e-5)
@@ -47,8 +51,8 @@ def test_loss_is_cross_entropy_with_the_smoothed_target(smoothing):
 
 def test_z_loss_is_added_to_the_objective_and_reported_separately():
     logits, labels = draw(4, 6), draw_labels(4, classes=6)
-    plain = cross_entropy(jnp.array(logits), jnp.array(labels))
-    losses = cross_entropy(jnp.array(logits), jnp.array(labels), z_loss_weight=0.01)
+    plain = compiled(jnp.array(logits), jnp.array(labels))
+    losses = compiled(jnp.array(logits), jnp.array(labels), z_loss_weight=0.01)
     expected = 0.01 * np.log(np.exp(logits.astype(np.float64)).sum(-1)) ** 2
     np.testing.assert_allclose(losses.z_loss, expected, rtol=1e-5)
     np.testing.assert_array_equal(losses.xent, plain.xent)
@@ -57,13 +61,14 @@ def test_z_loss_is_added_to_the_objective_and_reported_separately():
 
 def test_gradient_is_softmax_minus_target():
     logits, labels = draw(4, 6), draw_labels(4, classes=6)
-    gradient = jax.grad(lambda z: cross_entropy(z, jnp.array(labels)).loss.sum())(jnp.array(logits))
+    run = jax.jit(jax.grad(lambda z: cross_entropy(z, jnp.array(labels)).loss.sum()))
+    gradient = run(jnp.array(logits))
     softmax = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     np.testing.assert_allclose(gradient, softmax - np.eye(6)[labels], atol=1e-6)
 
 
 def test_large_logits_give_finite_exact_losses():
-    losses = cross_entropy(jnp.array([[1e4, 1e4 + 1.0]]), jnp.array([0]))
+    losses = compiled(jnp.array([[1e4, 1e4 + 1.0]]), jnp.array([0]))
     np.testing.assert_allclose(losses.xent, [np.log1p(np.exp(1.0))], rtol=1e-3)
 
 
@@ -78,7 +83,7 @@ def test_low_precision_logits_are_cast_to_float32():
 def test_correct_is_argmax_with_ties_to_the_first():
     logits = np.array([*itertools.product(range(-2, 3), repeat=3)], np.float32)
     for label in range(3):
-        correct = cross_entropy(jnp.array(logits), jnp.full(len(logits), label)).correct
+        correct = compiled(jnp.array(logits), jnp.full(len(logits), label)).correct
         np.testing.assert_array_equal(correct, logits.argmax(-1) == label)
 
 
@@ -128,12 +133,12 @@ def test_label_out_of_range_is_nan_and_skipped_by_a_weight_of_zero(label):
     logits, labels = jnp.array(draw(2, 3)) - 10.0, jnp.array([1, label])
 
     def mean(logits):
-        return weighted_mean(cross_entropy(logits, labels).loss, jnp.array([1.0, 0.0]))
+        return weighted_mean(compiled(logits, labels).loss, jnp.array([1.0, 0.0]))
 
-    losses = cross_entropy(logits, labels)
+    losses = compiled(logits, labels)
     assert np.isfinite(losses.xent[0]) and np.isnan(losses.xent[1]) and np.isnan(losses.loss[1])
     assert not losses.correct[1]
-    value, gradient = jax.value_and_grad(mean)(logits)
+    value, gradient = jax.jit(jax.value_and_grad(mean))(logits)
     np.testing.assert_allclose(value, losses.xent[0])
     assert np.isfinite(gradient).all()
     np.testing.assert_array_equal(gradient[1], 0.0)
@@ -151,15 +156,16 @@ def test_classes_whose_logit_is_minus_infinity_cost_nothing():
         return soft_cross_entropy(logits, targets, **options).loss[0]
 
     for loss in (hard, soft):
-        value, gradient = jax.value_and_grad(loss)(logits)
-        expected = jax.value_and_grad(loss)(logits[:, :2])
+        run = jax.jit(jax.value_and_grad(loss))
+        value, gradient = run(logits)
+        expected = run(logits[:, :2])
         np.testing.assert_allclose(value, expected[0], rtol=1e-6)
         np.testing.assert_allclose(gradient, np.pad(expected[1], ((0, 0), (0, 1))), atol=1e-6)
 
 
 def test_no_label_of_logits_that_are_nan_is_correct():
     logits = jnp.full((6, 4), jnp.nan)
-    assert not cross_entropy(logits, jnp.array([0, 1, 2, 3, 0, 1])).correct.any()
+    assert not compiled(logits, jnp.array([0, 1, 2, 3, 0, 1])).correct.any()
 
 
 @pytest.mark.parametrize(
