@@ -108,7 +108,7 @@ def trained(task: SingleTask, params: Any) -> tuple[Any, list[float]]:
 def first_params() -> Any:
     """Layers whose sizes differ by tens, or it would not matter what is taken together."""
     task = task_of(repeated=True, optimizer=Partial(optax.sgd), learning_rate=1.0)
-    params = task.init_state(jax.random.key(1)).params
+    params = jax.jit(task.init_state)(jax.random.key(1)).params
     sizes = jnp.array([0.02, 0.2, 2.0])
     params["stack"] = jax.tree.map(
         lambda leaf: leaf * sizes.reshape(-1, *[1] * (leaf.ndim - 1)), params["stack"]

@@ -101,7 +101,7 @@ def shapes_of(task: Any) -> Any:
 
 def unchanged_by_decay(task: Any) -> set[str]:
     """Return the paths of the weights that a step with a gradient of zero keeps."""
-    ones = jax.tree.map(lambda x: jnp.ones(x.shape), shapes_of(task))
+    ones = jax.tree.map(lambda x: np.ones(x.shape, np.float32), shapes_of(task))
 
     @jax.jit
     def update(params: Any) -> Any:
@@ -110,7 +110,7 @@ def unchanged_by_decay(task: Any) -> set[str]:
             state = learner.init(params, stacks=stacks)
             return learner.update(zeros, state, params, step=jnp.int32(0), stacks=stacks).params
 
-    new = flatten_dict(update(ones), sep="/")
+    new = flatten_dict(jax.device_get(update(ones)), sep="/")
     return {path for path, leaf in new.items() if bool((leaf == 1.0).all())}
 
 

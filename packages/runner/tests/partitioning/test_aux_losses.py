@@ -81,8 +81,11 @@ def step_of(arrangements: Any, shape: Any, task: Any) -> tuple[Any, Any]:
     ("shape", "microbatches", "moe"),
     [
         ([1, 1, 1], 4, {}),
-        ([1, 1, 1], 4, {"capacity_factor": 4.0, "balance_per_group": True}),
-        (None, 1, {}),
+        pytest.param(
+            *([1, 1, 1], 4, {"capacity_factor": 4.0, "balance_per_group": True}),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(None, 1, {}, marks=pytest.mark.slow),
         pytest.param(None, 4, {}, marks=pytest.mark.slow),
         pytest.param([2, 2, 2], 4, {}, marks=pytest.mark.slow),
     ],

@@ -48,16 +48,19 @@ def auxiliary_step(arrangements: Any, shape: Any, **learner: Any) -> Any:
     return arrangements.run_step(task, arrangements.start(shape), batch)
 
 
-def test_auxiliary_losses_equal_those_of_one_device(arrangements: Any, shape: Any):
-    alone = auxiliary_step(arrangements, arrangements.one_device)
+@pytest.fixture(scope="module")
+def alone(arrangements: Any) -> Any:
+    return auxiliary_step(arrangements, arrangements.one_device)
+
+
+def test_auxiliary_losses_equal_those_of_one_device(arrangements: Any, shape: Any, alone: Any):
     assert alone.scalars["aux_loss"] == pytest.approx(3 * alone.scalars["summaries/size"])
     assert alone.scalars["aux_loss"] > 0.1
     spread = auxiliary_step(arrangements, shape)
     arrangements.assert_same_step(spread, alone)
 
 
-def test_clipping_uses_the_global_norm(arrangements: Any, shape: Any):
-    alone = auxiliary_step(arrangements, arrangements.one_device)
+def test_clipping_uses_the_global_norm(arrangements: Any, shape: Any, alone: Any):
     norm = alone.scalars["learning/raw_grad_norm"]
     step = auxiliary_step(arrangements, shape, clip_global_norm=norm / 4)
     arrangements.assert_close(step.scalars["learning/raw_grad_norm"], norm)

@@ -86,6 +86,7 @@ def test_state_axes_of_adapters_and_scales(arrangements: Any):
     assert found[scale] == ("layers", None)
 
 
+@pytest.mark.slow  # other states do in test_learner_on_meshes.py
 def test_training_resumes_from_a_checkpoint_on_another_mesh(arrangements: Any, tmp_path: Any):
     fields = {"lora": True, "optimizer": Partial(optax.adam), "trainable": (LORA_WEIGHTS,)}
     task, partitioner, state = started(arrangements, MESH, **fields)

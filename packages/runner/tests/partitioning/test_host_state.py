@@ -11,6 +11,7 @@ import optax
 import pytest
 
 from layerkit.config import Partial
+from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_runner.optim.optimizers import adam_with_update_cap, bfloat16_state
 
@@ -33,12 +34,20 @@ OPTIMIZERS = {
 
 def make_task(arrangements: Any, optimizer: Any, **learner: Any) -> Any:
     settings = {"learning_rate": 1e-2, "ema_decay": 0.9, "clip_global_norm": 0.5, **learner}
-    return arrangements.sgd_task(arrangements.language_model(), optimizer=optimizer, **settings)
+    model = arrangements.Doubling.HParams.config()
+    return arrangements.sgd_task(model, optimizer=optimizer, **settings)
+
+
+def rows() -> NestedMap:
+    """Return a batch of unequal weights."""
+    rng = np.random.default_rng(0)
+    batch = NestedMap(x=rng.normal(size=(8, 16)), weights=rng.uniform(size=8))
+    return batch.transform(np.float32)
 
 
 def trained(arrangements: Any, partitioner: Any, task: Any) -> tuple[Any, Any]:
     """Return the state after three steps, the second of which is skipped, and the last scalars."""
-    batch, bad = arrangements.unequal_batch(), arrangements.unequal_batch()
+    batch, bad = rows(), rows()
     bad.weights = np.full_like(batch.weights, np.nan)
     first, step_fn = partitioner.init_fn(task)(), partitioner.train_step_fn(task)
     state, reported = arrangements.train(partitioner, step_fn, first, [batch, bad, batch])
@@ -76,7 +85,7 @@ def test_checkpoints_do_not_depend_on_the_memory_of_the_state(
     task = make_task(arrangements, OPTIMIZERS["adam"])
     saving = arrangements.start([2, 2, 2], task, **saved_with)
     state = saving.init_fn(task)()
-    state, _ = saving.train_step_fn(task)(state, saving.put_batch(arrangements.unequal_batch()))
+    state, _ = saving.train_step_fn(task)(state, saving.put_batch(rows()))
     stored = saving.stored_state(task, state)
     restoring = arrangements.start([2, 2, 2], task, **restored_with)
     target = restoring.abstract_stored_state(task)
@@ -84,7 +93,7 @@ def test_checkpoints_do_not_depend_on_the_memory_of_the_state(
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     jax.tree.map(lambda a, b: np.testing.assert_equal(a.sharding, b.sharding), restored, target)
     step = restoring.train_step_fn(task)
-    step(restored, restoring.put_batch(arrangements.unequal_batch()))
+    step(restored, restoring.put_batch(rows()))
 
 
 @pytest.mark.parametrize(

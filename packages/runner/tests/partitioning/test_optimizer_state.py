@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from optax import contrib
 
 from layerkit.config import Partial
+from layerkit.config.nested_map import NestedMap
 from layerkit_runner.optim.optimizers import elastic_weight_consolidation
 from layerkit_runner.partitioning.padding import split_over
 
@@ -45,7 +46,7 @@ def replicated(arrangements: Any) -> Any:
     return trained(arrangements, [8, 1, 1])[2]
 
 
-@pytest.mark.parametrize("shape", [[8, 1, 1], [2, 2, 2]])
+@pytest.mark.parametrize("shape", [pytest.param([8, 1, 1], marks=pytest.mark.slow), [2, 2, 2]])
 def test_training_equals_that_with_a_replicated_state(
     arrangements: Any, replicated: Any, shape: list[int]
 ):
@@ -73,6 +74,7 @@ def test_each_replica_keeps_a_part_of_the_moments(arrangements: Any):
         assert split[name] / whole[name] == pytest.approx(1 / 8, rel=0.01), name
 
 
+@pytest.mark.slow  # test_padding.py stores uneven weights
 def test_moments_of_uneven_weights_are_stored_without_padding(arrangements: Any):
     partitioner, task, state = trained(arrangements, [2, 1, 4], vocab=33, **SPLIT)
     stored = partitioner.stored_state(task, state)
@@ -97,20 +99,26 @@ def test_the_largest_dimension_that_divides_is_split(arrangements: Any):
         assert split_over(spec, shape, mesh=mesh, axes=axes) == expected, shape
 
 
+def rows() -> NestedMap:
+    """Return a batch of unequal weights for the model `Doubling`."""
+    rng = np.random.default_rng(0)
+    batch = NestedMap(x=rng.normal(size=(8, 16)), weights=rng.uniform(size=8))
+    return batch.transform(np.float32)
+
+
 def test_resumed_run_keeps_the_anchor_and_equals_an_uninterrupted_one(
     arrangements: Any, tmp_path: Any
 ):
     optimizer = Partial(
         elastic_weight_consolidation, optimizer=Partial(optax.adamw), ewc_regularizer_weight=1.0
     )
-    task = arrangements.sgd_task(
-        arrangements.language_model(), optimizer=optimizer, learning_rate=0.02
-    )
+    model = arrangements.Doubling.HParams.config()
+    task = arrangements.sgd_task(model, optimizer=optimizer, learning_rate=0.02)
     partitioner = arrangements.start([2, 2, 2], task)
     init, step_fn = partitioner.init_fn(task), partitioner.train_step_fn(task)
 
     def trained(state: Any, num_steps: int) -> Any:
-        batches = [arrangements.unequal_batch()] * num_steps
+        batches = [rows()] * num_steps
         return arrangements.train(partitioner, step_fn, state, batches)[0]
 
     first = jax.device_get(init().params)
@@ -133,11 +141,10 @@ def test_evaluation_at_schedule_free_averages_equals_that_of_one_device(
     losses = []
     for shape in (mesh, arrangements.one_device):
         optimizer = Partial(contrib.schedule_free_adamw)
-        task = arrangements.sgd_task(
-            arrangements.language_model(), optimizer=optimizer, learning_rate=0.01
-        )
+        model = arrangements.Doubling.HParams.config()
+        task = arrangements.sgd_task(model, optimizer=optimizer, learning_rate=0.01)
         partitioner = arrangements.start(shape, task)
-        step_fn, batch = partitioner.train_step_fn(task), arrangements.unequal_batch()
+        step_fn, batch = partitioner.train_step_fn(task), rows()
         first = partitioner.init_fn(task)()
         state, _ = arrangements.train(partitioner, step_fn, first, [batch] * STEPS)
         averaged = partitioner.eval_step_fn(task)(

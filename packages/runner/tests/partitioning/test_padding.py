@@ -339,6 +339,7 @@ def test_decoding_equals_that_of_one_device(arrangements: Any, alone: Run):
 # Storage.
 
 
+@pytest.mark.slow  # the next one restores on another mesh
 @pytest.mark.parametrize(
     "shapes",
     [[None], pytest.param([[1, 1, 4], None, [1, 1, 1]], marks=pytest.mark.slow)],

@@ -90,6 +90,7 @@ def test_moments_are_sharded_as_their_weights(on_mesh: Any):
     }
 
 
+@pytest.mark.slow  # other states resume in test_learner_on_meshes.py
 def test_resumed_run_equals_an_uninterrupted_one(
     arrangements: Any, mesh_program: tuple[Any, Any, Any], on_mesh: Any, tmp_path: Any
 ):

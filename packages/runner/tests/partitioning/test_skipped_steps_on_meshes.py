@@ -14,9 +14,9 @@ from layerkit.layers.basic.dots import replace_dots
 from layerkit.layers.quantization.fp8 import Fp8Dot
 
 
+@pytest.mark.slow  # test_learner_on_meshes.py skips a step
 @pytest.mark.parametrize(
-    ("mesh", "microbatches"),
-    [([2, 2, 2], 2), pytest.param(None, 1, id="pmap", marks=pytest.mark.slow)],
+    ("mesh", "microbatches"), [([2, 2, 2], 2), pytest.param(None, 1, id="pmap")]
 )
 def test_label_outside_the_vocabulary_skips_the_step(
     arrangements: Any, mesh: list[int] | None, microbatches: int

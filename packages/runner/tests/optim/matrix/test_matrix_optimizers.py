@@ -272,40 +272,49 @@ PSGD = Partial(
 @pytest.mark.parametrize(
     ("optimizer", "reference", "is_square"),
     [
-        (Partial(muon), Muon, False),
-        (
-            Partial(muon, variant="normuon", scale="shape"),
-            lambda shape: Muon(shape, variant="normuon", scale="shape"),
-            False,
-        ),
-        (
-            Partial(muon, variant="adamuon", scale="spectral"),
-            lambda shape: Muon(shape, variant="adamuon", scale="spectral"),
-            False,
-        ),
-        (Partial(soap, **SOAP), lambda shape: Soap(shape, one_sided=False), True),
-        (
+        pytest.param(Partial(muon), Muon, False, id="muon"),
+        pytest.param(
             Partial(soap, **SOAP, one_sided=True),
             lambda shape: Soap(shape, one_sided=True),
             False,
+            id="soap-one-sided",
         ),
-        (Partial(shampoo, **SHAMPOO), lambda shape: Shampoo(shape, graft="adam"), False),
-        (
+        pytest.param(
+            Partial(shampoo, **SHAMPOO),
+            lambda shape: Shampoo(shape, graft="adam"),
+            False,
+            id="shampoo",
+        ),
+        pytest.param(PSGD, Psgd, False, id="psgd"),
+        # Variants of these.
+        pytest.param(
+            Partial(muon, variant="normuon", scale="shape"),
+            lambda shape: Muon(shape, variant="normuon", scale="shape"),
+            False,
+            id="normuon",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Partial(muon, variant="adamuon", scale="spectral"),
+            lambda shape: Muon(shape, variant="adamuon", scale="spectral"),
+            False,
+            id="adamuon",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Partial(soap, **SOAP),
+            lambda shape: Soap(shape, one_sided=False),
+            True,
+            id="soap",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             Partial(shampoo, **SHAMPOO, graft="rmsprop"),
             lambda shape: Shampoo(shape, graft="rmsprop"),
             False,
+            id="shampoo-rmsprop",
+            marks=pytest.mark.slow,
         ),
-        (PSGD, Psgd, False),
-    ],
-    ids=[
-        "muon",
-        "normuon",
-        "adamuon",
-        "soap",
-        "soap-one-sided",
-        "shampoo",
-        "shampoo-rmsprop",
-        "psgd",
     ],
 )
 def test_updates_equal_their_definitions(
@@ -408,9 +417,8 @@ def test_factors_are_computed_in_a_branch_of_the_compiled_step(
     assert text.count(work) > always.count(work) == number
 
 
-@pytest.mark.parametrize(
-    "optimizer", [soap, *(pytest.param(one, marks=pytest.mark.slow) for one in (shampoo, psgd))]
-)
+@pytest.mark.slow  # test_muon.py has one
+@pytest.mark.parametrize("optimizer", [soap, shampoo, psgd])
 def test_state_in_bfloat16_changes_weights_little(optimizer: Any):
     boxes = boxes_of(model(repeated=True, is_square=True))
     params, *gradients = [random_like(boxes, seed) for seed in range(6)]

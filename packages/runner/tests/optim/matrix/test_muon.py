@@ -74,9 +74,13 @@ def test_weights_equal_those_of_torch(
 def attention_updates(grads: Any, optimizer: Any, *, combined: bool = False) -> Any:
     """Return the second of two updates with these gradients."""
     boxes = boxes_of(ATTENTION.clone().set(combined_qkv=combined))
-    with declared(declarations_of(boxes)):
+
+    def second(grads: Any) -> Any:
         state = optimizer.update(grads, optimizer.init(grads), grads)[1]
         return optimizer.update(grads, state, grads)[0]
+
+    with declared(declarations_of(boxes)):
+        return jax.jit(second)(grads)
 
 
 @pytest.mark.parametrize("options", [{}, {"variant": "normuon"}, {"split_heads": True}])
