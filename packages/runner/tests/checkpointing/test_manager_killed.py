@@ -147,6 +147,7 @@ for step in (1, 2):
 """
 
 
+@pytest.mark.slow  # one kill is above
 def test_kill_between_finite_check_and_commit_loses_no_committed_step(tmp_path):
     saver = subprocess.run([sys.executable, "-c", KILLED_AFTER_THE_CHECK, str(tmp_path)])
     assert saver.returncode == -signal.SIGKILL

@@ -102,7 +102,9 @@ def test_saving_keeping_damage_and_restoring_on_a_remote_store(bucket):
     assert (directory / "damaged_checkpoint_00000003" / "state" / "state.msgpack").exists()
 
 
-@pytest.mark.parametrize("name", ["state.msgpack", "manifest.json"])
+@pytest.mark.parametrize(
+    "name", ["state.msgpack", pytest.param("manifest.json", marks=pytest.mark.slow)]
+)
 def test_a_save_that_hangs_is_named(bucket, monkeypatch: pytest.MonkeyPatch, name: str):
     # A folder of its own, since the save goes on when the fixture lets it go.
     manager = CheckpointManager(

@@ -76,6 +76,7 @@ def has_own_mounts() -> bool:
         return False
 
 
+@pytest.mark.slow  # a failed save is below
 @pytest.mark.skipif(not has_own_mounts(), reason="this user may not mount a file system of its own")
 def test_a_full_disk_and_a_read_only_folder(tmp_path: Path):
     mounted = 'mount -t tmpfs -o size=16m tmpfs "$1" && exec "$2" -c "$3" "$1"'

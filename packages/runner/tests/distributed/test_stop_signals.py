@@ -53,12 +53,13 @@ def start() -> Iterator:
         process.communicate()
 
 
+@pytest.mark.slow  # one such end is after SIGUSR1
 @pytest.mark.parametrize(
     ("number", "code", "hint"),
     [
         (signal.SIGINT, 130, "; press Ctrl-C again to exit at once"),
         (signal.SIGTERM, 143, ""),
-        pytest.param(signal.SIGHUP, 129, "", marks=pytest.mark.slow),
+        (signal.SIGHUP, 129, ""),
     ],
 )
 def test_first_signal_ends_the_loop_after_its_step(start, number: int, code: int, hint: str):
@@ -70,6 +71,7 @@ def test_first_signal_ends_the_loop_after_its_step(start, number: int, code: int
     assert stderr.strip() == f"{name}: finishing this step, saving, leaving{hint}"
 
 
+@pytest.mark.slow
 def test_hangup_is_ignored_under_nohup(start):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited
     try:
@@ -83,6 +85,7 @@ def test_hangup_is_ignored_under_nohup(start):
     assert "SIGHUP" not in stderr
 
 
+@pytest.mark.slow
 def test_closed_terminal_stops_the_loop_and_drops_its_output():
     terminal, end = pty.openpty()
     take_terminal = "import fcntl, termios; fcntl.ioctl(2, termios.TIOCSCTTY, 0)\n"
@@ -115,7 +118,9 @@ def test_sigusr1_requests_one_save_and_the_loop_continues(start):
     assert stderr.count("SIGUSR1: saving after this step\n") == 2
 
 
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "first", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_second_sigterm_is_ignored_and_later_ctrl_c_exits_at_once(start, first: signal.Signals):
     process = start("stubborn")
     process.send_signal(first)
@@ -187,7 +192,7 @@ if number != signal.SIGTERM:
     ("name", "child"),
     [
         ("SIGTERM", "child ended with 15\nreceived None"),
-        ("SIGINT", "received None\nchild ended False"),
+        pytest.param("SIGINT", "received None\nchild ended False", marks=pytest.mark.slow),
     ],
 )
 def test_signal_to_a_forked_child_does_not_reach_its_parent(name: str, child: str):

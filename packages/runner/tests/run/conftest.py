@@ -24,17 +24,24 @@ TIMEOUT = 240.0
 
 @dataclasses.dataclass
 class Processes:
-    """Commands for one folder; they end with the test."""
+    """Commands for one folder; they end with the test.
+
+    Attributes:
+      folder: Job folder.
+      cache: Folder of compiled programs.
+      num_devices: Number of devices of each process.
+    """
 
     folder: Path
     cache: Path
+    num_devices: int = 1
     started: list[subprocess.Popen[str]] = dataclasses.field(default_factory=list)
 
     def start(
         self, *flags: str, exp: str = "gated_experiment.Gated", **fields: Any
     ) -> subprocess.Popen[str]:
-        """Start the command on one device."""
-        devices = "--xla_force_host_platform_device_count=1"
+        """Start the command."""
+        devices = f"--xla_force_host_platform_device_count={self.num_devices}"
         process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "layerkit_runner.cli"),

@@ -90,7 +90,9 @@ def truncate_all(checkpoints: Path) -> None:
         manifest.write_text("")
 
 
-@pytest.mark.parametrize("lose", [shutil.rmtree, truncate_all])
+@pytest.mark.parametrize(
+    "lose", [shutil.rmtree, pytest.param(truncate_all, marks=pytest.mark.slow)]
+)
 def test_job_that_lost_its_checkpoints_restarts_only_when_allowed(
     experiment: Any, copy: Path, lose: Callable[[Path], None]
 ):

@@ -107,6 +107,7 @@ def test_exit_in_the_final_evaluation_leaves_the_exit_code(
     assert "evaluation failed: " in capsys.readouterr().out
 
 
+@pytest.mark.slow  # one such end is in test_end_report.py
 def test_sigterm_ends_a_run_whose_observer_blocks_when_it_is_closed(processes: Any):
     process = processes.start(exp="gated_experiment.BlockedClose")
     processes.said(process, "closing blocks")

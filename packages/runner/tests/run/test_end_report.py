@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import signal
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,13 +18,14 @@ import pytest
 from layerkit.base.base_model import BaseModel, WeightedScalar
 from layerkit.config import Config
 from layerkit.config.nested_map import NestedMap
-from layerkit_runner import BaseExperiment
+from layerkit_runner import BaseExperiment, cli
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.distributed.peers import LOST_PROCESS_EXIT_CODE
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.observers.loss_curve import draw_loss_curve
 from layerkit_runner.partitioning import PmapPartitioner, SpmdPartitioner
+from layerkit_runner.run import job as run_job
 from layerkit_runner.run.end_report import LossCurve
 from layerkit_runner.run.inference import run_inference
 from layerkit_runner.run.job import start_job
@@ -158,6 +157,7 @@ def test_outputs_without_ids_are_decoded_and_the_loss_curve_names_the_metric(
         assert 'sample (points): {"example": 0, ' in capsys.readouterr().out
 
 
+@pytest.mark.slow  # another test draws the whole curve
 @pytest.mark.usefixtures("matplotlib")
 def test_another_process_redraws_the_curve_and_its_failure_has_no_effect(
     experiment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -182,7 +182,7 @@ def test_another_process_redraws_the_curve_and_its_failure_has_no_effect(
 
 
 @pytest.mark.usefixtures("matplotlib")
-@pytest.mark.parametrize("part", ["evaluation", "decoding"])
+@pytest.mark.parametrize("part", ["evaluation", pytest.param("decoding", marks=pytest.mark.slow)])
 def test_failed_part_is_reported_and_the_others_are_made(
     experiment: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str
 ):
@@ -206,19 +206,21 @@ def test_failed_part_is_reported_and_the_others_are_made(
     assert run_train(resolved, options(folder)) == 0
 
 
-def test_commands_to_try_next_are_short_and_run(tmp_path: Path):
-    here = str(Path(__file__).parents[1] / "tools")
-    environ = {**os.environ, "PYTHONPATH": f"{here}:{os.environ.get('PYTHONPATH', '')}"}
-    environ["XLA_FLAGS"] = ""  # one device
+def test_commands_to_try_next_are_short_and_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "tools"))
+    monkeypatch.chdir(tmp_path)
+    # Other tests of this process have no cache.
+    monkeypatch.setattr(run_job, "enable_compilation_cache", lambda flag: None)
 
     def run(*words: str) -> list[str]:
-        line = [sys.executable, "-m", "layerkit_runner.cli", *words]
-        done = subprocess.run(line, env=environ, cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
+        assert cli.main(words) == 0
+        return capsys.readouterr().out.splitlines()
 
     folder = "--job_log_dir=runs/slope"
-    lines = run("--exp=slope_experiment.Slope", "--fdl.RATE=0.2", "--fdl.WIDTH=3", folder)
+    fields = ("--fdl.RATE=0.2", "--fdl.WIDTH=3", "--fdl.BATCH_SIZE=8")
+    lines = run("--exp=slope_experiment.Slope", *fields, folder)
     (first,) = [n for n, line in enumerate(lines) if line.startswith("next: ")]
     inspect, train = lines[first + 1 :]
     assert max(map(len, lines[first:])) <= 100

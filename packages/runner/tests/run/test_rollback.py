@@ -77,10 +77,12 @@ def rollbacks(folder: Path) -> Any:
     return about["user"].get("skipped_steps", {}).get("rollbacks")
 
 
-@pytest.mark.parametrize("under_pmap", [False, True], ids=["SPMD", "pmap"])
+@pytest.mark.parametrize(
+    "under_pmap", [False, pytest.param(True, marks=SLOW)], ids=["SPMD", "pmap"]
+)
 @pytest.mark.parametrize(
     ("fields", "step", "bad_step"),
-    [(NAN, 8, 14), (SPIKE, 8, 14), pytest.param(NAN, 0, 3, marks=pytest.mark.slow)],
+    [pytest.param(NAN, 8, 14, marks=SLOW), (SPIKE, 8, 14), pytest.param(NAN, 0, 3, marks=SLOW)],
     ids=["NaN", "spike", "before any save"],
 )
 def test_run_rolled_back_equals_one_whose_data_lack_the_window(
@@ -123,7 +125,7 @@ def test_rollback_over_the_border_of_a_stage_continues_in_the_stage_before_it(
     assert stored(ours) == stored(reference)
 
 
-@pytest.mark.parametrize("kind", ["NaN", "spike"])
+@pytest.mark.parametrize("kind", ["NaN", pytest.param("spike", marks=SLOW)])
 def test_bad_step_is_skipped_or_ends_the_run(train: Any, tmp_path: Path, kind: str):
     fields = {"SCALE": 1000.0} if kind == "spike" else {}
     name = "ON_SPIKE" if kind == "spike" else "ON_NONFINITE"
@@ -159,6 +161,7 @@ def test_rollback_without_checkpoints_is_an_error(train: Any, raises: Any, tmp_p
     assert not (tmp_path / "job").exists()
 
 
+@pytest.mark.slow
 def test_run_may_begin_and_end_to_look_for_spikes(train: Any, tmp_path: Path):
     for max_steps, action in ((8, None), (16, "skip"), (22, None)):
         train("job", MAX_STEPS=max_steps, ON_SPIKE=action, SCALE=1000.0)
@@ -175,18 +178,20 @@ def test_run_may_begin_and_end_to_look_for_spikes(train: Any, tmp_path: Path):
     ids=len,
 )
 def test_run_killed_in_a_rollback_equals_an_uninterrupted_one(
-    processes: Any, tmp_path: Path, moments: list[str]
+    processes: Any, train: Any, tmp_path: Path, moments: list[str]
 ):
+    """The runs that are not killed have no process of their own."""
     exp = {"exp": "rollback_experiment.Bad", **NAN}
-    whole = type(processes)(tmp_path / "whole", processes.cache)
-    whole.run(**exp)
+    processes.num_devices = jax.device_count()
+    train("whole", **NAN)
     for moment in moments:
         code = 143 if moment == "SIGTERM" else -9
         processes.ended(processes.start(**exp, KILLED_AT=moment), code)
-    assert "rolled back to step 8" in processes.run(**exp)
-    assert computed(processes.folder) == computed(whole.folder)
-    assert stored(processes.folder) == stored(whole.folder)
-    assert rollbacks(processes.folder) == rollbacks(whole.folder)
+    assert "rolled back to step 8" in train(processes.folder.name, **NAN)
+    whole = tmp_path / "whole"
+    assert computed(processes.folder) == computed(whole)
+    assert stored(processes.folder) == stored(whole)
+    assert rollbacks(processes.folder) == rollbacks(whole)
     aside = [path.name for path in (processes.folder / "checkpoints").glob("abandoned_*")]
     assert len(aside) == ("moved" in moments)
 

@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import io
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,7 +91,8 @@ def finished(
 ) -> tuple[Path, str]:
     """Return the folder of a finished run of four steps, which tests copy, and its output."""
     folder, printed = tmp_path_factory.mktemp("finished") / "job", io.StringIO()
-    with contextlib.redirect_stdout(printed):
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setitem(sys.modules, "matplotlib", None)  # A loss curve takes seconds.
         assert run_train(resolve(experiment()), options(folder)) == 0
     return folder, printed.getvalue()
 
@@ -136,6 +138,7 @@ def held_out(output: str) -> str:
     return next(line for line in output.splitlines() if line.startswith("held out: "))
 
 
+@pytest.mark.slow  # partitioning/test_learner_on_meshes.py has one
 def test_run_resumed_after_a_skipped_step_equals_an_uninterrupted_one(train: Any, tmp_path: Path):
     """An epoch is 8 steps, one of which has the bad row."""
     fields = {"NUM_ROWS": 64, "BAD_ROWS": (3,)}

@@ -30,6 +30,7 @@ class Slope(BaseExperiment):
     WIDTH: int = 1
     KIND: str = "plain"
     MAX_STEPS: int = 6
+    BATCH_SIZE: int = 1
     # Reading of rows from FIRST_SLOW_ROW on takes so long.
     SECONDS_PER_ROW: float = 0.0
     FIRST_SLOW_ROW: int = 0
@@ -57,12 +58,14 @@ class Slope(BaseExperiment):
             Ones.HParams.config(
                 name="train",
                 is_training=True,
-                batch_size=1,
+                batch_size=self.BATCH_SIZE,
                 seconds_per_row=self.SECONDS_PER_ROW,
                 first_slow_row=self.FIRST_SLOW_ROW,
                 crashes=crashes,
             ),
-            Ones.HParams.config(name="heldout", batch_size=1),
+            Ones.HParams.config(
+                name="heldout", batch_size=self.BATCH_SIZE, num_rows=max(4, self.BATCH_SIZE)
+            ),
         ]
 
 

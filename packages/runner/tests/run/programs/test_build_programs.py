@@ -140,6 +140,7 @@ def test_programs_run_at_their_own_intervals(train: Train, experiment: Any, tmp_
     assert "\neval_programs" not in config_text(resolve(experiment()))
 
 
+@pytest.mark.slow  # test_train_programs.py has one
 def test_the_next_training_batch_is_evaluated_and_still_trained_on(train: Train, tmp_path: Path):
     plain, looking = tmp_path / "plain", tmp_path / "looking"
     train("plain")

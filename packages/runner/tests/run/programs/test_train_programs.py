@@ -187,7 +187,7 @@ def test_losses_are_those_of_a_plain_loop(train: Any, tmp_path: Path, pmap: bool
 
 def test_run_resumed_within_a_round_equals_an_uninterrupted_one(train: Any, tmp_path: Path):
     train("straight")
-    for steps in (1, 4, 5, 7):
+    for steps in (1, 5, 7):
         train("job", MAX_STEPS=steps)
     one, other = records(tmp_path / "straight"), records(tmp_path / "job")
     assert one.keys() == other.keys() == set(range(1, 8))
@@ -214,6 +214,7 @@ def test_the_next_batches_of_each_program_are_evaluated(train: Any, tmp_path: Pa
     assert folders == {"train", "eval_train_few", "eval_train_many", "eval_test_held"}
 
 
+@pytest.mark.slow
 def test_resumed_run_reports_the_metric_of_its_next_batches(train: Any, tmp_path: Path):
     """Metric names are looked up before input positions are restored."""
     fields = {"EVAL_SKIP_TRAIN": False}
