@@ -286,11 +286,16 @@ def test_wrong_word_exits_before_anything_is_imported(place: Path, arguments: li
     ("arguments", "fact"),
     [
         (["--exp=own.Mien"], "'own.Mine'"),
-        (["--exp=lm.Small", "--tfds_data_dir=/data", "--mode=plan"], "'TFDS_DATA_DIR'"),
         (["--exp=lm.Small", "--fdl.NUM_LAYRES=3"], "'NUM_LAYERS'"),
-        (["--exp=lm.Small", "--fdl.NUM_LAYERS=0"], "Small: NUM_LAYERS=0"),
-        (["--exp=lm.Small", "--diff_config=lm.Lareg"], "--diff_config='lm.Lareg'"),
         (["--exp=lm.Small", "--fdl.task.model.num_layerz=3"], "'num_layers'"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (["--exp=lm.Small", "--tfds_data_dir=/data", "--mode=plan"], "'TFDS_DATA_DIR'"),
+                (["--exp=lm.Small", "--fdl.NUM_LAYERS=0"], "Small: NUM_LAYERS=0"),
+                (["--exp=lm.Small", "--diff_config=lm.Lareg"], "--diff_config='lm.Lareg'"),
+            ]
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -334,10 +339,10 @@ def test_print_config_can_be_added_to_any_command(place: Path):
     command = ["--exp=own.Mine", "--fdl.NUM_LAYERS=7"]
     inspected = runner(place, *command, "--mode=inspect")
     # Neither a folder nor the other processes are needed for it.
-    for flags in (["--num_processes=4"], ["--mode=eval_once", "--restore_checkpoint_step=3"]):
-        done = runner(place, *command, *flags, "--print_config")
-        assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout == inspected.stdout
+    flags = ["--num_processes=4", "--mode=eval_once", "--restore_checkpoint_step=3"]
+    done = runner(place, *command, *flags, "--print_config")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == inspected.stdout
     done = runner(place, *command, "--print_config", "--json")
     assert json.loads(done.stdout)["config"]["task.model.num_layers"] == 7
 
@@ -345,12 +350,17 @@ def test_print_config_can_be_added_to_any_command(place: Path):
 @pytest.mark.parametrize(
     ("flags", "kept"),
     [
-        ([], []),
         (["--init_from=/models/a b", "--init_draw=.*/norm", "--noenable_checkpoint_saving"], None),
         # The folder is for whoever runs it to say, and `--json` is about the printing.
         (["--job_log_dir=/runs/1", "--restore_cast_dtypes"], ["--restore_cast_dtypes"]),
-        (["--mode=eval_once", "--restore_checkpoint_step=3,4"], None),
-        (["--mode=inspect"], []),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ([], []),
+                (["--mode=eval_once", "--restore_checkpoint_step=3,4"], None),
+                (["--mode=inspect"], []),
+            ]
+        ),
     ],
 )
 def test_printed_arguments_contain_the_flags_of_the_run(

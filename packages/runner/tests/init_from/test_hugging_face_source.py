@@ -38,7 +38,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, begin: Any) -> tuple[Path, 
     return written, begin.leaves({"params": variables["params"]})
 
 
-@pytest.mark.parametrize("repeated", [True, False], ids=["repeated", "unrolled"])
+@pytest.mark.parametrize(
+    "repeated", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["repeated", "unrolled"]
+)
 def test_weights_of_a_hugging_face_folder(
     folder: tuple[Path, dict[str, Any]], begin: Any, repeated: bool
 ):
@@ -60,6 +62,7 @@ def test_weights_of_a_hugging_face_folder(
     assert f"{len(found)} values converted" in count
 
 
+@pytest.mark.slow
 def test_weights_of_a_pipelined_model(folder: tuple[Path, dict[str, Any]], begin: Any):
     path, values = folder
     model = model_config(path)
@@ -89,11 +92,14 @@ BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 4}
 @pytest.mark.parametrize(
     "content",
     [
-        {**ENCODER, "model_type": "bert"},
-        {**ENCODER, "model_type": "modernbert", "architectures": ["ModernBertModel"]},
-        {**BART, "model_type": "bart"},
+        pytest.param({**ENCODER, "model_type": "bert"}, id="bert"),
+        pytest.param(
+            {**ENCODER, "model_type": "modernbert", "architectures": ["ModernBertModel"]},
+            id="modernbert",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({**BART, "model_type": "bart"}, id="bart", marks=pytest.mark.slow),
     ],
-    ids=lambda content: content["model_type"],
 )
 def test_weights_of_encoders_and_encoder_decoders(
     content: dict[str, Any], tmp_path: Path, begin: Any

@@ -29,7 +29,9 @@ def lines() -> Iterator[ModuleType]:
 def run(lines: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> layerkit_runner.TrainResult:
     """Return a finished run of four steps."""
     folder = tmp_path_factory.mktemp("interface") / "job"
-    return layerkit_runner.train(lines.LinesLm, job_log_dir=folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib", None)  # A loss curve takes seconds.
+        return layerkit_runner.train(lines.LinesLm, job_log_dir=folder)
 
 
 @pytest.fixture(scope="session")

@@ -38,6 +38,7 @@ def served(run: TrainResult, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow  # the next test has no process of its own
 def test_documented_program_that_has_only_jax_gets_the_same_numbers(
     served: Path, model: LoadedModel, tmp_path: Path
 ):
@@ -56,7 +57,6 @@ def test_documented_program_that_has_only_jax_gets_the_same_numbers(
     assert found["new_ids"][0, len(ids) : found["new_lengths"][0]].tolist() == expected.tolist()
 
 
-@pytest.mark.slow
 def test_baked_weights_need_no_file(model: LoadedModel, tmp_path: Path):
     pytest.importorskip("flatbuffers")
     from jax import export

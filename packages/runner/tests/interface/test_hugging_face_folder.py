@@ -81,6 +81,7 @@ def test_rows_outgrow_the_trained_length_of_longrope_as_in_transformers(tmp_path
     assert found.tolist() == streamed == tokens[0, len(IDS[0]) :].tolist()
 
 
+@pytest.mark.slow  # layerkit tests the decoder
 def test_drafts_change_neither_tokens_nor_their_stream(tmp_path: Path):
     content = {"model_type": "glm4_moe", "vocab_size": 16, "hidden_size": 8, "head_dim": 4}
     content |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -89,7 +90,7 @@ def test_drafts_change_neither_tokens_nor_their_stream(tmp_path: Path):
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.json").write_text(json.dumps(content))
     config = hugging_face.model_config(tmp_path / "config")
-    variables = build(config).init(jax.random.key(0))
+    variables = jax.jit(build(config).init)(jax.random.key(0))
     hugging_face.export_model(tmp_path / "model", config, jax.tree.map(lambda x: 2 * x, variables))
     results = []
     for decoder in ("SampleDecoder", "SpeculativeDecoder"):
@@ -97,9 +98,12 @@ def test_drafts_change_neither_tokens_nor_their_stream(tmp_path: Path):
         model = layerkit_runner.load(tmp_path / "model", overrides=overrides)
         streamed: list[tuple[int, int]] = []
         options = {"max_new_tokens": 9, "temperature": 0.0}
-        model.generate_ids(IDS, **options, stream=lambda *pair, to=streamed: to.append(pair))
-        found = [ids.tolist() for ids in model.generate_ids([IDS[0], IDS[1][:2]], **options)]
-        results.append((streamed, found))
+        found = model.generate_ids(
+            [IDS[0], IDS[1][:2]],
+            **options,
+            stream=lambda *pair, to=streamed: to.append(pair),
+        )
+        results.append((streamed, [ids.tolist() for ids in found]))
     assert results[0] == results[1]
     assert len(results[0][0]) > 8
 
@@ -222,7 +226,8 @@ def test_folder_without_a_tokenizer_scores_ids_and_names_what_is_missing(
     model = layerkit_runner.load(tmp_path)
     config, variables = import_model(tmp_path)
     module = config.Instantiate()
-    expected = module.apply(variables, np.array(IDS), method=lambda m, ids: m.lm.logits(ids))
+    logits = jax.jit(lambda v, ids: module.apply(v, ids, method=lambda m, ids: m.lm.logits(ids)))
+    expected = logits(variables, np.array(IDS))
     np.testing.assert_allclose(model.logits(IDS), expected, atol=1e-4)
     with raises(UserError, problem="no tokenizer"):
         model.generate("x")
@@ -242,6 +247,7 @@ def test_folder_may_be_relative_to_the_home_or_working_folder(
         assert Path(experiment.FOLDER) == tmp_path
 
 
+@pytest.mark.slow  # test_quantized_folder.py has a job folder
 def test_quantized_folder_is_near_its_source(tmp_path: Path):
     pytest.importorskip("safetensors")
     (tmp_path / "llama").mkdir()

@@ -8,12 +8,11 @@ import sys
 import types
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import pytest
 import treescope
 
-from layerkit_runner import train
+from layerkit_runner import TrainResult
 from layerkit_runner.observers import Progress, RunInfo
 
 
@@ -24,13 +23,8 @@ def test_config_is_a_foldable_tree(lines: ModuleType):
     assert "num_layers=" in shown and "treescope" in treescope.render_to_html(config)
 
 
-@pytest.fixture(scope="module")
-def loaded(lines: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("display") / "job"
-    return train(lines.LinesLm, job_log_dir=folder, num_steps=1, quiet=True).model
-
-
-def test_configs_layers_and_models_are_shown_as_trees(loaded: Any):
+def test_configs_layers_and_models_are_shown_as_trees(run: TrainResult):
+    loaded = run.model
     pytest.importorskip("IPython")
     from IPython.core.interactiveshell import InteractiveShell
     from IPython.utils.capture import capture_output

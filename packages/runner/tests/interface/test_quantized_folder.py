@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -32,10 +33,13 @@ def quantized(run: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def restored_logits(model: Any, ids: Any) -> np.ndarray:
     """Return the logits of the model with its weights restored to floats."""
-    config, variables = dequantize_model(model.config, model.variables)
-    network = config.Instantiate()
-    found = network.apply(variables, jnp.asarray(ids), method=lambda m, ids: m.lm.logits(ids))
-    return np.asarray(found)
+
+    def logits(stored: Any, ids: Any) -> Any:
+        config, variables = dequantize_model(model.config, stored)
+        network = config.Instantiate()
+        return network.apply(variables, ids, method=lambda m, ids: m.lm.logits(ids))
+
+    return np.asarray(jax.jit(logits)(model.variables, jnp.asarray(ids)))
 
 
 def test_folder_holds_integers_and_no_optimizer_state(model, quantized):
@@ -58,12 +62,11 @@ def test_folder_evaluates_and_generates(model, quantized):
     (before,), (after,) = model.score("def f(x):"), loaded.score("def f(x):")
     assert after.log_likelihood == pytest.approx(before.log_likelihood, rel=0.1)
     (found,) = loaded.generate_ids([[1, 5, 9]], max_new_tokens=4, temperature=0)
-    ids = [1, 5, 9]
-    for token in found.tolist():
-        assert token == restored_logits(loaded, [ids])[0, -1].argmax()
-        ids.append(token)
+    logits = restored_logits(loaded, [[1, 5, 9, *found[:-1]]])[0]
+    assert found.tolist() == logits[2:].argmax(-1).tolist()
 
 
+@pytest.mark.slow
 def test_averaged_weights_are_stored_as_the_weights(lines, tmp_path):
     overrides = {
         "task.train.learner.ema_decay": 0.5,
@@ -77,7 +80,8 @@ def test_averaged_weights_are_stored_as_the_weights(lines, tmp_path):
     np.testing.assert_allclose(after.logits(IDS), expected, atol=0.05 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("source", ["integers", pytest.param("floats", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("source", ["integers", "floats"])
 def test_adapters_train_on_the_weights_of_a_folder(lines, run, quantized, tmp_path, source):
     folder = quantized if source == "integers" else str(run.job_log_dir)
 

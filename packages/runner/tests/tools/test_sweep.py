@@ -345,10 +345,14 @@ def test_missing_optuna_is_an_error_with_the_command_to_install_it(command, monk
     assert "pip install 'optuna" in capsys.readouterr().err
 
 
-def test_sweep_runs_trials_and_prints_the_results(command):
+def test_sweep_runs_trials_and_prints_the_results(command, monkeypatch, capsys):
     fixed = ("--fdl.MAX_STEPS=4", "--fdl.CRASH_FROM=0.9", "--noenable_checkpoint_saving")
+    # Trials have processes of their own; the handlers of the sweep would outlive this test.
+    monkeypatch.chdir(HERE)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
     words = command.words(*fixed, space=rates(0.5, 0.9))
-    printed = command.run(words)
+    assert cli.main(words) == 0
+    printed = capsys.readouterr().out
     good, bad = sorted(command.study().trials, key=lambda trial: trial.params["RATE"])
     # The failure is reported and did not stop the other trial.
     assert bad.state == TrialState.FAIL
@@ -359,9 +363,11 @@ def test_sweep_runs_trials_and_prints_the_results(command):
     assert read_metrics(command.trial(good.number)).evals["heldout"][-1]["loss"] == good.value
     assert not (command.trial(good.number) / "checkpoints").exists()
     # The same command prints the results again; other overrides in the same folder are an error.
-    assert command.run(words) in printed
+    assert cli.main(words) == 0
+    assert capsys.readouterr().out in printed
     other = command.words("--fdl.MAX_STEPS=5", *fixed[1:], space=rates(0.5, 0.9))
-    assert "--fdl.MAX_STEPS=4" in command.run(other, code=2)
+    assert cli.main(other) == 2
+    assert "--fdl.MAX_STEPS=4" in capsys.readouterr().err
 
 
 @pytest.mark.slow

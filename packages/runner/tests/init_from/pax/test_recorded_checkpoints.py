@@ -39,19 +39,19 @@ PRIMER_MULTI_QUERY = {
     ("case", "stack", "options"),
     [
         ("stacked_ocdbt", "stacked", {}),
-        # The state of the optimizer moves between stacked and separate layers.
+        # The state of the optimizer moves from separate to stacked layers.
         ("unstacked_flax", "stacked", {}),
-        ("stacked_zarr", "unstacked", {}),
-        ("adafactor_unstacked_flax", "stacked", ADAFACTOR),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 ("stacked_zarr", "stacked", {}),
+                ("stacked_zarr", "unstacked", {}),
                 ("unstacked_flax", "unstacked", {}),
                 ("pipelined_zarr", "pipelined", {"num_layers": 4}),
                 ("primer_multi_query_ocdbt", "stacked", {"edit": PRIMER_MULTI_QUERY}),
                 ("primer_multi_query_ocdbt", "unstacked", {"edit": PRIMER_MULTI_QUERY}),
                 ("adafactor_stacked_ocdbt", "stacked", ADAFACTOR),
+                ("adafactor_unstacked_flax", "stacked", ADAFACTOR),
                 ("adafactor_unstacked_flax", "unstacked", ADAFACTOR),
             ]
         ),

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 EXPERIMENTS = Path(__file__).parent.parent / "plan"
 
 
@@ -30,6 +32,7 @@ def inspected(folder: Path, *flags: str) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
+@pytest.mark.slow  # one such process is in plan/test_command.py
 def test_table_of_weights_has_axes_shapes_and_sharding(tmp_path: Path):
     table = inspected(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -89,7 +89,7 @@ def plan_of(small_lm):
     return make
 
 
-@pytest.fixture(params=["spmd", "pmap"])
+@pytest.fixture(params=["spmd", pytest.param("pmap", marks=pytest.mark.slow)])
 def planned(request, plan_of):
     """Return the plan under each partitioner."""
     return plan_of(request.param)

@@ -36,21 +36,15 @@ def test_page_of_a_pmap_experiment(runner):
     assert len(lines) < 45
 
 
+@pytest.mark.slow  # other errors of the command are in test_cli.py
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
         (["--num_devices=4"], "the mesh needs 8 devices, but there are 4 (cpu)"),
-        pytest.param(
-            *(["--xla_flags_preset=tpu_fsdp"], "--xla_flags_preset='tpu_fsdp'"),
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            *(["--fdl.task.train.save_max_to_keep=0"], "save_max_to_keep=0"), marks=pytest.mark.slow
-        ),
+        (["--xla_flags_preset=tpu_fsdp"], "--xla_flags_preset='tpu_fsdp'"),
+        (["--fdl.task.train.save_max_to_keep=0"], "save_max_to_keep=0"),
         (["--search", "--html=a.html"], "--html='a.html'. Expected a plan without --search"),
-        pytest.param(
-            *(["--html=a.html", "--compare=a.json"], "--compare='a.json'"), marks=pytest.mark.slow
-        ),
+        (["--html=a.html", "--compare=a.json"], "--compare='a.json'"),
         (["--fdl.MESH=[1,1]"], "--fdl.partitioner.ici_mesh_shape=[1, 1]"),
     ],
 )

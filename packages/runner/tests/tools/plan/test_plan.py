@@ -100,6 +100,7 @@ def test_plan_describes_model_batch_and_tensors(small_lm):
     assert not [note for note in plan.notes if "undoes rematerialization" in note]
 
 
+@pytest.mark.slow
 def test_traffic_of_repeated_layers_grows_with_their_number(small_lm):
     def gathers(num_layers):
         plan = make_plan(resolve(small_lm(NUM_LAYERS=num_layers, MESH=[1, 4, 1])), devices)
@@ -129,6 +130,7 @@ def test_sizes_that_the_mesh_does_not_divide_raise(raises, small_lm):
         make_plan(resolved, jax.devices("cpu")[:4])
 
 
+@pytest.mark.slow
 def test_padding_counts_as_memory_and_not_as_parameters(small_lm):
     plan = make_plan(resolve(small_lm(MESH=[1, 3, 1], NUM_LAYERS=1)), jax.devices("cpu")[:3])
     assert plan.num_params == 32 * 16 + 4 * 16 * 16 + 2 * 16 * 32 + 2 * 2 * 16 + 2 * 16
