@@ -32,7 +32,8 @@ def make_linear(dot, **fields):
 def make_experts(dot, **fields):
     dot_tpl = Config(dot)
     layer = MoeFeedForward(input_dims=32, hidden_dims=64, num_experts=2, dot_tpl=dot_tpl, **fields)
-    return layer, layer.init(jax.random.key(0)), jnp.asarray(draw(0, 2, 4, 32))
+    variables = jax.jit(layer.init)(jax.random.key(0))
+    return layer, variables, jnp.asarray(draw(0, 2, 4, 32))
 
 
 def on_device(kind, platform):
@@ -44,8 +45,9 @@ def on_device(kind, platform):
 @both
 def test_leading_axes_are_tokens(dot):
     x, w = draw(0, 2, 6, 64), draw(1, 64, 4)
-    found = dot().apply({}, x, w)
-    np.testing.assert_array_equal(found.reshape(12, 4), dot().apply({}, x.reshape(12, 64), w))
+    multiply = jax.jit(lambda x, w: dot().apply({}, x, w))
+    found = multiply(x, w)
+    np.testing.assert_array_equal(found.reshape(12, 4), multiply(x.reshape(12, 64), w))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -53,7 +55,7 @@ def test_leading_axes_are_tokens(dot):
 def test_layer_is_near_the_exact_product(dot, least, most, dtype):
     layer, variables = make_linear(dot, fprop_dtype=dtype)
     x = jax.random.normal(jax.random.key(1), (4, 8, 64), dtype)
-    found = layer.apply(variables, x)
+    found = jax.jit(layer.apply)(variables, x)
     assert found.dtype == dtype
     reference = np.asarray(layer.clone(dot_tpl=None).apply(variables, x), np.float64)
     error = np.square(np.asarray(found, np.float64) - reference).mean()
@@ -108,11 +110,16 @@ def test_mesh_that_splits_features_or_positions_raises(raises, dot, axis):
 def test_experts_evaluate_as_they_train(dot):
     layer, variables, x = make_experts(dot, capacity_factor=2.0)
     training = layer.clone(train=True)
-    trained, _ = training.apply(variables, x, rngs=RNGS, mutable=["summaries", "aux_loss"])
-    np.testing.assert_allclose(layer.apply(variables, x), trained, rtol=1e-5, atol=1e-5)
+
+    @jax.jit
+    def train(variables):
+        return training.apply(variables, x, rngs=RNGS, mutable=["summaries", "aux_loss"])[0]
+
+    evaluated = jax.jit(layer.apply)(variables, x)
+    np.testing.assert_allclose(evaluated, train(variables), rtol=1e-5, atol=1e-5)
 
 
 def test_experts_without_a_capacity_raise_in_training(raises):
     layer, variables, x = make_experts(MxFp8Dot, train=True)
     with raises(ConfigError, field="dot_tpl", value="MxFp8Dot"):
-        layer.apply(variables, x, mutable=["summaries", "aux_loss"])
+        jax.eval_shape(lambda v: layer.apply(v, x, mutable=["summaries", "aux_loss"]), variables)

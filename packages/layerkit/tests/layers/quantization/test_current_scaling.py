@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -20,6 +22,7 @@ from layerkit.layers.quantization.current_scaling import (
 from layerkit.ops.moe.grouped_matmul import GroupedMatmul, RowGroups, RowsProduct
 
 DOTS = {"fp8": (Fp8CurrentDot, FP8_CURRENT), "int8": (Int8Dot, INT8)}
+multiply = jax.jit(scaled_matmul, static_argnums=2)
 SCHEMES = pytest.mark.parametrize("scheme", [FP8_CURRENT, INT8], ids=["fp8", "int8"])
 
 
@@ -49,27 +52,28 @@ def expected(x, w, g, scheme):
     return x8 @ w8, g8 @ w8.T, x8.T @ g8
 
 
+@partial(jax.jit, static_argnums=3)
+def multiply_and_differentiate(x, w, g, scheme):
+    y, pullback = jax.vjp(lambda x, w: scaled_matmul(x, w, scheme), x, w)
+    return y, *pullback(g)
+
+
 @SCHEMES
 def test_output_and_gradients_equal_numpy(scheme):
     x, w, g = draw(0, 24, 16), draw(1, 16, 32), draw(2, 24, 32)
-    y, pullback = jax.vjp(lambda x, w: scaled_matmul(x, w, scheme), x, w)
-    for ours, theirs in zip((y, *pullback(g)), expected(x, w, g, scheme), strict=True):
+    found = multiply_and_differentiate(x, w, g, scheme)
+    for ours, theirs in zip(found, expected(x, w, g, scheme), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5 * np.abs(theirs).max())
 
 
 @SCHEMES
 def test_group_of_weights_equals_its_members(scheme):
     x, w, g = draw(0, 3, 8, 16), draw(1, 3, 16, 4), draw(2, 3, 8, 4)
-
-    def product(x, w):
-        return scaled_matmul(x, w, scheme)
-
-    y, pullback = jax.vjp(product, x, w)
+    found = multiply_and_differentiate(x, w, g, scheme)
     for member in range(3):
-        own, own_pullback = jax.vjp(product, x[member], w[member])
-        found = (y[member], *(gradient[member] for gradient in pullback(g)))
-        for ours, theirs in zip(found, (own, *own_pullback(g[member])), strict=True):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
+        own = multiply_and_differentiate(x[member], w[member], g[member], scheme)
+        for ours, theirs in zip(found, own, strict=True):
+            np.testing.assert_allclose(ours[member], theirs, rtol=1e-5, atol=1e-5)
 
 
 @SCHEMES
@@ -80,8 +84,15 @@ def test_rows_of_each_group_equal_numpy(scheme, implementation):
     groups = RowGroups(np.array(sizes, np.int32), block=8, num_balanced=32)
     product = RowsProduct(groups, matmul, num_rows=32)
     rows, w, g = draw(0, 32, 16), draw(1, 3, 16, 8), draw(2, 32, 8)
-    y, pullback = jax.vjp(lambda rows, w: grouped_scaled_matmul(rows, w, product, scheme), rows, w)
-    of_rows, of_w = pullback(g)
+
+    @jax.jit
+    def multiply_and_differentiate(rows, w, g):
+        y, pullback = jax.vjp(
+            lambda rows, w: grouped_scaled_matmul(rows, w, product, scheme), rows, w
+        )
+        return y, *pullback(g)
+
+    y, of_rows, of_w = multiply_and_differentiate(rows, w, g)
     for group, part in ((0, slice(0, 8)), (2, slice(8, 32))):
         found = y[part], of_rows[part], of_w[group]
         for ours, theirs in zip(
@@ -94,10 +105,10 @@ def test_rows_of_each_group_equal_numpy(scheme, implementation):
 @SCHEMES
 def test_leading_axes_are_tokens(scheme):
     x, w, g = draw(0, 2, 6, 16), draw(1, 16, 4), draw(2, 2, 6, 4)
-    found, pullback = jax.vjp(lambda x, w: scaled_matmul(x, w, scheme), x, w)
-    own, own_pullback = jax.vjp(lambda x, w: scaled_matmul(x, w, scheme), x.reshape(12, 16), w)
+    found, _, of_w = multiply_and_differentiate(x, w, g, scheme)
+    rows = x.reshape(12, 16), w, g.reshape(12, 4)
+    own, _, own_of_w = multiply_and_differentiate(*rows, scheme)
     np.testing.assert_allclose(found.reshape(12, 4), own, rtol=1e-6)
-    of_w, own_of_w = pullback(g)[1], own_pullback(g.reshape(12, 4))[1]
     np.testing.assert_allclose(of_w, own_of_w, rtol=1e-5, atol=1e-5)
 
 
@@ -108,7 +119,7 @@ def test_layer_is_near_the_exact_product(name, dtype):
     exact = Linear(input_dims=64, output_dims=32, fprop_dtype=dtype)
     layer = exact.clone(dot_tpl=cls.HParams.config())
     variables, x = exact.init(jax.random.key(0)), jnp.asarray(draw(3, 4, 8, 64), dtype)
-    found = layer.apply(variables, x)
+    found = jax.jit(layer.apply)(variables, x)
     assert found.dtype == dtype
     reference = np.asarray(exact.apply(variables, x), np.float64)
     error = np.sqrt(
@@ -121,10 +132,10 @@ def test_layer_is_near_the_exact_product(name, dtype):
 @SCHEMES
 def test_zeros_and_values_that_are_not_finite(scheme):
     x, w = draw(0, 4, 16), draw(1, 16, 8)
-    assert not np.any(scaled_matmul(np.zeros_like(x), w, scheme))
+    assert not np.any(multiply(np.zeros_like(x), w, scheme))
     # The scale of these would be below the normal float32 numbers.
-    assert not np.any(scaled_matmul(np.where(x > 1, np.float32(1e-36), 0), w, scheme))
+    assert not np.any(multiply(np.where(x > 1, np.float32(1e-36), 0), w, scheme))
     for value in (np.nan, np.inf):
         x[2, 3] = value
-        found = np.asarray(scaled_matmul(x, w, scheme))
+        found = np.asarray(multiply(x, w, scheme))
         assert not np.isfinite(found[2]).any()

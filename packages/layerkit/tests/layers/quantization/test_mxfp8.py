@@ -10,6 +10,17 @@ import pytest
 from layerkit.layers.quantization.mxfp8 import MxFp8Dot, round_to_mxfp8
 
 
+@jax.jit
+def multiply(x, w):
+    return MxFp8Dot().apply({}, x, w)
+
+
+@jax.jit
+def multiply_and_differentiate(x, w, g):
+    y, pullback = jax.vjp(multiply, x, w)
+    return y, *pullback(g)
+
+
 def draw(seed, *shape):
     # Each number has another magnitude, so that blocks have different scales.
     rng = np.random.default_rng(seed)
@@ -39,15 +50,14 @@ def expected(x, w, g):
 )
 def test_output_and_gradients_equal_numpy(tokens, dims, out_dims):
     x, w, g = draw(0, tokens, dims), draw(1, dims, out_dims), draw(2, tokens, out_dims)
-    y, pullback = jax.vjp(lambda x, w: MxFp8Dot().apply({}, x, w), x, w)
-    for ours, theirs in zip((y, *pullback(g)), expected(x, w, g), strict=True):
+    found = multiply_and_differentiate(x, w, g)
+    for ours, theirs in zip(found, expected(x, w, g), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max())
 
 
 def test_group_of_weights_equals_its_members():
     x, w, g = draw(0, 3, 8, 64), draw(1, 3, 64, 32), draw(2, 3, 8, 32)
-    y, pullback = jax.vjp(lambda x, w: MxFp8Dot().apply({}, x, w), x, w)
-    of_x, of_w = pullback(g)
+    y, of_x, of_w = multiply_and_differentiate(x, w, g)
     for member in range(3):
         found = y[member], of_x[member], of_w[member]
         for ours, theirs in zip(found, expected(x[member], w[member], g[member]), strict=True):
@@ -67,9 +77,9 @@ def test_no_number_is_clipped_and_scales_are_as_small_as_possible():
 
 def test_zeros_and_values_that_are_not_finite():
     x, w = draw(0, 4, 64), draw(1, 64, 8)
-    assert not np.any(MxFp8Dot().apply({}, np.zeros_like(x), w))
+    assert not np.any(multiply(np.zeros_like(x), w))
     for value in (np.nan, np.inf):
         x[2, 3] = value
-        found = np.asarray(MxFp8Dot().apply({}, x, w))
+        found = np.asarray(multiply(x, w))
         assert not np.isfinite(found[2]).any()
         assert np.isfinite(found[[0, 1, 3]]).all()

@@ -42,6 +42,7 @@ def rotated(x):
     return whole.T @ np.kron(np.eye(len(whole) // 16), ROTATION)
 
 
+@jax.jit
 def gradients(x, w, g, key=None):
     """Return output and gradients of `[tokens, in] · [in, out]` by the product in NVFP4."""
 
@@ -49,7 +50,18 @@ def gradients(x, w, g, key=None):
         return nvfp4_matmul(x[None], w[None], key, "float32")[0]
 
     y, pullback = jax.vjp(product, x, w)
-    return y, *pullback(jnp.asarray(g))
+    return y, *pullback(g)
+
+
+@jax.jit
+def multiply(x, w):
+    return NvFp4Dot().apply({}, x, w)
+
+
+@jax.jit
+def multiply_and_differentiate(x, w, g):
+    y, pullback = jax.vjp(multiply, x, w)
+    return y, *pullback(g)
 
 
 def test_rotation_is_a_hadamard_matrix_with_random_signs():
@@ -65,12 +77,11 @@ def test_rotation_is_a_hadamard_matrix_with_random_signs():
 )
 def test_output_and_gradients_equal_numpy(tokens, dims, out_dims):
     x, w, g = draw(0, tokens, dims), draw(1, dims, out_dims), draw(2, tokens, out_dims)
-    y, pullback = jax.vjp(lambda x, w: NvFp4Dot().apply({}, x, w), x, w)
     of_w = rounded(rotated(x), 1, 16) @ rounded(rotated(g), 1, 16).T
     # Forward and backward product read the same rounded weights.
     weights = rounded(w, 16, 16)
     expected = rounded(x, 1, 16) @ weights, rounded(g, 1, 16) @ weights.T, of_w
-    for ours, theirs in zip((y, *pullback(g)), expected, strict=True):
+    for ours, theirs in zip(multiply_and_differentiate(x, w, g), expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max())
 
 
@@ -78,10 +89,10 @@ def test_output_and_gradients_equal_numpy(tokens, dims, out_dims):
 def test_group_of_weights_equals_its_members():
     x, w, g = draw(0, 3, 8, 64), draw(1, 3, 64, 32), draw(2, 3, 8, 32)
     x *= np.array([1, 100, 1e-3], np.float32)[:, None, None]  # a scale for each member
-    y, pullback = jax.vjp(lambda x, w: NvFp4Dot().apply({}, x, w), x, w)
+    found = multiply_and_differentiate(x, w, g)
     for member in range(3):
         expected = gradients(x[member], w[member], g[member])
-        for ours, theirs in zip((y, *pullback(g)), expected, strict=True):
+        for ours, theirs in zip(found, expected, strict=True):
             np.testing.assert_allclose(ours[member], theirs, rtol=1e-5)
 
 
@@ -111,18 +122,19 @@ def test_training_draws_gradients_from_the_key_of_the_step():
     layer = Linear(input_dims=32, output_dims=32, dot_tpl=Config(NvFp4Dot), train=True)
     variables, x = layer.init(jax.random.key(0)), draw(0, 4, 32)
 
-    def value_and_gradients(seed):
+    @jax.jit
+    def value_and_gradients(key):
         def loss(variables, x):
-            output = layer.apply(variables, x, rngs={"random": jax.random.key(seed)})
+            output = layer.apply(variables, x, rngs={"random": key})
             return jnp.sin(output).sum(), output
 
         (_, output), of_all = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(variables, x)
         return output, of_all[0]["params"]["w"], of_all[1]
 
-    first, again, other = map(value_and_gradients, (1, 1, 2))
+    first, again, other = map(value_and_gradients, map(jax.random.key, (1, 1, 2)))
     jax.tree.map(np.testing.assert_array_equal, first, again)
     np.testing.assert_array_equal(first[0], other[0])
-    np.testing.assert_array_equal(first[0], layer.clone(train=False).apply(variables, x))
+    np.testing.assert_array_equal(first[0], jax.jit(layer.clone(train=False).apply)(variables, x))
     assert not np.array_equal(first[1], other[1])
     assert not np.array_equal(first[2], other[2])
 
@@ -135,18 +147,16 @@ def test_training_without_a_key_raises():
 
 def test_small_zero_and_infinite_values():
     x, w = draw(0, 4, 64), draw(1, 64, 8)
-    assert not np.any(NvFp4Dot().apply({}, np.zeros_like(x), w))
+    assert not np.any(multiply(np.zeros_like(x), w))
     # Each tensor is scaled, so that tiny factors lose nothing; those of 1e-40 are subnormal.
-    tiny = NvFp4Dot().apply({}, x * np.float32(2.0**-90), w)
-    np.testing.assert_allclose(tiny * 2.0**90, NvFp4Dot().apply({}, x, w), rtol=1e-6)
-    tiny = NvFp4Dot().apply({}, x * np.float32(2.0**-80), w * np.float32(2.0**-40))
-    np.testing.assert_allclose(tiny * 2.0**120, NvFp4Dot().apply({}, x, w), rtol=1e-6)
-    assert not np.any(NvFp4Dot().apply({}, x * np.float32(1e-40), w))
+    tiny = multiply(x * np.float32(2.0**-90), w)
+    np.testing.assert_allclose(tiny * 2.0**90, multiply(x, w), rtol=1e-6)
+    tiny = multiply(x * np.float32(2.0**-80), w * np.float32(2.0**-40))
+    np.testing.assert_allclose(tiny * 2.0**120, multiply(x, w), rtol=1e-6)
+    assert not np.any(multiply(x * np.float32(1e-40), w))
     # A block whose scale would be below the smallest of e4m3 becomes 0.
     x[:, :16] *= 1e-7
-    np.testing.assert_array_equal(
-        NvFp4Dot().apply({}, x, np.where(np.arange(64) < 16, w.T, 0).T), 0
-    )
+    np.testing.assert_array_equal(multiply(x, np.where(np.arange(64) < 16, w.T, 0).T), 0)
     for value in (np.nan, np.inf):
         x[2, 3] = value
-        assert np.isnan(NvFp4Dot().apply({}, x, w)).all()
+        assert np.isnan(multiply(x, w)).all()
