@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import numpy as np
 import pytest
@@ -50,15 +52,19 @@ def numpy_largest(weights):
 )
 def test_logits_of_each_head_are_clipped_by_its_weights(cls, fields, scales_keys):
     config = cls.HParams.config(input_dims=DIMS, num_heads=HEADS, train=True, **fields)
-    weights = config.Instantiate().init(jax.random.key(0))["params"]
+    weights = jax.eval_shape(config.Instantiate().init, jax.random.key(0))["params"]
     weights = jax.tree.map(lambda w: RNG.normal(size=w.shape).astype(np.float32), weights)
 
-    def report(weights, threshold):
+    @partial(jax.jit, static_argnums=1)
+    def find_maxima(weights, threshold):
         mask = AttentionMask.causal_mask(2, LENGTH, segment_ids=SEGMENTS)
         layer, rows = config.clone().set(qk_clip=threshold).Instantiate(), mask.query_positions
         arguments = {"mask": mask, "positions": rows, "mutable": [STEP_MAXIMA]}
         _, updates = layer.apply({"params": weights}, X, **arguments)
-        maxima = updates[STEP_MAXIMA]
+        return updates[STEP_MAXIMA]
+
+    def report(weights, threshold):
+        maxima = find_maxima(weights, threshold)
         return maxima, np.asarray(maxima["logits_of_qk_clip"][0].value)
 
     is_latent = cls is MultiHeadLatentAttention

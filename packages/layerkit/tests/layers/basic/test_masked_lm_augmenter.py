@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import numpy as np
 
@@ -16,7 +18,13 @@ def augmenter(**fields):
 
 
 def hide(layer, ids, can_mask, key=KEY):
-    return layer.apply({}, ids, can_mask=can_mask, rngs={"random": key})
+    run = jax.jit(partial(layer.apply, {}, rngs={"random": key}))
+    return run(ids, can_mask=can_mask)
+
+
+def hide_in_evaluation(ids, can_mask, **fields):
+    layer = augmenter(train=False, **fields)
+    return jax.jit(partial(layer.apply, {}))(ids, can_mask=can_mask)
 
 
 def test_masking_follows_the_rates_of_bert_and_changes_only_chosen_tokens():
@@ -40,10 +48,9 @@ def test_masking_follows_the_rates_of_bert_and_changes_only_chosen_tokens():
 def test_evaluation_masks_are_fixed_and_training_masks_are_random():
     ids = np.arange(400, dtype=np.int32).reshape(4, 100)
     everywhere = np.ones(ids.shape, bool)
-    layer = augmenter(train=False)
-    first, second = (layer.apply({}, ids, can_mask=everywhere) for _ in range(2))
+    first, second = (hide_in_evaluation(ids, everywhere) for _ in range(2))
     np.testing.assert_array_equal(first.ids, second.ids)
-    other = augmenter(train=False, evaluation_seed=1).apply({}, ids, can_mask=everywhere)
+    other = hide_in_evaluation(ids, everywhere, evaluation_seed=1)
     assert (first.ids != other.ids).any()
     training = [hide(augmenter(train=True), ids, everywhere, jax.random.key(k)) for k in (0, 1)]
     assert (training[0].ids != training[1].ids).any()
@@ -52,10 +59,9 @@ def test_evaluation_masks_are_fixed_and_training_masks_are_random():
 def test_evaluation_masks_of_a_row_do_not_depend_on_its_batch():
     ids = np.random.default_rng(0).integers(0, MASK, (6, 50)).astype(np.int32)
     everywhere = np.ones(ids.shape, bool)
-    layer = augmenter(train=False)
-    whole = layer.apply({}, ids, can_mask=everywhere)
+    whole = hide_in_evaluation(ids, everywhere)
     for rows in (slice(0, 2), slice(3, 4), slice(5, None, -1)):
-        part = layer.apply({}, ids[rows], can_mask=everywhere[rows])
+        part = hide_in_evaluation(ids[rows], everywhere[rows])
         np.testing.assert_array_equal(part.ids, whole.ids[rows])
         np.testing.assert_array_equal(part.weights, whole.weights[rows])
     assert len({row.tobytes() for row in np.asarray(whole.weights)}) == 6

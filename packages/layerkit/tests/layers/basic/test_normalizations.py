@@ -175,7 +175,7 @@ def test_gradients_equal_those_of_the_formula(norm, fields, weights, dtype):
     def total(function):
         return lambda *args: jnp.sum(function(*args).astype(jnp.float32) * FACTORS)
 
-    found, expected = (jax.grad(total(f), argnums=(0, 1))(weights, x) for f in functions)
+    found, expected = (jax.jit(jax.grad(total(f), argnums=(0, 1)))(weights, x) for f in functions)
     # Gradients of bfloat16 inputs are rounded once to 8 bits.
     tolerance = 1e-5 if dtype == jnp.float32 else 0.01
     assert_trees_close(found, expected, rtol=tolerance, atol=tolerance)
@@ -195,13 +195,13 @@ def test_forward_mode_and_second_order_equal_those_of_the_formula(norm, fields, 
         def along(*args):
             return sum(jax.tree.leaves(jax.tree.map(jnp.vdot, gradient(*args), tangents)))
 
-        return (
+        return lambda weights, x: (
             jax.jvp(function, (weights, x), tangents),
             jax.jvp(gradient, (weights, x), tangents)[1],
             jax.grad(along, argnums=(0, 1))(weights, x),
         )
 
-    found, expected = map(orders, functions)
+    found, expected = (jax.jit(orders(f))(weights, x) for f in functions)
     assert_trees_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -214,7 +214,8 @@ def test_vmap_checkpoint_and_scan_keep_the_gradient(norm, fields, weights):
             y, _ = jax.lax.scan(lambda x, _: (x + function(weights, x), None), x, None, length=3)
             return jnp.sum(y * FACTORS[0])
 
-        return jax.vmap(jax.grad(total, argnums=(0, 1)), in_axes=(None, 0))(weights, x)
+        run = jax.vmap(jax.grad(total, argnums=(0, 1)), in_axes=(None, 0))
+        return jax.jit(run)(weights, x)
 
     expected = gradients(formula)
     policy = jax.checkpoint_policies.nothing_saveable

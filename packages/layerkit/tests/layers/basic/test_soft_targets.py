@@ -22,7 +22,7 @@ def softmax_of(case, **fields):
     layer = FullSoftmax(input_dims=4, num_classes=5, use_bias=True, **fields)
     given = case["softmax"]["logits_ffn"]
     variables = {"params": {"w": given["linear"]["w"], "b": given["bias"]["b"]}}
-    return lambda *inputs, **targets: layer.apply(variables, *inputs, **targets)
+    return jax.jit(lambda *inputs, **targets: layer.apply(variables, *inputs, **targets))
 
 
 def test_soft_targets_equal_praxis(praxis):
@@ -64,32 +64,37 @@ def test_certain_targets_equal_labels():
     def soft_losses(logits):
         return soft_cross_entropy(logits, jax.nn.one_hot(IDS, 5), **options)
 
-    for name, value in losses(logits)._asdict().items():
-        found = getattr(soft_losses(logits), name)
-        np.testing.assert_allclose(found, value, rtol=1e-5, atol=1e-6)
-    gradients = [jax.grad(lambda x: jnp.sum(f(x).loss))(logits) for f in (losses, soft_losses)]  # noqa: B023
-    np.testing.assert_allclose(*gradients, rtol=1e-4, atol=1e-6)
+    def with_gradient(function):
+        gradient = jax.grad(lambda x: jnp.sum(function(x).loss))
+        return jax.jit(lambda x: (function(x), gradient(x)))(logits)
+
+    (expected, gradient), (found, soft_gradient) = map(with_gradient, (losses, soft_losses))
+    for name, value in expected._asdict().items():
+        np.testing.assert_allclose(getattr(found, name), value, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(gradient, soft_gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_targets_get_no_gradient():
     targets = jnp.asarray(np.full((2, 3, 4), 0.25), jnp.float32)
-    gradient = jax.grad(lambda q: jnp.sum(soft_cross_entropy(jnp.asarray(X), q).loss))(targets)
-    assert not np.any(gradient)
+    gradient = jax.grad(lambda q: jnp.sum(soft_cross_entropy(jnp.asarray(X), q).loss))
+    assert not np.any(jax.jit(gradient)(targets))
 
 
 def test_language_model_learns_from_soft_targets():
     config = LanguageModel.HParams.config()
     config.lm_tpl.set(vocab_size=5, model_dims=4, hidden_dims=8, num_heads=2)
     model = config.Instantiate()
-    variables = model.init(KEY)
+    variables = jax.jit(model.init)(KEY)
     shared = NestedMap(ids=IDS, weights=np.ones(IDS.shape, np.float32))
     hard, soft = (shared | targets for targets in _TARGETS)
-    results = []
-    for batch in (hard, soft):
+
+    @jax.jit
+    def run(batch):
         predictions = model.apply(variables, batch, method="compute_predictions")
         metrics, _ = model.apply(variables, predictions, batch, method="compute_loss")
-        results.append([metrics[name].value for name in ("loss", "xent", "accuracy")])
-    np.testing.assert_allclose(results[0], results[1], rtol=1e-5)
+        return [metrics[name].value for name in ("loss", "xent", "accuracy")]
+
+    np.testing.assert_allclose(run(hard), run(soft), rtol=1e-5)
 
 
 _TARGETS = ({"labels": IDS}, {"class_probabilities": np.eye(5, dtype=np.float32)[IDS]})

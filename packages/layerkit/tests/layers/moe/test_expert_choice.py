@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +33,8 @@ def params_of(weights):
 
 def run(layer, variables, x, **options):
     """Return (output, auxiliary losses)."""
-    found, updates = layer.apply(variables, x, mutable=[AUX_LOSS], **options)
+    apply = jax.jit(partial(layer.apply, mutable=[AUX_LOSS]))
+    found, updates = apply(variables, x, **options)
     return found, updates.get(AUX_LOSS, {})
 
 
@@ -88,8 +91,10 @@ def test_padding_takes_no_slot_of_a_token():
     layer = ExpertChoiceFeedForward(**SIZES)
     variables = layer.init(KEY)
     is_token = np.arange(8) < np.array([[5], [0]])
-    found = layer.apply(variables, X, is_token=is_token)
-    other = layer.apply(variables, np.where(is_token[..., None], X, 100.0), is_token=is_token)
+    apply = jax.jit(layer.apply)
+    found = apply(variables, X, is_token=is_token)
+    poisoned = np.where(is_token[..., None], X, np.float32(100.0))
+    other = apply(variables, poisoned, is_token=is_token)
     np.testing.assert_array_equal(found, other)
     assert np.all(np.asarray(found)[~is_token] == 0)
 
@@ -135,7 +140,7 @@ def test_dropout_drops_hidden_activations_of_experts_as_in_praxis(praxis, kind, 
     # 4096 draws: five standard deviations are 0.034.
     for kept in (np.mean(found != 0), case["kept"]):
         assert abs(kept - 0.75) < 0.034
-    np.testing.assert_allclose(layer.clone(train=False).apply(weights, x), x, rtol=1e-6)
+    np.testing.assert_allclose(run(layer.clone(train=False), weights, x)[0], x, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -151,13 +156,13 @@ def test_backward_pass_keeps_slopes_and_no_float32_inputs(kind, options):
     fields = {"input_dims": 16, "hidden_dims": 32, "num_experts": 4, "use_gate": True}
     layer = kind(**fields, **options, fprop_dtype=jnp.bfloat16)
     x = jax.random.normal(KEY, (2, 8, 16), jnp.bfloat16)
-    variables = layer.init(KEY)
+    variables = jax.jit(layer.init)(KEY)
     weight_shapes = {leaf.shape for leaf in jax.tree.leaves(variables)}
-    _, backward = jax.vjp(layer.apply, variables, x)
+    saved = jax.jit(lambda *arguments: jax.tree.leaves(jax.vjp(layer.apply, *arguments)[1]))
     # Constants are not kept, such as the zeros that the outputs of expert choice are added to.
     kept = [
         leaf
-        for leaf in jax.tree.leaves(backward)
+        for leaf in saved(variables, x)
         if leaf.ndim > 1 and leaf.shape not in weight_shapes and bool(jnp.any(leaf))
     ]
     wide = [leaf for leaf in kept if leaf.shape[-1] == 32]

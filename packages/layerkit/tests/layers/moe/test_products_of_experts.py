@@ -71,7 +71,14 @@ def assert_close(found, expected):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=3e-5), found, expected)
 
 
-@pytest.mark.parametrize("name", DOTS)
+# Scales of fp8 and adapters in the ordinary tests, and both together on a mesh.
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("fp8", "lora") else pytest.mark.slow)
+        for name in DOTS
+    ],
+)
 def test_products_of_dropless_experts_equal_those_of_a_full_capacity(name):
     layer, params, state = make(dot_tpl=DOTS[name])
     found = results(layer, params, state)
@@ -82,8 +89,15 @@ def test_products_of_dropless_experts_equal_those_of_a_full_capacity(name):
         assert all(jax.tree.leaves(changed))
 
 
-@pytest.mark.parametrize("exchange", ["ragged_all_to_all", "all_gather"])
-@pytest.mark.parametrize("name", ["lora_fp8", "fp8_current"])
+@pytest.mark.parametrize(
+    ("name", "exchange"),
+    [
+        ("lora_fp8", "all_gather"),
+        pytest.param("lora_fp8", "ragged_all_to_all", marks=pytest.mark.slow),
+        pytest.param("fp8_current", "all_gather", marks=pytest.mark.slow),
+        pytest.param("fp8_current", "ragged_all_to_all", marks=pytest.mark.slow),
+    ],
+)
 def test_products_on_a_mesh_equal_one_device(name, exchange):
     layer, params, state = make(dot_tpl=DOTS[name])
     mesh = Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("fsdp", "expert", "tensor"))

@@ -165,8 +165,22 @@ def test_dropless_gathers_tokens_and_scatters_sums(expected):
     assert exchanges(program) == {"all-gather", "reduce-scatter"}
 
 
-@pytest.mark.parametrize("axes", [{"expert": 8}, CUBE_OF_FSDP, CUBE_OF_DATA], ids=str)
-@pytest.mark.parametrize("fields", [EXCHANGED, {**EXCHANGED, **RAGGED}], ids=["blocks", "ragged"])
+# One mesh of each implementation in the ordinary tests.
+@pytest.mark.parametrize(
+    ("fields", "axes"),
+    [
+        pytest.param(EXCHANGED, CUBE_OF_FSDP, id="blocks-cube of fsdp"),
+        pytest.param(EXCHANGED, CUBE_OF_DATA, id="blocks-cube of data", marks=pytest.mark.slow),
+        pytest.param(EXCHANGED, {"expert": 8}, id="blocks-experts", marks=pytest.mark.slow),
+        pytest.param({**EXCHANGED, **RAGGED}, {"expert": 8}, id="ragged-experts"),
+        *(
+            pytest.param(
+                {**EXCHANGED, **RAGGED}, cube, id=f"ragged-cube of {name}", marks=pytest.mark.slow
+            )
+            for name, cube in (("fsdp", CUBE_OF_FSDP), ("data", CUBE_OF_DATA))
+        ),
+    ],
+)
 def test_exchanged_rows_equal_one_device(expected, axes, fields):
     check(expected, axes, fields)
 
@@ -200,7 +214,13 @@ def test_buffer_of_all_rows_and_evaluation_drop_nothing(expected):
     np.testing.assert_allclose(run(*arguments)[1][0], output, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("fields", [DROPLESS, EXCHANGED], ids=["gathered", "exchanged"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param(DROPLESS, id="gathered", marks=pytest.mark.slow),
+        pytest.param(EXCHANGED, id="exchanged"),
+    ],
+)
 def test_biases_norms_and_weighed_inputs_on_a_mesh_equal_one_device(expected, fields):
     check(expected, CUBE_OF_FSDP, {**NORMALIZED, **fields})
     check(expected, CUBE_OF_FSDP, {"weigh_inputs": True, **fields})

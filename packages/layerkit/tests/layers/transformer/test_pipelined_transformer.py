@@ -201,7 +201,12 @@ def test_droppath_rate_of_a_layer_depends_on_its_depth():
     )
     mask = AttentionMask.causal_mask(2, 1)
     x, positions = jnp.zeros((2, 1, DIMS)), mask.query_positions
-    _, updates = stack.apply({}, x, mask=mask, positions=positions, mutable=[SUMMARIES])
+
+    @jax.jit
+    def run(x):
+        return stack.apply({}, x, mask=mask, positions=positions, mutable=[SUMMARIES])
+
+    _, updates = run(x)
     rates = [layer_of(stack, updates[SUMMARIES], layer)["rate"][0] for layer in range(8)]
     np.testing.assert_allclose(rates, 0.4 * np.arange(1, 9) / 8, rtol=1e-6)
 

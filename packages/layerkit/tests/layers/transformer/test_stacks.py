@@ -163,8 +163,9 @@ def assert_close(first, second, *, rtol=1e-4, atol=1e-5):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=rtol, atol=atol), first, second)
 
 
-# The ordinary one is a pattern with a remainder; encoder-decoders have memory and a bias.
-_SLOW = ("alike", "experts", "cross", "shared bias")
+# The ordinary one has first layers and a pattern with a remainder; encoder-decoders have memory
+# and a bias.
+_SLOW = ("alike", "remainder", "experts", "cross", "shared bias")
 
 
 @pytest.fixture(

@@ -296,8 +296,8 @@ def test_input_dropout_drops_the_residual_too():
     def apply(layer):
         mask = AttentionMask.causal_mask(40, LENGTH)
         positions = jnp.zeros((40, LENGTH), jnp.int32)
-        rngs = {"random": jax.random.key(0)}
-        return np.asarray(layer.apply(variables, x, mask=mask, positions=positions, rngs=rngs))
+        arguments = {"mask": mask, "positions": positions, "rngs": {"random": KEY}}
+        return np.asarray(jax.jit(lambda x: layer.apply(variables, x, **arguments))(x))
 
     np.testing.assert_array_equal(apply(layer.clone(train=False)), x)
     dropped = apply(layer)
@@ -342,18 +342,15 @@ def test_feed_forward_residual_weight_equals_praxis(praxis):
     case = praxis("residual_weight")
     fields = {"input_dims": 4, "hidden_dims": 6, "num_heads": 2}
     layer = Transformer(**fields, feed_forward_residual_weight=0.5)
-    weights = jax.tree.map(jnp.zeros_like, layer.init(KEY))["params"]
+    weights = jax.tree.map(jnp.zeros_like, jax.eval_shape(layer.init, KEY))["params"]
     given = case["weights"]
     weights["feed_forward_norm"] = given["layer_norm"]
     for name, theirs in (("up", "ffn_layer1"), ("down", "ffn_layer2")):
         weights["feed_forward"][name] = given[theirs]["linear"]
     rows, length = case["x"].shape[:2]
-    found = layer.apply(
-        {"params": weights},
-        case["x"],
-        mask=AttentionMask.causal_mask(rows, length),
-        positions=jnp.tile(jnp.arange(length), (rows, 1)),
-    )
+    mask = AttentionMask.causal_mask(rows, length)
+    positions = jnp.tile(jnp.arange(length), (rows, 1))
+    found = run(layer, {"params": weights}, case["x"], mask=mask, positions=positions)
     np.testing.assert_allclose(found, case["outputs"], rtol=1e-5, atol=1e-6)
 
 
@@ -366,13 +363,10 @@ def test_layer_without_a_memory_skips_cross_attention_if_allowed():
     np.testing.assert_array_equal(skipped, run(make(), {"params": without}))
     assert np.any(run(crossing, weights, **WITH_MEMORY) != skipped)
 
-    _, cache = crossing.apply(weights, BATCH, LENGTH, method="init_cache", mutable=[CACHE])
-    cached, _ = crossing.apply(
-        {**weights, **cache},
-        X,
-        time_step=jnp.int32(0),
-        positions=ROW,
-        method="extend_step",
-        mutable=[CACHE],
-    )
-    np.testing.assert_allclose(cached, skipped, rtol=1e-5, atol=1e-5)
+    @jax.jit
+    def extend(weights):
+        _, cache = crossing.apply(weights, BATCH, LENGTH, method="init_cache", mutable=[CACHE])
+        step = {"time_step": jnp.int32(0), "positions": ROW, "method": "extend_step"}
+        return crossing.apply({**weights, **cache}, X, **step, mutable=[CACHE])[0]
+
+    np.testing.assert_allclose(extend(weights), skipped, rtol=1e-5, atol=1e-5)
