@@ -307,7 +307,7 @@ def summed(layer):
 def test_values_and_gradients_on_a_mesh_equal_one_device(mesh, layer):
     random = np.random.default_rng(2)
     batch = 4 * layer.num_microbatches
-    arguments = (drawn_weights(layer), *random.normal(size=(2, batch, 5, 8)).astype(np.float32))
+    arguments = (jax.jit(layer.init)(KEY), *random.normal(size=(2, batch, 5, 8)).astype(np.float32))
     expected = jax.jit(jax.value_and_grad(summed(layer), argnums=(0, 1)))(*arguments)
     run, placed = compiled_on(bound(**mesh), layer, arguments)
     found = run(*placed)
