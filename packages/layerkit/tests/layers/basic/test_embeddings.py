@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -154,7 +156,7 @@ def test_gradients_of_low_precision_logits_have_low_precision_products():
     def total(hidden, vectors):
         return jnp.sum(class_logits(hidden, vectors) * cotangent)
 
-    gradient = jax.grad(total, (0, 1))
+    gradient = jax.jit(jax.grad(total, (0, 1)))
     dots = list(contractions(jax.make_jaxpr(gradient)(hidden, vectors).jaxpr))
     assert len(dots) >= 2
     assert {operand.aval.dtype for dot in dots for operand in dot.invars} == {hidden.dtype}
@@ -167,11 +169,12 @@ def test_gradients_of_low_precision_logits_have_low_precision_products():
 @pytest.mark.parametrize("cls", SOFTMAXES)
 def test_losses_equal_those_of_the_logits(cls):
     layer = cls(input_dims=3, num_classes=5, label_smoothing=0.1, z_loss_weight=0.01)
-    variables, hidden = layer.init(KEY), draw(2, 4, 3)
+    variables, hidden = jax.jit(layer.init)(KEY), draw(2, 4, 3)
     labels, weights = draw_ids(2, 4, classes=5), jnp.array([[1.0, 2, 0, 1], [0.5, 0, 0, 1]])
     logits = layer.apply(variables, hidden, method="logits")
-    expected = cross_entropy(logits, labels, label_smoothing=0.1, z_loss_weight=0.01)
-    out = layer.apply(variables, hidden, labels, weights)
+    options = {"label_smoothing": 0.1, "z_loss_weight": 0.01}
+    expected = jax.jit(partial(cross_entropy, **options))(logits, labels)
+    out = jax.jit(layer.apply)(variables, hidden, labels, weights)
     assert set(out) == {
         *("xent", "loss", "total_weight", "per_token_xent", "per_token_loss", "correct")
     }
@@ -186,10 +189,12 @@ def test_losses_equal_those_of_the_logits(cls):
 def test_z_loss_is_reported_separately():
     layer = FullSoftmax(input_dims=3, num_classes=5, z_loss_weight=0.01)
     batch = (draw(1, 2, 3), draw_ids(1, 2, classes=5), jnp.ones((1, 2)))
-    out, curves = layer.apply(layer.init(KEY), *batch, mutable=[SUMMARIES])
+    variables = jax.jit(layer.init)(KEY)
+    out, curves = jax.jit(partial(layer.apply, mutable=[SUMMARIES]))(variables, *batch)
     (z_loss,) = curves[SUMMARIES]["z_loss"]
     np.testing.assert_allclose(z_loss, out.loss - out.xent, rtol=1e-4)
-    _, without = layer.clone(z_loss_weight=0.0).apply(layer.init(KEY), *batch, mutable=[SUMMARIES])
+    plain = partial(layer.clone(z_loss_weight=0.0).apply, mutable=[SUMMARIES])
+    _, without = jax.eval_shape(plain, variables, *batch)
     assert not without
 
 
@@ -202,15 +207,22 @@ def value_and_gradient(layer, variables, hidden, labels, weights):
     return run(variables, hidden)
 
 
-# Lengths that divide, that do not, that are shorter than a chunk, and chunks of one.
-@pytest.mark.parametrize(("length", "chunk_size"), [(8, 4), (7, 3), (7, 4), (3, 8), (5, 1)])
+# Lengths that divide, that do not, that are shorter than a chunk, and chunks of one. One of them
+# in the ordinary tests.
+@pytest.mark.parametrize(
+    ("length", "chunk_size"),
+    [
+        (7, 3),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(8, 4), (7, 4), (3, 8), (5, 1)]),
+    ],
+)
 @pytest.mark.parametrize("cls", SOFTMAXES)
 def test_chunked_loss_equals_full_loss_in_value_and_gradient(cls, length, chunk_size):
     options = {"logit_soft_cap": 3.0, "label_smoothing": 0.1, "z_loss_weight": 0.01}
     full = cls(input_dims=4, num_classes=6, use_bias=True, **options)
     hidden, weights = draw(2, length, 4), jnp.abs(draw(2, length, seed=5))
     batch = (hidden, draw_ids(2, length, classes=6), weights)
-    variables = full.init(KEY)
+    variables = jax.jit(full.init)(KEY)
     expected = value_and_gradient(full, variables, *batch)
     got = value_and_gradient(full.clone(chunk_size=chunk_size), variables, *batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
@@ -248,7 +260,7 @@ def test_gradients_of_many_low_precision_chunks_are_summed_in_float32():
     # 600 equal tokens, one a chunk: a bfloat16 sum would stop at 256 of them.
     full = FullSoftmax(input_dims=2, num_classes=3, use_bias=True, fprop_dtype=jnp.bfloat16)
     batch = (jnp.ones((1, 600, 2)), jnp.ones((1, 600), jnp.int32), jnp.ones((1, 600)))
-    variables = full.init(KEY)
+    variables = jax.jit(full.init)(KEY)
     _, (expected, _) = value_and_gradient(full, variables, *batch)
     _, (got, _) = value_and_gradient(full.clone(chunk_size=1), variables, *batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0.01), got, expected)
@@ -274,7 +286,7 @@ def embed_and_classify(layer, variables, ids, labels, weights):
     return jax.value_and_grad(loss)(variables)
 
 
-@pytest.mark.parametrize("chunk_size", [None, 4])
+@pytest.mark.parametrize("chunk_size", [pytest.param(None, marks=pytest.mark.slow), 4])
 def test_vocabulary_split_over_devices_equals_one_device(chunk_size):
     layer = SharedEmbeddingSoftmax(input_dims=8, num_classes=CLASSES, chunk_size=chunk_size)
     variables = layer.init(KEY)
@@ -309,7 +321,7 @@ def test_vocabulary_split_over_devices_equals_one_device(chunk_size):
     assert gathers and not any("while/body" in line for line in gathers)
 
 
-@pytest.mark.parametrize("chunk_size", [None, 3])
+@pytest.mark.parametrize("chunk_size", [pytest.param(None, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_rows_split_by_shard_map_equal_one_device(dtype, chunk_size):
     layer = SharedEmbeddingSoftmax(

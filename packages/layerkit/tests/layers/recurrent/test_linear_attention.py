@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,8 +36,9 @@ RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(3, 20, DIMS)).astype(np.float32)
 
 
-def with_weights(config, scale=0.3):
-    layer = config.Instantiate()
+@functools.cache
+def with_weights(kind, scale=0.3):
+    layer = LAYERS[kind].Instantiate()
     random = np.random.default_rng(1)
     return layer, jax.tree.map(
         lambda w: w + scale * random.normal(size=w.shape).astype(np.float32),
@@ -51,7 +54,7 @@ def whole(layer, params, x, segments=None):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_rows_equal_separate_rows(kind):
-    layer, params = with_weights(LAYERS[kind])
+    layer, params = with_weights(kind)
     segments = np.ones((1, 20), np.int32)
     segments[:, 7:17], segments[:, 17:] = 2, 0
     run = jax.jit(lambda x, s=None: whole(layer, params, x, s))
@@ -62,7 +65,7 @@ def test_packed_rows_equal_separate_rows(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompt_and_cached_steps_equal_the_whole_rows(kind):
-    layer, params = with_weights(LAYERS[kind])
+    layer, params = with_weights(kind)
     expected = jax.jit(lambda x: whole(layer, params, x))(X)
     _, state = layer.apply({PARAMS: params}, 3, 20, method="init_cache", mutable=[CACHE])
 
@@ -298,7 +301,7 @@ def test_outputs_and_gradients_equal_those_of_transformers(make):
     ],
 )
 def test_rows_and_heads_split_over_devices_equal_one_device(kind, sizes):
-    layer, params = with_weights(LAYERS[kind])
+    layer, params = with_weights(kind)
     mesh = Mesh(np.reshape(jax.devices(), sizes), ("data", "fsdp", "tensor", "context"))
     bound = BoundSharding(mesh)
     x = np.random.default_rng(4).normal(size=(4, 48, DIMS)).astype(np.float32)
@@ -326,9 +329,8 @@ def test_rows_and_heads_split_over_devices_equal_one_device(kind, sizes):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_are_float32_in_bfloat16_and_padding_keeps_them(kind):
-    config = LAYERS[kind]
-    layer, params = with_weights(config)
-    narrow = config.clone(fprop_dtype=jnp.bfloat16).Instantiate()
+    layer, params = with_weights(kind)
+    narrow = LAYERS[kind].clone(fprop_dtype=jnp.bfloat16).Instantiate()
     segments = np.ones((3, 20), np.int32)
     segments[:, 11:] = 0
 

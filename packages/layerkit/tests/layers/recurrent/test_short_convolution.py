@@ -20,7 +20,8 @@ def bound():
     layer = ShortConvolution.HParams.config(input_dims=DIMS, use_bias=True).Instantiate()
     draw = np.random.default_rng(1)
     params = jax.tree.map(
-        lambda w: draw.normal(size=w.shape).astype(np.float32), layer.init(jax.random.key(0))
+        lambda w: draw.normal(size=w.shape).astype(np.float32),
+        jax.eval_shape(layer.init, jax.random.key(0)),
     )
     return layer.bind(params), params[PARAMS]
 
@@ -35,7 +36,7 @@ def test_outputs_equal_numpy(bound):
     w, b = params["conv"]["w"][:, 0], params["conv"]["b"][0]
     mixed = b + sum(w[tap] * read[:, tap : tap + LENGTH] for tap in range(3))
     expected = after * mixed @ params["output"]["w"][0] + params["output"]["b"]
-    found = layer(X, mask=AttentionMask.causal_mask(2, LENGTH))
+    found = jax.jit(lambda x: layer(x, mask=AttentionMask.causal_mask(2, LENGTH)))(X)
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 

@@ -165,9 +165,15 @@ def test_layers_of_one_branch_equal_a_layer_of_both():
     }
     x = jax.random.normal(jax.random.key(2), (2, 5, 8))
     inputs = {"mask": AttentionMask.causal_mask(2, 5), "positions": row_positions(2, 5)}
-    expected = both.apply({"params": params}, x, **inputs)
-    np.testing.assert_allclose(apart.apply({"params": split}, x, **inputs), expected, atol=1e-6)
-    _, cache = apart.apply({"params": split}, 2, 5, method="init_cache", mutable=[CACHE])
-    more = {"time_step": jnp.int32(0), "positions": inputs["positions"], "mutable": [CACHE]}
-    cached, _ = apart.apply({"params": split, **cache}, x, method="extend_step", **more)
-    np.testing.assert_allclose(cached, expected, atol=1e-6)
+    expected = jax.jit(lambda params: both.apply({"params": params}, x, **inputs))(params)
+
+    @jax.jit
+    def run(params):
+        variables = {"params": params}
+        _, cache = apart.apply(variables, 2, 5, method="init_cache", mutable=[CACHE])
+        more = {"time_step": jnp.int32(0), "positions": inputs["positions"], "mutable": [CACHE]}
+        cached, _ = apart.apply({**variables, **cache}, x, method="extend_step", **more)
+        return apart.apply(variables, x, **inputs), cached
+
+    for found in run(split):
+        np.testing.assert_allclose(found, expected, atol=1e-6)

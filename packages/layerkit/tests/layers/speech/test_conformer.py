@@ -124,9 +124,15 @@ def encoder(**fields):
 
 
 def draw(model):
-    keys = iter(jax.random.split(jax.random.key(1), 200))
-    variables = model.init(jax.random.key(0))
-    return jax.tree.map(lambda w: w + 0.2 * jax.random.normal(next(keys), w.shape), variables)
+    """Return weights without the zeros of `init`, and moving averages near 1."""
+    random = np.random.default_rng(1)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+
+    def around(mean, tree):
+        return jax.tree.map(lambda w: random.normal(mean, 0.3, w.shape).astype(w.dtype), tree)
+
+    moments = around(1.0, shapes.get("non_trainable", {}))
+    return {"params": around(0.0, shapes["params"]), "non_trainable": moments}
 
 
 X = np.random.default_rng(0).normal(size=(2, 32, 8)).astype(np.float32)
@@ -152,12 +158,13 @@ def test_streaming_of_unequal_rows_equals_whole_rows(step, fields):
         layer.attention_tpl = MultiHeadAttention.HParams.config()
     layer.attention_tpl.set(**fields)
     model = config.Instantiate()
-    variables = jax.jit(draw, static_argnums=0)(model)
+    variables = draw(model)
     x = jnp.concatenate([X, X])
     # Three outputs of the second row, one of the third, and none of the last.
     paddings = (jnp.arange(32) >= jnp.array([32, 10, 1, 0])[:, None]).astype(jnp.float32)
     whole = jax.jit(model.apply)(variables, x, paddings=paddings)
-    _, cache = model.apply(variables, 4, 8, method="init_cache", mutable=["cache"])
+    init_cache = lambda v: model.apply(v, 4, 8, method="init_cache", mutable=["cache"])  # noqa: E731
+    _, cache = jax.jit(init_cache)(variables)
 
     @jax.jit
     def extend(cache, x, paddings, time_step):
@@ -178,7 +185,7 @@ def test_streaming_of_unequal_rows_equals_whole_rows(step, fields):
 
 def test_padded_rows_equal_shorter_rows():
     model = encoder().Instantiate()
-    variables = jax.jit(draw, static_argnums=0)(model)
+    variables = draw(model)
     paddings = (np.arange(32) >= np.array([32, 21])[:, None]).astype(np.float32)
     apply = jax.jit(model.apply)
     padded = apply(variables, X, paddings=paddings)

@@ -35,7 +35,7 @@ def test_training_and_gradients_equal_praxis(praxis, kind):
         paths = {tuple(ours.get(n, n) for n in name.split(".")): x for name, x in tree.items()}
         return unflatten_dict(paths)
 
-    state = layer.init(KEY)[NON_TRAINABLE]
+    state = jax.jit(layer.init)(KEY)[NON_TRAINABLE]
 
     def loss(params, x):
         variables = {"params": params, NON_TRAINABLE: state}
@@ -127,7 +127,11 @@ def test_evaluation_and_training_equal_transformers(kind):
     np.testing.assert_allclose(0.9 * old + batch, moved["moving_variance"], atol=1e-5)
 
 
-@pytest.mark.parametrize("depth", COUNTS)
+# A depth of each kind of block in the ordinary tests.
+@pytest.mark.parametrize(
+    "depth",
+    [pytest.param(n, marks=() if n in (18, 50) else pytest.mark.slow) for n in COUNTS],
+)
 def test_numbers_of_weights_are_those_of_torchvision(depth):
     model = build(resnet(depth))
     params = jax.eval_shape(model.init, KEY)["params"]
@@ -145,5 +149,6 @@ def test_unknown_depth_and_missing_stage_raise(raises):
 def test_block_with_initial_zeros_is_the_identity():
     config = ResNetBlock.HParams.config(input_dims=8, output_dims=8, zero_init_residual=True)
     layer, x = build(config).clone(train=True), jax.random.normal(KEY, (2, 4, 4, 8))
-    outputs, _ = layer.apply(layer.init(KEY), x, mutable=[NON_TRAINABLE])
+    run = jax.jit(lambda key: layer.apply(layer.init(key), x, mutable=[NON_TRAINABLE]))
+    outputs, _ = run(KEY)
     np.testing.assert_allclose(outputs, jnp.maximum(x, 0), atol=1e-6)

@@ -132,7 +132,7 @@ def test_patches_attend_within_windows_that_do_not_divide_the_grid(raises):
     rotary = RotaryPositionalEmbedding.HParams.config(sections=(0, 1, 1), section_order="axial")
     config.stack_tpl.layer_tpl.attention_tpl.set(rotary_tpl=rotary, chunk=4)
     layer = build(config)
-    variables = layer.init(KEY)
+    variables = jax.jit(layer.init)(KEY)
     features = jax.jit(layer.apply)
     changed = IMAGES.copy()
     changed[:, :4, 4:] += 1.0  # The patch in row 0 and column 1 of 3 rows and 2 columns.
@@ -146,17 +146,21 @@ def test_patches_attend_within_windows_that_do_not_divide_the_grid(raises):
 def test_outputs_are_those_of_the_tokens():
     config = small(position_grid=(3, 2), has_class_token=True, num_registers=2)
     layer = build(config)
-    variables = layer.init(KEY)
-    tokens = layer.apply(variables, IMAGES, method="tokens")
+    variables = jax.jit(layer.init)(KEY)
+
+    def run(layer, method="fprop"):
+        return jax.jit(lambda v: layer.apply(v, IMAGES, method=method))(variables)
+
+    tokens = run(layer, "tokens")
     assert tokens.shape == (2, 1 + 2 + 6, 8)
-    np.testing.assert_array_equal(layer.apply(variables, IMAGES), tokens[:, 3:])
-    first = build(config.clone(output="class_token"))
-    np.testing.assert_array_equal(first.apply(variables, IMAGES), tokens[:, 0])
-    mean = build(config.clone(pool_tpl=GlobalPooling.HParams.config()))
-    np.testing.assert_allclose(mean.apply(variables, IMAGES), tokens[:, 3:].mean(1), atol=1e-6)
+    np.testing.assert_array_equal(run(layer), tokens[:, 3:])
+    np.testing.assert_array_equal(run(build(config.clone(output="class_token"))), tokens[:, 0])
+    mean = run(build(config.clone(pool_tpl=GlobalPooling.HParams.config())))
+    np.testing.assert_allclose(mean, tokens[:, 3:].mean(1), atol=1e-6)
     config.patch_tpl.remainder = 4
-    rest = build(config).apply(variables, IMAGES, method="tokens")
-    assert rest.shape == (2, 1 + 2 + 2, 8)
+    rest = build(config)
+    shapes = jax.eval_shape(lambda v: rest.apply(v, IMAGES, method="tokens"), variables)
+    assert shapes.shape == (2, 1 + 2 + 2, 8)
 
 
 def test_sinusoids_follow_rows_and_columns():
