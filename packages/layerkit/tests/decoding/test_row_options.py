@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,10 +31,11 @@ def extend(cache, ids, time_step):
     return cache, jnp.asarray(TABLE)[sums]
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def decode(decoder, rows, options=None):
     cache = jnp.zeros((len(rows), PROMPTS.shape[1] + STEPS), jnp.int32)
-    ids, lengths, row_ids = map(jnp.array, (PROMPTS[rows], LENGTHS[rows], rows))
-    prompts = Prompts(ids, lengths, KEY, row_ids, options=options or RowOptions())
+    ids, lengths = jnp.array(PROMPTS)[rows], jnp.array(LENGTHS)[rows]
+    prompts = Prompts(ids, lengths, KEY, rows, options=options or RowOptions())
     return extend_prompts(decoder, extend, cache, prompts)
 
 

@@ -245,6 +245,7 @@ EXAMPLES = [
 
 # Parts of their networks are examples of their own.
 _SLOW = {
+    M.TransformerLm,
     M.TransformerEncoderDecoder,
     M.ContrastiveModel,
     M.AttentionDecoderModel,

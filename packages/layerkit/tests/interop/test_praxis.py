@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import numpy as np
@@ -271,18 +272,30 @@ QK_NORM = {
 MULTI_QUERY = {"num_kv_heads": 1, "per_dim_scale": False}
 
 
+CASES: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("primer_hybrid", {"norm_policy": "pre_post"}, {}),
+    ("post", {"norm_policy": "branch"}, {}),
+    ("post_skip", {"norm_policy": "post"}, {}),
+    ("qk_norm", {}, QK_NORM),
+    ("multi_query", {}, MULTI_QUERY),
+    ("multi_query_repeated", {}, {**MULTI_QUERY, "use_bias": False}),
+]
+
+
+# Each case of Praxis with one stack in the ordinary tests.
 @pytest.mark.parametrize(
-    ("case", "layer_fields", "attention_fields"),
+    ("stack", "case", "layer_fields", "attention_fields"),
     [
-        ("primer_hybrid", {"norm_policy": "pre_post"}, {}),
-        ("post", {"norm_policy": "branch"}, {}),
-        ("post_skip", {"norm_policy": "post"}, {}),
-        ("qk_norm", {}, QK_NORM),
-        ("multi_query", {}, MULTI_QUERY),
-        ("multi_query_repeated", {}, {**MULTI_QUERY, "use_bias": False}),
+        pytest.param(
+            stack,
+            *case,
+            id=f"{stack}-{case[0]}",
+            marks=[pytest.mark.slow] * ((stack == "repeated") != case[0].endswith("repeated")),
+        )
+        for stack in ("unrolled", "repeated")
+        for case in CASES
     ],
 )
-@pytest.mark.parametrize("stack", ["unrolled", "repeated"])
 def test_logits_of_praxis_with_its_weights(praxis, stack, case, layer_fields, attention_fields):
     recorded = praxis(f"lm_{case}")
     config = LanguageModel.HParams.config()
@@ -299,7 +312,8 @@ def test_logits_of_praxis_with_its_weights(praxis, stack, case, layer_fields, at
     shapes = {name: leaf.shape for name, leaf in flatten_dict(declared, sep="/").items()}
     sources = find_sources(shapes, recorded["weights"])
     params = {n: read_whole(sources[n], recorded["weights"], shapes[n]) for n in shapes}
-    logits = model.bind({"params": unflatten_dict(params, sep="/")}).lm.logits(recorded["ids"])
+    run = jax.jit(lambda params: model.bind({"params": params}).lm.logits(recorded["ids"]))
+    logits = run(unflatten_dict(params, sep="/"))
     np.testing.assert_allclose(logits, recorded["logits"], rtol=1e-5, atol=5e-5)
 
 

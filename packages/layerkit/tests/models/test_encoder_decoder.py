@@ -120,7 +120,8 @@ def test_packed_documents_attend_to_their_source(made):
 def test_cached_steps_equal_the_full_pass(made):
     make, variables, logits = made
     model, options = make().Instantiate(), {"method": "init_cache", "mutable": [CACHE]}
-    _, state = model.apply(variables, SOURCE_IDS, TARGET, segment_ids=SOURCE_SEGMENTS, **options)
+    init = jax.jit(partial(model.apply, **options), static_argnums=2)
+    _, state = init(variables, SOURCE_IDS, TARGET, segment_ids=SOURCE_SEGMENTS)
     extend = jax.jit(partial(model.apply, method="extend_step", mutable=[CACHE]))
     steps = []
     for start, end in ((0, 3), (3, 4), (4, 5)):
@@ -143,10 +144,10 @@ def test_greedy_decoding_equals_repeated_forward_passes(made):
     source = NestedMap(ids=SOURCE_IDS, paddings=1 - SOURCE_SEGMENTS)
     source.paddings[2] = 1  # a row that only fills up the batch
     decoded = jax.jit(partial(model.apply, method="decode"))(variables, NestedMap(src=source))
-    ids = np.full((BATCH, 1), 2, np.int32)
-    for _ in range(4):
+    ids = np.full((BATCH, TARGET), 2, np.int32)
+    for column in range(1, TARGET):
         step = logits(own, SOURCE_IDS, ids, source_segment_ids=SOURCE_SEGMENTS)
-        ids = np.concatenate([ids, np.argmax(step[:, -1:], axis=-1)], axis=1)
+        ids[:, column] = np.argmax(step[:, column - 1], axis=-1)
     np.testing.assert_array_equal(decoded.ids[:2], ids[:2])
     np.testing.assert_array_equal(decoded.lengths, [5, 5, 0])
     np.testing.assert_array_equal(decoded.prompt_lengths, [1, 1, 0])

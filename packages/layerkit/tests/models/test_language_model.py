@@ -182,7 +182,7 @@ def test_beams_reorder_caches_of_every_kind(make):
     ("trained", "name"),
     [
         (6, "greedy"),
-        (3, "greedy"),
+        pytest.param(3, "greedy", marks=pytest.mark.slow),
         pytest.param(6, "samples", marks=pytest.mark.slow),
         pytest.param(6, "beams", marks=pytest.mark.slow),
     ],

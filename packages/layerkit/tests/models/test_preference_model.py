@@ -129,7 +129,9 @@ def test_model_equal_to_its_reference_has_loss_log_2_and_learns():
     assert metrics["reward_accuracy"].value == 1.0
 
 
-@pytest.mark.parametrize("has_magnitude", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize(
+    "has_magnitude", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["lora", "dora"]
+)
 def test_base_of_adapters_is_the_reference_without_weights_of_its_own(has_magnitude):
     config = PreferenceModel.HParams.config(reference="base", train=True)
     config.lm_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=8, num_layers=1, num_heads=2)

@@ -96,41 +96,50 @@ INERT = {"architectures", "bos_token_id", "eos_token_id", "max_position_embeddin
 INERT_OF = {"gptj": "n_positions"}  # since it has rotary positions
 
 
-def test_each_key_changes_the_config_or_raises(configs):
+# One family of each kind in the ordinary tests.
+KINDS = ("gpt2", "llama", "qwen3_moe", "gemma2", "mamba2", "bert", "t5", "vit")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[pytest.mark.slow] * (family.model_type not in KINDS))
+        for family in FAMILIES
+    ],
+    ids=lambda family: family.model_type,
+)
+def test_each_key_changes_the_config_or_raises(configs, family):
     others = {"silu": "relu", "gelu_new": "relu", "gelu_pytorch_tanh": "relu"}
-    for family in FAMILIES:
-        content = configs[family.model_type]
-        usual = family.read_config(content)
-        for key, value in content.items():
-            if key in {*INERT, "model_type", INERT_OF.get(family.model_type)}:
-                continue
-            other: Any = (
-                5 if value is None else others.get(value) if isinstance(value, str) else None
-            )
-            if key == "rope_scaling":
-                other = {"rope_type": "linear", "factor": 2.0}
-            elif key == "feed_forward_proj":
-                other = "relu"
-            elif key == "use_sliding_window":
-                content = {**content, "max_window_layers": 1}
-                usual, other = family.read_config(content), True
-            elif isinstance(value, bool):
-                other = not value
-            elif isinstance(value, (int, float)):
-                other = 2 * value or 0.5
-            try:
-                changed = family.read_config({**content, key: other})
-            except UnsupportedModelError:
-                continue
-            # As text: to compare configs field by field takes fifty times as long.
-            assert repr(changed) != repr(usual), (family.model_type, key)
+    content = configs[family.model_type]
+    usual = family.read_config(content)
+    for key, value in content.items():
+        if key in {*INERT, "model_type", INERT_OF.get(family.model_type)}:
+            continue
+        other: Any = 5 if value is None else others.get(value) if isinstance(value, str) else None
+        if key == "rope_scaling":
+            other = {"rope_type": "linear", "factor": 2.0}
+        elif key == "feed_forward_proj":
+            other = "relu"
+        elif key == "use_sliding_window":
+            content = {**content, "max_window_layers": 1}
+            usual, other = family.read_config(content), True
+        elif isinstance(value, bool):
+            other = not value
+        elif isinstance(value, (int, float)):
+            other = 2 * value or 0.5
+        try:
+            changed = family.read_config({**content, key: other})
+        except UnsupportedModelError:
+            continue
+        # As text: to compare configs field by field takes fifty times as long.
+        assert repr(changed) != repr(usual), key
 
 
-PACKED = ["gemma", "smollm3", "granite", "gpt_neox", "stablelm"]
-# They compile for long.
+# A decoder and an encoder in the ordinary tests.
+PACKED = ["granite", "roberta"]
+OTHERS = ["gemma", "smollm3", "gpt_neox", "stablelm", "olmo3", "bert", "modernbert", "bart"]
 RECURRENT = ["granitemoehybrid", "mamba2", "nemotron_h", "falcon_h1", "olmo_hybrid", "lfm2"]
-PACKED += [pytest.param(name, marks=pytest.mark.slow) for name in ("olmo3", *RECURRENT)]
-PACKED += ["bert", "roberta", "modernbert", "bart"]
+PACKED += [pytest.param(name, marks=pytest.mark.slow) for name in (*OTHERS, *RECURRENT)]
 
 
 @pytest.mark.parametrize("family", PACKED)
@@ -138,6 +147,7 @@ def test_packed_rows_equal_separate_rows(make_folder, family):
     config, variables = import_model(make_folder(family), fprop_dtype="float32")
     model, ids = build(config), np.random.default_rng(0).integers(1, 12, (1, 11))
 
+    @jax.jit
     def logits(ids, **packing):
         if family != "bart":
             return model.apply(variables, ids, method=lambda m, ids: m.lm.logits(ids, **packing))
@@ -188,9 +198,10 @@ def test_copy_of_a_tied_tensor_raises_unless_it_is_equal(raises, make_folder):
         import_model(make_folder("gpt2", change=differ))
 
 
-SLOW = [*RECURRENT, "qwen3_5", "qwen3_5_moe"]
+# The families whose tables have other copies, and one whose table is that of Llama.
+OWN_COPIES = ("gpt2", "llama", "gpt_neox", "mamba2", "t5", "bart", "bert", "whisper")
 TIED = [
-    pytest.param(family, marks=[pytest.mark.slow] * (family.model_type in SLOW))
+    pytest.param(family, marks=[pytest.mark.slow] * (family.model_type not in OWN_COPIES))
     for family in FAMILIES
     if family.copies
 ]
@@ -488,10 +499,17 @@ EXPERTS |= {"moe_intermediate_size": 6, "num_global_key_value_heads": 2}
 EXPERTS |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
 SMALL = {"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 12}
 SMALL |= {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "attention_k_eq_v": False}
-MESH_CASES: list[Any] = [("gemma4_text", "context", {}), ("gemma4_text", "expert", EXPERTS)]
-MESH_CASES += [("gemma4_text", "context", SMALL), ("cohere", "context", {})]
-MESH_CASES += [("stablelm", "context", {})]
-MESH_CASES += [pytest.param("qwen3_5_text", "context", {}, marks=pytest.mark.slow)]
+MESH_CASES: list[Any] = [("cohere", "context", {}), ("stablelm", "context", {})]
+# Their layers take long to compile.
+MESH_CASES += [
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in (
+        ("gemma4_text", "context", {}),
+        ("gemma4_text", "expert", EXPERTS),
+        ("gemma4_text", "context", SMALL),
+        ("qwen3_5_text", "context", {}),
+    )
+]
 
 
 def test_surplus_keys_and_values_raise_unless_a_layer_reads_those_of_others(make_folder):
