@@ -271,6 +271,7 @@ def test_failed_save_is_blamed_on_the_process_that_was_lost_in_it(waiting, tmp_p
     assert "could not be written" not in done[0].stderr
 
 
+@pytest.mark.slow  # test_launchers.py reads the environments
 def test_single_task_keeps_no_log(tmp_path: Path):
     (done,) = ends(start([slurm(free_port(), 0, 1)], tmp_path, "ends"))
     assert (done.returncode, done.stderr) == (0, "from a child of 0\nI am 0 of 1\n")

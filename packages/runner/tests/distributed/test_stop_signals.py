@@ -53,7 +53,7 @@ def start() -> Iterator:
         process.communicate()
 
 
-@pytest.mark.slow  # one such end is after SIGUSR1
+@pytest.mark.slow  # interface/test_training.py has one such end
 @pytest.mark.parametrize(
     ("number", "code", "hint"),
     [
@@ -106,6 +106,7 @@ def test_closed_terminal_stops_the_loop_and_drops_its_output():
     assert process.returncode == 129
 
 
+@pytest.mark.slow  # one save is in the next test
 def test_sigusr1_requests_one_save_and_the_loop_continues(start):
     process = start("saves")
     process.send_signal(signal.SIGUSR1)
@@ -123,6 +124,8 @@ def test_sigusr1_requests_one_save_and_the_loop_continues(start):
 )
 def test_second_sigterm_is_ignored_and_later_ctrl_c_exits_at_once(start, first: signal.Signals):
     process = start("stubborn")
+    process.send_signal(signal.SIGUSR1)
+    assert process.stdout.readline() == "saves\n"
     process.send_signal(first)
     assert process.stdout.readline() == f"saw {first.name}\n"
     if first == signal.SIGTERM:

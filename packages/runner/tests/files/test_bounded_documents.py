@@ -19,7 +19,7 @@ def nested(depth):
     return ((parse_json, text), (parse_toml, f"a = {rest}"), (parse_yaml, text))
 
 
-@pytest.mark.parametrize("depth", [101, 900, 100_000])
+@pytest.mark.parametrize("depth", [101, pytest.param(900, marks=pytest.mark.slow), 100_000])
 def test_deep_nesting_is_an_error_in_each_format(depth):
     for parse, document in nested(depth):
         with pytest.raises(DocumentError, match="deep"):

@@ -89,17 +89,15 @@ BART |= {"encoder_ffn_dim": 12, "decoder_ffn_dim": 10, "max_position_embeddings"
 BART |= {"encoder_attention_heads": 2, "decoder_attention_heads": 4}
 
 
+@pytest.mark.slow  # a decoder is above
 @pytest.mark.parametrize(
     "content",
     [
-        pytest.param({**ENCODER, "model_type": "bert"}, id="bert"),
-        pytest.param(
-            {**ENCODER, "model_type": "modernbert", "architectures": ["ModernBertModel"]},
-            id="modernbert",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param({**BART, "model_type": "bart"}, id="bart", marks=pytest.mark.slow),
+        {**ENCODER, "model_type": "bert"},
+        {**ENCODER, "model_type": "modernbert", "architectures": ["ModernBertModel"]},
+        {**BART, "model_type": "bart"},
     ],
+    ids=lambda content: content["model_type"],
 )
 def test_weights_of_encoders_and_encoder_decoders(
     content: dict[str, Any], tmp_path: Path, begin: Any

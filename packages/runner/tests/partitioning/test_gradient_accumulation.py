@@ -43,7 +43,8 @@ def test_accumulated_step_equals_that_of_the_whole_batch(arrangements: Any, shap
     arrangements.assert_same_step(step, whole)
 
 
-@pytest.mark.parametrize("shape", [MESH, pytest.param(None, id="pmap", marks=pytest.mark.slow)])
+@pytest.mark.slow  # fp8 on a mesh is in test_fp8_and_adapters.py
+@pytest.mark.parametrize("shape", [MESH, pytest.param(None, id="pmap")])
 def test_fp8_scales_use_the_maximum_of_all_microbatches(arrangements: Any, shape: Any):
     states = []
     for microbatches in (1, 4):

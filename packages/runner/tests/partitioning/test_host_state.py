@@ -58,8 +58,7 @@ def trained(arrangements: Any, partitioner: Any, task: Any) -> tuple[Any, Any]:
     ("name", "split"),
     [
         ("adam", True),
-        ("capped", False),
-        *(pytest.param(name, False, marks=SLOW) for name in OPTIMIZERS if name != "capped"),
+        *(pytest.param(name, False, marks=SLOW) for name in OPTIMIZERS),
     ],
 )
 def test_training_equals_that_with_the_state_on_devices(arrangements: Any, name: str, split: bool):

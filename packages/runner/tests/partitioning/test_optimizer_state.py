@@ -21,10 +21,19 @@ STEPS = 3
 SPLIT = {"shard_optimizer_over_data": True}
 
 
-def started(arrangements: Any, shape: list[int], *, vocab: int = 32, **fields: Any) -> Any:
-    """Return the partitioner and a task with Adam."""
-    model = arrangements.language_model()
-    model.lm_tpl.vocab_size = vocab
+def rows() -> NestedMap:
+    """Return a batch of unequal weights for the model `Doubling`."""
+    rng = np.random.default_rng(0)
+    batch = NestedMap(x=rng.normal(size=(8, 16)), weights=rng.uniform(size=8))
+    return batch.transform(np.float32)
+
+
+def started(arrangements: Any, shape: list[int], *, vocab: int | None, **fields: Any) -> Any:
+    """Return the partitioner and a task with Adam; without a vocabulary the model doubles."""
+    model = arrangements.Doubling.HParams.config()
+    if vocab is not None:
+        model = arrangements.language_model()
+        model.lm_tpl.vocab_size = vocab
     optimizer = Partial(optax.adam, eps=1e-2)  # With a small one, Adam enlarges rounding errors.
     task = arrangements.sgd_task(
         model, optimizer=optimizer, learning_rate=1e-2, ema_decay=0.9, clip_global_norm=0.5
@@ -32,10 +41,11 @@ def started(arrangements: Any, shape: list[int], *, vocab: int = 32, **fields: A
     return arrangements.start(shape, task, **fields), task
 
 
-def trained(arrangements: Any, shape: list[int], **how: Any) -> Any:
+def trained(arrangements: Any, shape: list[int], *, vocab: int | None = None, **fields: Any) -> Any:
     """Return the partitioner, the task and the state after three steps."""
-    partitioner, task = started(arrangements, shape, **how)
-    first, batches = partitioner.init_fn(task)(), [arrangements.unequal_batch()] * STEPS
+    partitioner, task = started(arrangements, shape, vocab=vocab, **fields)
+    batch = rows() if vocab is None else arrangements.unequal_batch()
+    first, batches = partitioner.init_fn(task)(), [batch] * STEPS
     step_fn = partitioner.train_step_fn(task)
     return partitioner, task, arrangements.train(partitioner, step_fn, first, batches)[0]
 
@@ -52,7 +62,7 @@ def test_training_equals_that_with_a_replicated_state(
 ):
     partitioner, task, state = trained(arrangements, shape, **SPLIT)
     arrangements.assert_trees_close(state, replicated, rtol=1e-4, atol=2e-5)
-    batch = partitioner.put_batch(arrangements.unequal_batch())
+    batch = partitioner.put_batch(rows())
     evaluated = partitioner.eval_step_fn(task, averaged=True)(state, batch)
     assert np.isfinite(float(evaluated["loss"].value))
 
@@ -64,7 +74,7 @@ def bytes_on_a_device(arrays: Any) -> int:
 
 def test_each_replica_keeps_a_part_of_the_moments(arrangements: Any):
     def bytes_by_field(**fields: Any) -> dict[str, int]:
-        partitioner, task = started(arrangements, [8, 1, 1], **fields)
+        partitioner, task = started(arrangements, [8, 1, 1], vocab=32, **fields)
         state, names = partitioner.abstract_state(task), ("params", "opt_state", "ema")
         return {name: bytes_on_a_device(getattr(state, name)) for name in names}
 
@@ -97,13 +107,6 @@ def test_the_largest_dimension_that_divides_is_split(arrangements: Any):
     ]
     for spec, shape, expected in split:
         assert split_over(spec, shape, mesh=mesh, axes=axes) == expected, shape
-
-
-def rows() -> NestedMap:
-    """Return a batch of unequal weights for the model `Doubling`."""
-    rng = np.random.default_rng(0)
-    batch = NestedMap(x=rng.normal(size=(8, 16)), weights=rng.uniform(size=8))
-    return batch.transform(np.float32)
 
 
 def test_resumed_run_keeps_the_anchor_and_equals_an_uninterrupted_one(

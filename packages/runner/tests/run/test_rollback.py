@@ -110,6 +110,7 @@ def test_run_rolled_back_equals_one_whose_data_lack_the_window(
     assert (goodput["num_steps"], goodput["num_lost_steps"]) == (22, bad_step - step)
 
 
+@pytest.mark.slow
 def test_rollback_over_the_border_of_a_stage_continues_in_the_stage_before_it(
     train: Any, tmp_path: Path
 ):

@@ -157,6 +157,7 @@ def test_run_resumed_after_a_skipped_step_equals_an_uninterrupted_one(train: Any
     assert computed("straight")[-1]["learning/skipped_steps"] == "2.0"
 
 
+@pytest.mark.slow  # test_executor.py repeats a failed run
 def test_run_with_mostly_skipped_steps_fails_also_when_repeated(
     train: Any, experiment: Any, capsys: pytest.CaptureFixture[str]
 ):

@@ -18,7 +18,12 @@ ROWS = NestedMap(x=jnp.ones((64, 2)), y=jnp.zeros(64), weights=jnp.ones(64))
 
 
 @pytest.mark.parametrize(
-    "impl", ["threefry2x32", "rbg", pytest.param("unsafe_rbg", marks=pytest.mark.slow)]
+    "impl",
+    [
+        pytest.param("threefry2x32", marks=pytest.mark.slow),
+        "rbg",
+        pytest.param("unsafe_rbg", marks=pytest.mark.slow),
+    ],
 )
 def test_steps_draw_from_the_generator_of_the_task(tiny: SimpleNamespace, impl: str):
     def loss(step: int, **train: Any) -> float:

@@ -155,7 +155,6 @@ def test_the_next_training_batch_is_evaluated_and_still_trained_on(train: Train,
     assert (looking / "summaries" / "eval_train").is_dir()
 
 
-@pytest.mark.usefixtures("matplotlib")
 def test_run_that_stopped_early_does_not_train_on(train: Train, tmp_path: Path):
     """Every step of rate 1 makes this model worse."""
     settings = {"RATE": 1.0, "MAX_STEPS": 20, "PATIENCE": 1}

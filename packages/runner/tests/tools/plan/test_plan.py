@@ -71,21 +71,21 @@ def test_plan_matches_the_live_arrays_on_other_meshes(small_lm, mesh):
     check_live_arrays(resolved, devices, plan)
 
 
-def test_plan_describes_model_batch_and_tensors(small_lm):
-    plan = make_plan(resolve(small_lm(PERCORE_BATCH_SIZE=0.5)), jax.devices("cpu")[:8])
+def test_plan_describes_model_batch_and_tensors(plan_of):
+    plan = plan_of("spmd").plan
     assert plan.mesh == {"data": 2, "fsdp": 2, "tensor": 2}
     assert plan.num_params == NUM_PARAMS
     assert plan.param_dtypes == ["float32"]
 
-    # Half a row on each of 8 devices: 4 rows of 8, one for each pair of tensor-parallel devices.
-    assert (plan.batch.rows, plan.batch.rows_per_device, plan.batch.tokens) == (4, 0.5, 32)
+    # Two rows of 8 tokens for each pair of tensor-parallel devices.
+    assert (plan.batch.rows, plan.batch.rows_per_device, plan.batch.tokens) == (8, 1, 64)
     assert (plan.batch.num_shards, plan.batch.split_over) == (4, ["data", "fsdp"])
-    assert plan.batch.fields["ids"] == "int32[4, 8]"
+    assert plan.batch.fields["ids"] == "int32[8, 8]"
 
     # Per token and layer, 2 FLOPs for each weight of a product and, attention being causal, half of
     # 2 · 2 · length · dims; then the softmax. Three times that for forward and backward.
     layer = 2 * (4 * 16 * 16 + 2 * 16 * 32) + 2 * 2 * 8 * 16 / 2
-    assert plan.flops_per_step == 3 * 32 * (3 * layer + 2 * 16 * 32)
+    assert plan.flops_per_step == 3 * 64 * (3 * layer + 2 * 16 * 32)
     assert plan.flops_per_device == plan.flops_per_step / 8
 
     tensors = {tensor.path: tensor for tensor in plan.tensors}

@@ -102,6 +102,7 @@ def test_sample_keeps_lowest_highest_and_first_bad_step_of_each_bucket(seed):
     assert sample(values[:200], is_bad[:200], buckets).tolist() == [*range(200)]
 
 
+@pytest.mark.slow
 def test_page_of_ten_runs_of_100k_steps_is_below_500_kb(tmp_path):
     rng = np.random.default_rng(0)
     folders = [
