@@ -120,7 +120,14 @@ def test_gradients_equal_those_of_the_formula(layer, plain, dtype):
     np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), **close)
 
 
-@pytest.mark.parametrize(("layer", "plain"), PLAIN)
+# One activation in the ordinary tests.
+@pytest.mark.parametrize(
+    ("layer", "plain"),
+    [
+        pytest.param(layer, plain, marks=() if plain is jax.nn.silu else pytest.mark.slow)
+        for layer, plain in PLAIN
+    ],
+)
 def test_forward_mode_second_order_and_vmap_equal_those_of_the_formula(layer, plain):
     x, tangent = jnp.asarray(SMOOTH), jnp.asarray(SMOOTH[::-1])
 

@@ -223,8 +223,8 @@ def test_buffer_of_all_rows_and_evaluation_drop_nothing(expected):
 )
 def test_biases_norms_and_weighed_inputs_on_a_mesh_equal_one_device(expected, fields):
     check(expected, CUBE_OF_FSDP, {**NORMALIZED, **fields})
-    check(expected, CUBE_OF_FSDP, {"weigh_inputs": True, **fields})
-    gradients, _ = check(expected, CUBE_OF_FSDP, {**BIASED, **fields})
+    biased = {**BIASED, "weigh_inputs": True, **fields}
+    gradients, _ = check(expected, CUBE_OF_FSDP, biased)
     assert gradients["down_bias"].addressable_shards[0].data.shape == (4, DIMS // 2)
 
 

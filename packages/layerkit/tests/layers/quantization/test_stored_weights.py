@@ -118,8 +118,9 @@ def test_models_that_cannot_be_merged_or_quantized_raise(raises):
     with raises(ConfigError, field="dtype", value="int8"):
         merge_lora(adapted, variables_of(adapted))
     quantized = language_model(weight_format="int8")
+    shapes = jax.eval_shape(quantized.Instantiate().init, KEY)
     with raises(ConfigError, field="weight_format", value="int4"):
-        quantize_model(quantized, variables_of(quantized), weight_format="int4")
+        quantize_model(quantized, shapes, weight_format="int4")
     without_products = Bias.HParams.config(dims=4)
     with raises(ConfigError, field="weight_format", value="int8"):
         quantize_model(without_products, variables_of(without_products), weight_format="int8")

@@ -221,7 +221,8 @@ def test_cached_steps_and_passed_states_equal_the_full_pass(name):
     mask = AttentionMask.causal_mask(2, 7)
     expected = jax.jit(layer.apply)(variables, X, mask=mask)
     extend = jax.jit(functools.partial(layer.apply, method="extend_step", mutable=[CACHE]))
-    _, cache = layer.apply(variables, 2, 7, method="init_cache", mutable=[CACHE])
+    init_cache = lambda v: layer.apply(v, 2, 7, method="init_cache", mutable=[CACHE])  # noqa: E731
+    _, cache = jax.jit(init_cache)(variables)
     outputs, time_step = [], 0
     for size in (4, 1, 1, 1):
         tokens = X[:, time_step : time_step + size]
@@ -253,7 +254,8 @@ def test_cell_state_is_float32_and_outputs_have_the_compute_dtype():
 def test_zoneout_in_training_keeps_units_at_its_rate():
     layer = frnn(LstmCell.HParams.config(zoneout_rate=0.25), train=True).clone(output_dims=200)
     x, variables = np.repeat(X[:, :1], 2, axis=1), draw(layer)
-    outputs, _ = layer.apply(variables, x, method="mix", rngs={RANDOM: KEY})
+    run = functools.partial(layer.apply, method="mix", rngs={RANDOM: KEY})
+    outputs, _ = jax.jit(run)(variables, x)
     kept = np.mean(np.asarray(outputs[:, 0]) == 0)  # as the zeros before the first step
     assert 0.2 < kept < 0.3
     assert 0.2 < np.mean(np.asarray(outputs[:, 1] == outputs[:, 0])) < 0.3

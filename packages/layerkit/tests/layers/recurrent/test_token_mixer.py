@@ -65,7 +65,7 @@ def hybrid(**fields):
         window=3, has_rolling_cache=True, qkv_conv_tpl=conv
     )
     mixing = Transformer.HParams.config(attention_tpl=MovingAverage.HParams.config())
-    config.lm_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=16, num_layers=5, num_heads=2)
+    config.lm_tpl.set(vocab_size=VOCAB, model_dims=8, hidden_dims=16, num_layers=4, num_heads=2)
     config.lm_tpl.stack_tpl = StackedTransformerRepeated.HParams.config(
         block_tpls=(mixing, Transformer.HParams.config(attention_tpl=attention))
     )

@@ -130,7 +130,7 @@ def test_positions_that_cannot_be_split_evenly_raise(raises):
     layer = Transformer(input_dims=DIMS, hidden_dims=12, num_heads=4, sharding=bound())
     mask, positions = AttentionMask.causal_mask(BATCH, 6), row_positions(BATCH, 6)
     with raises(ConfigError, field="dimension 'residual_length'", value=6):
-        layer.init(KEY, X[:, :6], mask=mask, positions=positions)
+        jax.eval_shape(lambda x: layer.init(KEY, x, mask=mask, positions=positions), X[:, :6])
 
 
 def test_layout_changes_only_if_residuals_are_split_further():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,19 +42,22 @@ CASES = {
 }
 
 
-def gradients(layer, params, x, cotangent):
-    return jax.grad(lambda p, x: jnp.sum(layer.apply({"params": p}, x) * cotangent), (0, 1))(
-        params, x
-    )
+def outputs_and_gradients(layer, params, x, cotangent):
+    def loss(params, x):
+        outputs = layer.apply({"params": params}, x)
+        return jnp.sum(outputs * cotangent), outputs
+
+    gradients, outputs = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, x)
+    return outputs, *gradients
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_convolution_and_gradients_equal_praxis(praxis, name):
     case = praxis(f"conv_{name}")
     layer = build(Conv.HParams.config(**{**SIZES, **CASES[name]}))
-    outputs = layer.apply({"params": case["weights"]}, case["x"])
+    arguments = case["weights"], case["x"], case["cotangent"]
+    outputs, of_weights, of_x = outputs_and_gradients(layer, *arguments)
     np.testing.assert_allclose(outputs, case["outputs"], atol=1e-5)
-    of_weights, of_x = gradients(layer, case["weights"], case["x"], case["cotangent"])
     np.testing.assert_allclose(of_x, case["gradient_of_x"], atol=1e-4)
     for weight, value in case["gradients"].items():
         np.testing.assert_allclose(of_weights[weight], value, atol=1e-4)
@@ -95,8 +100,8 @@ def test_transposed_convolution_with_same_padding_multiplies_sizes():
 def test_convolution_normalizes_and_activates():
     layer = build(ConvBNAct.HParams.config(**SIZES)).clone(train=True)
     x = jax.random.normal(KEY, (4, 8, 8, 4))
-    variables = layer.init(KEY)
-    found, state = layer.apply(variables, x, mutable=["non_trainable"])
+    variables = jax.jit(layer.init)(KEY)
+    found, state = jax.jit(partial(layer.apply, mutable=["non_trainable"]))(variables, x)
     plain = Conv(**SIZES).apply({"params": {"w": variables["params"]["w"]}}, x)
     mean, variance = jnp.mean(plain, (0, 1, 2)), jnp.var(plain, (0, 1, 2))
     expected = jnp.maximum((plain - mean) / jnp.sqrt(variance + 1e-3), 0)
@@ -205,5 +210,5 @@ def test_sum_over_the_window_equals_a_convolution_in_groups(length):
     strides, padding, dilations = (2,), ((-1, 2),), (3,)
     names = {"dimension_numbers": ("N0C", "0IO", "N0C"), "feature_group_count": 2}
     expected = jax.lax.conv_general_dilated(x, w, strides, padding, None, dilations, **names)
-    found = sum_windows(x, w, strides, padding, dilations, 2)
+    found = jax.jit(sum_windows, static_argnums=(2, 3, 4, 5))(x, w, strides, padding, dilations, 2)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)

@@ -144,7 +144,7 @@ def test_patches_attend_within_windows_that_do_not_divide_the_grid(raises):
 
 
 def test_outputs_are_those_of_the_tokens():
-    config = small(position_grid=(3, 2), has_class_token=True, num_registers=2)
+    config = small(num_layers=1, position_grid=(3, 2), has_class_token=True, num_registers=2)
     layer = build(config)
     variables = jax.jit(layer.init)(KEY)
 
@@ -165,8 +165,13 @@ def test_outputs_are_those_of_the_tokens():
 
 def test_sinusoids_follow_rows_and_columns():
     layer = build(small(position_tpl=PositionalEmbedding2D.HParams.config(), position_grid=None))
-    variables = layer.init(KEY)
-    _, state = layer.apply(variables, IMAGES, capture_intermediates=True, mutable="intermediates")
+
+    @jax.jit
+    def capture(key):
+        options = {"capture_intermediates": True, "mutable": "intermediates"}
+        return layer.apply(layer.init(key), IMAGES, **options)[1]
+
+    state = capture(KEY)
     [found] = state["intermediates"]["position"]["__call__"]
     table = PositionalEmbedding2D(dims=8)
     expected = table.apply({}, jnp.array([[0, 0, 1, 1, 2, 2]]), jnp.array([[0, 1, 0, 1, 0, 1]]))
