@@ -69,13 +69,11 @@ def trained(arrangements: Any, task: Any, partitioner: Any, state: Any, steps: i
     return arrangements.train(partitioner, step_fn, state, batches)[0]
 
 
-# None is pmap.
-MORE_SHAPES = ([8, 1, 1], [1, 8, 1], [1, 1, 8], None)
-SHAPES = [[2, 2, 2], *(pytest.param(shape, marks=pytest.mark.slow) for shape in MORE_SHAPES)]
-SLOW = [pytest.param(one, id=name, marks=pytest.mark.slow) for name, one in PRECONDITIONED.items()]
+SHAPES = [[8, 1, 1], [1, 8, 1], [1, 1, 8], [2, 2, 2], None]  # None is pmap.
+OPTIMIZERS = {"normuon": NORMUON, **PRECONDITIONED}
 
 
-@pytest.fixture(scope="module", params=[pytest.param(NORMUON, id="normuon"), *SLOW])
+@pytest.fixture(scope="module", params=OPTIMIZERS.values(), ids=OPTIMIZERS)
 def optimizer(request: pytest.FixtureRequest) -> Any:
     return request.param
 
@@ -99,6 +97,7 @@ def alone(arrangements: Any, optimizer: Any) -> Any:
     return jax.device_get(trained(arrangements, task, partitioner, first, 3))
 
 
+@pytest.mark.slow  # test_spread_matrices.py has small ones
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_weights_equal_those_of_one_device_through_a_checkpoint(
     arrangements: Any, optimizer: Any, alone: Any, atol: float, shape: Any, tmp_path: Path
