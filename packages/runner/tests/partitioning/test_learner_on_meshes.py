@@ -112,7 +112,8 @@ def test_run_on_a_mesh_and_through_a_checkpoint_equals_one_device(
     assert float(loss) == pytest.approx(evaluated, rel=1e-4)
 
 
-@pytest.mark.parametrize("shape", [MESH, pytest.param(None, id="pmap", marks=pytest.mark.slow)])
+@pytest.mark.slow  # optim/test_rounding.py has a smaller one
+@pytest.mark.parametrize("shape", [MESH, pytest.param(None, id="pmap")])
 def test_rounded_weights_resume_bit_for_bit(arrangements: Any, shape: Any, tmp_path: Any):
     def fresh() -> tuple[Any, Any]:
         last = FeedForward.HParams.config()

@@ -300,6 +300,9 @@ def command(
 ) -> Iterator[Command]:
     one_device = "--xla_force_host_platform_device_count=1"  # the last of equal flags counts
     monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} {one_device}")
+    # Without matplotlib no trial draws its loss curve, which takes longer than to train.
+    (tmp_path / "matplotlib.py").write_text("raise ModuleNotFoundError")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
     command = Command(tmp_path, tmp_path_factory.getbasetemp() / "compiled")
     yield command
     command.end()

@@ -273,47 +273,38 @@ PSGD = Partial(
     ("optimizer", "reference", "is_square"),
     [
         pytest.param(Partial(muon), Muon, False, id="muon"),
-        pytest.param(
-            Partial(soap, **SOAP, one_sided=True),
-            lambda shape: Soap(shape, one_sided=True),
-            False,
-            id="soap-one-sided",
-        ),
-        pytest.param(
-            Partial(shampoo, **SHAMPOO),
-            lambda shape: Shampoo(shape, graft="adam"),
-            False,
-            id="shampoo",
-        ),
-        pytest.param(PSGD, Psgd, False, id="psgd"),
-        # Variants of these.
-        pytest.param(
-            Partial(muon, variant="normuon", scale="shape"),
-            lambda shape: Muon(shape, variant="normuon", scale="shape"),
-            False,
-            id="normuon",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            Partial(muon, variant="adamuon", scale="spectral"),
-            lambda shape: Muon(shape, variant="adamuon", scale="spectral"),
-            False,
-            id="adamuon",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            Partial(soap, **SOAP),
-            lambda shape: Soap(shape, one_sided=False),
-            True,
-            id="soap",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            Partial(shampoo, **SHAMPOO, graft="rmsprop"),
-            lambda shape: Shampoo(shape, graft="rmsprop"),
-            False,
-            id="shampoo-rmsprop",
-            marks=pytest.mark.slow,
+        # One rule in the ordinary tests; published programs are compared below.
+        *(
+            pytest.param(*case, id=name, marks=pytest.mark.slow)
+            for name, case in {
+                "normuon": (
+                    Partial(muon, variant="normuon", scale="shape"),
+                    lambda shape: Muon(shape, variant="normuon", scale="shape"),
+                    False,
+                ),
+                "adamuon": (
+                    Partial(muon, variant="adamuon", scale="spectral"),
+                    lambda shape: Muon(shape, variant="adamuon", scale="spectral"),
+                    False,
+                ),
+                "soap": (Partial(soap, **SOAP), lambda shape: Soap(shape, one_sided=False), True),
+                "soap-one-sided": (
+                    Partial(soap, **SOAP, one_sided=True),
+                    lambda shape: Soap(shape, one_sided=True),
+                    False,
+                ),
+                "shampoo": (
+                    Partial(shampoo, **SHAMPOO),
+                    lambda shape: Shampoo(shape, graft="adam"),
+                    False,
+                ),
+                "shampoo-rmsprop": (
+                    Partial(shampoo, **SHAMPOO, graft="rmsprop"),
+                    lambda shape: Shampoo(shape, graft="rmsprop"),
+                    False,
+                ),
+                "psgd": (PSGD, Psgd, False),
+            }.items()
         ),
     ],
 )
