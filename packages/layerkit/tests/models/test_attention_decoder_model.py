@@ -42,11 +42,16 @@ def make(encoder=SpeechTransformerEncoder, decoder=GREEDY, **fields):
     encoder_tpl = ENCODERS[encoder].clone().set(num_bins=BINS, **sizes)
     config.model_tpl.set(vocab_size=VOCAB, encoder_tpl=encoder_tpl, **sizes)
     model = config.set(**fields).Instantiate()
-    return model, jax.jit(model.init)(jax.random.key(0), BATCH)
+    random = np.random.default_rng(2)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), BATCH)
+    draw = lambda x: random.normal(0, 0.3, x.shape).astype(np.float32)  # noqa: E731
+    statistics = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), shapes)
+    return model, {**statistics, "params": jax.tree.map(draw, shapes["params"])}
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def decode(model, variables, batch):
-    return jax.jit(lambda v: model.apply(v, batch, method="decode"))(variables)
+    return model.apply(variables, batch, method="decode")
 
 
 @pytest.mark.parametrize(
@@ -68,7 +73,7 @@ def test_padded_rows_have_the_losses_and_labels_of_shorter_ones(encoder):
 def test_target_has_the_prompt_the_labels_and_the_end():
     model, variables = make()
     batch = NestedMap(BATCH, eval_sample_weights=jnp.array([1.0, 0.5]))
-    target = model.apply(variables, batch, method="_target")
+    target = jax.jit(lambda v: model.apply(v, batch, method="_target"))(variables)
     np.testing.assert_array_equal(target.ids[0], [0, 5, 4, 1, 2, 2])
     np.testing.assert_array_equal(target.labels, [[5, 4, 1, 2, 2, END], [5, 4, 3, END, 0, 0]])
     np.testing.assert_array_equal(target.weights, [[0, 0, 1, 1, 1, 1], [0, 0, 0.5, 0.5, 0, 0]])

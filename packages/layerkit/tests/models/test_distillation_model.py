@@ -43,9 +43,15 @@ def make_batch(seed=0):
     return NestedMap(ids=ids[:, :-1], labels=ids[:, 1:], weights=weights)
 
 
+def draw_weights(model):
+    random = np.random.default_rng(2)
+    shapes = jax.eval_shape(model.init, KEY)
+    return jax.tree.map(lambda x: random.normal(0, 0.3, x.shape).astype(np.float32), shapes)
+
+
 @functools.cache
 def weights():
-    return jax.jit(build(config()).init)(KEY)
+    return draw_weights(build(config()))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -61,7 +67,8 @@ def gradients(model, params, batch, key=KEY):
 
 def logits_of(child, params, batch):
     tpl = config().lm_tpl if child == "lm" else config().teacher_tpl
-    return build(tpl).apply({PARAMS: params[child]}, batch.ids, method="logits")
+    run = jax.jit(functools.partial(build(tpl).apply, method="logits"))
+    return run({PARAMS: params[child]}, batch.ids)
 
 
 @pytest.mark.parametrize("chunk_size", [pytest.param(None, marks=pytest.mark.slow), 5])
@@ -78,7 +85,7 @@ def test_loss_mixes_divergence_and_cross_entropy_of_the_logits(chunk_size):
         return jnp.sum((0.7 * kl + 0.3 * xent) * batch.weights) / batch.weights.sum()
 
     (loss, metrics), gradient = gradients(build(tpl), params, batch)
-    value, slopes = jax.value_and_grad(expected)(params["lm"])
+    value, slopes = jax.jit(jax.value_and_grad(expected))(params["lm"])
     np.testing.assert_allclose(loss, value, rtol=1e-5)
     for one, other in zip(*map(jax.tree.leaves, (gradient["lm"], slopes)), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
@@ -86,7 +93,9 @@ def test_loss_mixes_divergence_and_cross_entropy_of_the_logits(chunk_size):
     assert set(metrics) == {"loss", "xent", "accuracy", "divergence"}
 
 
-@pytest.mark.parametrize(("beta", "num_ids"), [(0.5, None), (1.0, VOCAB - 3)])
+@pytest.mark.parametrize(
+    ("beta", "num_ids"), [pytest.param(0.5, None, marks=pytest.mark.slow), (1.0, VOCAB - 3)]
+)
 def test_stored_tokens_of_teacher_equal_the_live_teacher(beta, num_ids):
     params, batch = weights()[PARAMS], make_batch()
     live = gradients(build(config(beta=beta, num_ids=num_ids)), params, batch)
@@ -110,13 +119,13 @@ def test_features_are_the_outputs_of_layers(stack):
         features=((0, 0), (1, 2)), feature_weight=0.5, lm_tpl=network(8, 2, stack),
         teacher_tpl=network(16, 3, stack),
     ))  # fmt: skip
-    params, batch = jax.jit(model.init)(KEY)[PARAMS], make_batch()
+    params, batch = draw_weights(model)[PARAMS], make_batch()
     outputs = {}
     for child in ("lm", "teacher"):
         bare = build(getattr(model, f"{child}_tpl"))
-        _, captured = bare.apply(
-            {PARAMS: params[child]}, batch.ids, method="hidden", capture_intermediates=True
-        )
+        options = {"method": "hidden", "capture_intermediates": True}
+        run = jax.jit(functools.partial(bare.apply, **options))
+        _, captured = run({PARAMS: params[child]}, batch.ids)
         for layer in range(bare.num_layers):
             path, index = bare.locate_layer(layer)
             tree = functools.reduce(lambda tree, name: tree[name], path, captured["intermediates"])
@@ -137,14 +146,13 @@ def test_reports_of_student_are_kept_and_those_of_teacher_are_not():
     for lm in (tpl.lm_tpl, tpl.teacher_tpl):
         lm.stack_tpl.layer_tpl.feed_forward_tpl = MoeFeedForward.HParams.config(num_experts=2)
     model, batch = build(tpl).clone(train=True), make_batch()
-    variables = jax.jit(model.init)(KEY)
+    variables = draw_weights(model)
     mutable = [AUX_LOSS, SUMMARIES]
-    _, reports = model.apply(variables, batch, rngs={RANDOM: KEY}, mutable=mutable)
+    options = {"rngs": {RANDOM: KEY}, "mutable": mutable}
+    _, reports = jax.jit(functools.partial(model.apply, **options))(variables, batch)
     alone = build(tpl.lm_tpl).clone(train=True)
-    _, expected = alone.apply(
-        {PARAMS: variables[PARAMS]["lm"]}, batch.ids, rngs={RANDOM: KEY}, mutable=mutable,
-        method="hidden",
-    )  # fmt: skip
+    run = jax.jit(functools.partial(alone.apply, method="hidden", **options))
+    _, expected = run({PARAMS: variables[PARAMS]["lm"]}, batch.ids)
     for name in mutable:
         assert set(reports[name]) == {"lm"}
         jax.tree.map(np.testing.assert_allclose, reports[name]["lm"], expected[name])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,18 +46,23 @@ def network(**fields):
     )
 
 
-def make(**fields):
+@functools.cache
+def make(*, has_experts=False):
+    fields = {"feed_forward_tpl": Config(MoeFeedForward, num_experts=3)} if has_experts else {}
     model = build(network(**fields).set(train=True))
-    return model, model.init(jax.random.key(0))
+    random = np.random.default_rng(2)
+    shapes = jax.eval_shape(model.init, jax.random.key(0))
+    return model, jax.tree.map(lambda x: random.normal(0, 0.5, x.shape).astype(np.float32), shapes)
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def losses(model, variables, ids, labels, weights=None, **packing):
     weights = jnp.ones(ids.shape) if weights is None else weights
     outputs, updates = model.apply(
         variables, ids, labels=labels, weights=weights, **packing, mutable=[AUX_LOSS]
     )
     sown = updates[AUX_LOSS]["mtp"]
-    return outputs, [float(sown[f"loss_{depth}"][0]) for depth in (1, 2)]
+    return outputs, [sown[f"loss_{depth}"][0] for depth in (1, 2)]
 
 
 def test_losses_are_those_of_tokens_further_ahead():
@@ -77,7 +84,8 @@ def test_losses_are_those_of_tokens_further_ahead():
             logits.append(model.softmax.logits(hidden))
         return logits
 
-    for depth, logits in enumerate(model.apply(variables, method=logits_of), start=1):
+    run = jax.jit(lambda v: model.apply(v, method=logits_of))
+    for depth, logits in enumerate(run(variables), start=1):
         log_probs = np.asarray(jax.nn.log_softmax(logits))
         total, weight = 0.0, 0.0
         for row, place in np.ndindex(2, LENGTH - depth):
@@ -88,18 +96,10 @@ def test_losses_are_those_of_tokens_further_ahead():
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [
-        pytest.param({}, id="dense", marks=pytest.mark.slow),
-        pytest.param(
-            {"feed_forward_tpl": Config(MoeFeedForward, num_experts=3)},
-            id="experts",
-            marks=pytest.mark.slow,
-        ),
-    ],
+    "has_experts", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["dense", "experts"]
 )
-def test_packed_rows_have_the_losses_of_separate_rows(fields):
-    model, variables = make(**fields)
+def test_packed_rows_have_the_losses_of_separate_rows(has_experts):
+    model, variables = make(has_experts=has_experts)
     lengths = (5, 4)
     separate = []
     for row, size in enumerate(lengths):
@@ -121,10 +121,10 @@ def test_packed_rows_have_the_losses_of_separate_rows(fields):
 def test_evaluation_has_no_further_losses():
     model, variables = make()
     ids, labels = IDS[:, :-1], IDS[:, 1:]
-    plain = model.clone(train=False).apply(
-        variables, ids, labels=labels, weights=jnp.ones(ids.shape)
-    )
-    trained = losses(model, variables, ids, labels)[0]
+    weights = jnp.ones(ids.shape)
+    evaluate = jax.jit(model.clone(train=False).apply)
+    plain = evaluate(variables, ids, labels=labels, weights=weights)
+    trained = losses(model, variables, ids, labels, weights)[0]
     np.testing.assert_allclose(plain.xent, trained.xent, rtol=1e-6)
 
 
@@ -132,7 +132,7 @@ def test_evaluation_has_no_further_losses():
     ("noise", "has_latents", "eos"),
     [
         (0.5, False, 8),
-        (0.8, True, None),
+        pytest.param(0.8, True, None, marks=pytest.mark.slow),
         pytest.param(0.0, True, None, marks=pytest.mark.slow),
         pytest.param(0.0, False, 8, marks=pytest.mark.slow),
         pytest.param(30.0, False, None, marks=pytest.mark.slow),
@@ -152,7 +152,7 @@ def test_drafts_change_no_token(noise, has_latents, eos):
         build(Config(LanguageModel, lm_tpl=lm, decoder=Config(decoder, temperature=0.0, **fields)))
         for decoder in (SampleDecoder, SpeculativeDecoder)
     )
-    variables = plain.init(jax.random.key(0))
+    variables = jax.jit(plain.init)(jax.random.key(0))
     # Without noise a token depends on the one before alone, and all drafts are right.
     drawn = variables["params"]["lm"]
     for part in (drawn["stack"], drawn["mtp"]):
