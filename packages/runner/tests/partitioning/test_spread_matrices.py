@@ -16,7 +16,7 @@ from layerkit.base.sharding import DEFAULT_RULES as RULES
 from layerkit.base.sharding import BoundSharding
 from layerkit.base.weights import WeightBox
 from layerkit_runner.optim.matrix.matrices import MatrixDims
-from layerkit_runner.optim.matrix.spread_matrices import map_matrices, spread_by
+from layerkit_runner.optim.matrix.spread_matrices import map_matrices
 from layerkit_runner.optim.weight_selection import declared
 from layerkit_runner.partitioning.mesh import make_mesh
 from layerkit_runner.tools.plan.collectives import type_bytes
@@ -89,7 +89,7 @@ def test_results_on_meshes_equal_loops_over_matrices(sizes: Any, slices: Any):
         return NamedSharding(mesh, bound.spec(axes, shape=shape, allow_uneven=True))
 
     boxes = {path: WeightBox(None, axes) for path, (axes, *_) in WEIGHTS.items()}
-    with declared(boxes), spread_by(layout):
+    with declared(boxes, layout=layout):
         weights, states = jax.jit(run)(*arrays)
     x, y, old = map(flatten_dict, arrays)
     results, (new,) = [*map(flatten_dict, weights)], map(flatten_dict, states)
@@ -136,7 +136,7 @@ def test_no_exchange_and_no_temporary_is_as_large_as_a_stack(
 
     def update(weight: jax.Array) -> jax.Array:
         boxes = {("w",): WeightBox(None, axes)}
-        with declared(boxes), spread_by(lambda names, shape, _: bound.sharding(names, shape=shape)):
+        with declared(boxes, layout=lambda names, shape, _: bound.sharding(names, shape=shape)):
             ((tree,), _) = map_matrices(square, [{"w": weight}], dims=dims)
         return tree["w"]
 

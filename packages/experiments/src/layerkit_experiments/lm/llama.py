@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 from layerkit.config import Config
 from layerkit.layers.quantization.lora import LORA_WEIGHTS
-from layerkit_experiments.recipes.fine_tuning import add_adapters, folder_tokenizer
+from layerkit_experiments.recipes.fine_tuning import add_adapters
 from layerkit_experiments.recipes.language_model import REDUCED_TEXT, LmExperiment, untied_decoder
-from layerkit_experiments.recipes.local_files import LocalFiles
+from layerkit_experiments.recipes.local_files import LocalFiles, folder_tokenizer
 from layerkit_runner.init_from.settings import weights_of
 
 

@@ -8,8 +8,11 @@ from typing import Any, Literal
 from layerkit.config import Config, build, field_names
 from layerkit.config.checks import require
 from layerkit.errors import UserError
-from layerkit_experiments.recipes.fine_tuning import folder_tokenizer
-from layerkit_experiments.recipes.local_files import prompt_input, split_inputs
+from layerkit_experiments.recipes.local_files import (
+    folder_tokenizer,
+    prompt_input,
+    split_inputs,
+)
 from layerkit_inputs.chat.chat_input import ChatInput, ChatPrompts
 from layerkit_inputs.chat.template import load_chat_template
 from layerkit_inputs.chat.token_masks import LossOn, turn_ends

@@ -1,12 +1,10 @@
-"""Fine-tuning: initial weights, low-rank adapters, and the tokenizer of a folder."""
+"""Low-rank adapters of experiments that fine-tune."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from layerkit.config import Config
-from layerkit.errors import ConfigError
-from layerkit_inputs import tokenizer_config
 
 
 def add_adapters(fields: Any, model: Config, **options: Any) -> Config:
@@ -29,20 +27,3 @@ def add_adapters(fields: Any, model: Config, **options: Any) -> Config:
         only=fields.LORA_ONLY,
         **options,
     )
-
-
-def folder_tokenizer(fields: Any, folder: str | None) -> Config:
-    """Return the config of the tokenizer that TOKENIZER names, or else of a folder of weights.
-
-    Args:
-      fields: Experiment with the fields of `LocalFiles`.
-      folder: Folder of the initial weights; None if there is none.
-
-    Raises:
-      ConfigError: Neither a tokenizer nor a folder is set.
-    """
-    name = folder if fields.TOKENIZER is None else fields.TOKENIZER
-    if name is None:
-        expected = "a tokenizer, since no folder of initial weights has one"
-        raise ConfigError(field="TOKENIZER", value=None, expected=expected)
-    return tokenizer_config(name, special_tokens_in_text=fields.SPECIAL_TOKENS_IN_TEXT)

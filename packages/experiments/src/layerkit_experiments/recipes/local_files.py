@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Literal
 
 from layerkit.config import Config, build
 from layerkit.config.checks import require
-from layerkit_experiments.recipes.fine_tuning import folder_tokenizer
+from layerkit.errors import ConfigError
 from layerkit_experiments.recipes.language_model import TEXT_FIELDS
-from layerkit_inputs import LocalText, LocalTextPrompts, Tokenizer
+from layerkit_inputs import LocalText, LocalTextPrompts, Tokenizer, tokenizer_config
 from layerkit_runner.config.experiment import BaseExperiment
 
 
@@ -135,3 +135,20 @@ def prompt_input(fields: Any, kind: Any, **options: Any) -> Config:
         **options,
     )
     return config
+
+
+def folder_tokenizer(fields: Any, folder: str | None) -> Config:
+    """Return the config of the tokenizer that TOKENIZER names, or else of a folder of weights.
+
+    Args:
+      fields: Experiment with the fields of `LocalFiles`.
+      folder: Folder of the initial weights; None if there is none.
+
+    Raises:
+      ConfigError: Neither a tokenizer nor a folder is set.
+    """
+    name = folder if fields.TOKENIZER is None else fields.TOKENIZER
+    if name is None:
+        expected = "a tokenizer, since no folder of initial weights has one"
+        raise ConfigError(field="TOKENIZER", value=None, expected=expected)
+    return tokenizer_config(name, special_tokens_in_text=fields.SPECIAL_TOKENS_IN_TEXT)

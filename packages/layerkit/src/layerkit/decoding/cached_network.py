@@ -25,7 +25,6 @@ from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit.decoding.cache_rows import CacheRows, round_up, row_axes, row_parts
 from layerkit.decoding.decoder import ExtendFn, Prompts
-from layerkit.decoding.lazy_prefix_broadcast import share_prompts
 from layerkit.decoding.logit_processors import RowOptions
 from layerkit.decoding.loop import SampledRows, extend_prompts, start_prompts
 from layerkit.layers.attention.cached_states import set_num_prompt
@@ -116,6 +115,8 @@ def cache_prompts(
     require(not (switches and has_state), model, "scaling", "LongRopeScaling", expected)
     cache_axes = row_axes(make_cache, (inputs, prefix_lengths))
     if decoder.lazy_prefix_broadcast:
+        from layerkit.decoding.lazy_prefix_broadcast import share_prompts
+
         expected = "no LongRoPE with lazy_prefix_broadcast=True, since it changes cached keys"
         require(not switches, model, "scaling", "LongRopeScaling", expected)
         num_slots = round_up(min(decoder.max_decode_steps, max_length), parts)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import logging
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -23,6 +24,7 @@ Requirements = Callable[[Call], Mapping[str, bool]]
 
 # JAX's names of the platforms of live and of planned devices with NVIDIA's kernels.
 GPU_PLATFORMS = ("gpu", "cuda")
+HOPPER = re.compile(r"NVIDIA G?H\d+")
 _DEVICES = {"gpu": "a GPU", "tpu": "a TPU"}
 
 

@@ -217,7 +217,13 @@ Path = tuple[str, ...]
 Declarations = Mapping[Path, WeightBox]
 """Boxes of weights by path; their values are not read."""
 
-_DECLARED: ContextVar[Declarations] = ContextVar("declared")
+Layout = Callable[[Any, tuple[int, ...], Any], jax.sharding.NamedSharding]
+"""Function (logical axes, shape, weight) -> sharding of an optimizer's array.
+
+The weight is (logical axes, shape) of the weight of an array of another shape, and else None.
+"""
+
+_DECLARED: ContextVar[tuple[Declarations, Layout | None]] = ContextVar("declared")
 
 _DECAY_ARGUMENTS = ("weight_decay", "l1_regularizer_weight", "l2_regularizer_weight")
 
@@ -232,9 +238,14 @@ def declarations_of(boxed: Any) -> dict[Path, WeightBox]:
 
 
 @contextlib.contextmanager
-def declared(declarations: Declarations) -> Iterator[None]:
-    """Bind the declarations that masks of decayed weights read inside the `with` block."""
-    token = _DECLARED.set(declarations)
+def declared(declarations: Declarations, *, layout: Layout | None = None) -> Iterator[None]:
+    """Bind what optimizers read of weights inside the `with` block.
+
+    Args:
+      declarations: Declarations that masks of weights read.
+      layout: Layout of the optimizer's arrays; None if each device holds them whole.
+    """
+    token = _DECLARED.set((declarations, layout))
     try:
         yield
     finally:
@@ -243,7 +254,13 @@ def declared(declarations: Declarations) -> Iterator[None]:
 
 def declaration(path: Path) -> WeightBox | None:
     """Return the bound declaration of a weight; None if it has none."""
-    return _DECLARED.get({}).get(path)
+    declarations, _ = _DECLARED.get(({}, None))
+    return declarations.get(path)
+
+
+def bound_layout() -> Layout | None:
+    """Return the bound layout of the optimizer's arrays; None if each device holds them whole."""
+    return _DECLARED.get(({}, None))[1]
 
 
 def mask_of(

@@ -29,7 +29,6 @@ from layerkit_runner.errors import as_usage_error
 from layerkit_runner.files.text import size_text
 from layerkit_runner.observers import RunInfo, StepWork, peak_flops
 from layerkit_runner.optim.learner import Learner
-from layerkit_runner.optim.matrix.matrices import matrix_lines
 from layerkit_runner.optim.weight_selection import integer_paths, weight_decay_of
 from layerkit_runner.partitioning import PmapPartitioner
 from layerkit_runner.run.job import Job, environment, versions
@@ -161,6 +160,8 @@ def optimizer_lines(task: SingleTask, learner: Any, params: Any) -> Iterator[str
             yield f"optimizer    {weights.optimizer}: {kind}, {rate}"
             split_heads = any(assigned_fields(one).get("split_heads") for one in configs)
             updated = {path: flat[path] for path in (*weights.decayed, *weights.spared)}
+            from layerkit_runner.optim.matrix.matrices import matrix_lines
+
             with task.declared_weights():
                 rows = matrix_lines(updated, split_heads=split_heads)
             yield from (f"matrices     {row}" for row in rows)

@@ -165,7 +165,7 @@ class StepContext:
       num_shards: Number of shards of the batch; 1 under SPMD.
       row_shards: Number of devices that the rows of a step are split over; 1 under pmap.
       optimizer_layout: Layout of the optimizer's arrays; None if each device holds them whole. See
-        `layerkit_runner.optim.matrix.spread_matrices`.
+        `layerkit_runner.optim.weight_selection.Layout`.
     """
 
     batch_sum: Callable[[Any], Any]

@@ -44,12 +44,12 @@ from layerkit.errors import ConfigError
 from layerkit_inputs.base.evaluation import ROW_MARKS
 from layerkit_runner.optim.early_stopping import StoppingRule
 from layerkit_runner.optim.learner import cast_like, global_norm
-from layerkit_runner.optim.matrix.spread_matrices import spread_by
 from layerkit_runner.optim.optimizer_groups import Stacks, stacks_of
 from layerkit_runner.optim.optimizer_updates import choose
 from layerkit_runner.optim.weight_selection import (
     DecayedWeights,
     Declarations,
+    Layout,
     VariationalNoise,
     declarations_of,
     declared,
@@ -222,7 +222,7 @@ class SingleTask(Configurable):
             # XLA for GPUs copies the new weights if one kernel reads the old ones for this norm and
             # writes the new ones in their place.
             var_norm, params = jax.lax.optimization_barrier((global_norm(trained), params))
-        with self.declared_weights() as stacks, spread_by(context.optimizer_layout):
+        with self.declared_weights(layout=context.optimizer_layout) as stacks:
             update = learner.update(
                 context.batch_sum(result.gradients),
                 state.opt_state,
@@ -402,13 +402,13 @@ class SingleTask(Configurable):
             return self.train.learner.decayed_weights(params, stacks=stacks)
 
     @contextlib.contextmanager
-    def declared_weights(self) -> Iterator[Stacks]:
-        """Bind the declarations of the weights for masks, and yield the stacked axes."""
+    def declared_weights(self, *, layout: Layout | None = None) -> Iterator[Stacks]:
+        """Bind the declarations of the weights and the layout; yield the stacked axes."""
         if self._weights is None:
             boxed = jax.eval_shape(lambda: self.model.init_boxed(jax.random.key(0)))
             self._weights = stacks_of(boxed[PARAMS]), declarations_of(boxed[PARAMS])
         stacks, declarations = self._weights
-        with declared(declarations):
+        with declared(declarations, layout=layout):
             yield stacks
 
 

@@ -28,7 +28,6 @@ from layerkit.layers.basic.dots import Dot, add_bias, create_dot, matmul
 from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.basic.normalizations import BaseNormalization
 from layerkit.ops.attention.backends import BackendName
-from layerkit.ops.attention.blockwise import BlockwiseAttention
 from layerkit.ops.attention.distance_bias import LogitBias
 from layerkit.ops.attention.dot_product import (
     AttentionOptions,
@@ -265,6 +264,8 @@ class AttentionLayer(BaseLayer):
             if self.qk_clip is not None and self.is_training:
                 raise immutable_error(self, "no weight would be scaled", "qk_clip", STEP_MAXIMA)
         elif self.qk_clip is not None:
+            from layerkit.ops.attention.blockwise import BlockwiseAttention
+
             is_whole, expected = options.num_length_shards == 1, "None if devices split rows"
             require(is_whole, self, "qk_clip", self.qk_clip, expected)
             assert options.mask is not None

@@ -17,9 +17,14 @@ from typing import Any, Literal, get_args
 import jax.numpy as jnp
 
 from layerkit.config.checks import check_choice
-from layerkit.ops import implementations, triton
-from layerkit.ops.attention.pallas.kernel_blocks import HOPPER
-from layerkit.ops.implementations import GPU_PLATFORMS, Implementation, check_supported, select
+from layerkit.ops import implementations
+from layerkit.ops.implementations import (
+    GPU_PLATFORMS,
+    HOPPER,
+    Implementation,
+    check_supported,
+    select,
+)
 
 BackendName = Literal["auto", "xla", "cudnn", "tokamax", "pallas"]
 BACKEND_NAMES = get_args(BackendName)
@@ -258,6 +263,8 @@ def _tokamax_requirements(call: AttentionCall) -> dict[str, bool]:
 
 
 def _no_distance_bias(call: AttentionCall) -> dict[str, bool]:
+    from layerkit.ops import triton
+
     requirement = "no bias by distance, of which it makes an array for all pairs"
     return {requirement: call.has_distance_bias and not triton.find_missing_triton()}
 

@@ -10,13 +10,11 @@ stages stay on their devices. Moonlight spreads matrices over data-parallel devi
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,32 +25,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from layerkit.base.sharding import model_device
 from layerkit_runner.optim.matrix.matrices import MatrixDims, as_matrices, from_matrices
-from layerkit_runner.optim.weight_selection import mask_of
+from layerkit_runner.optim.weight_selection import Layout, bound_layout, mask_of
 
-Layout = Callable[[Any, tuple[int, ...], Any], NamedSharding]
-"""Function (logical axes, shape, weight) -> sharding of an optimizer's array.
-
-The weight is (logical axes, shape) of the weight of an array of another shape, and else None.
-"""
 MatrixFunction = Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[Any, Any]]
 """Function (matrices `[in, out]`, states) -> (matrices `[in, out]`, states)."""
-
-_LAYOUT: ContextVar[Layout | None] = ContextVar("layout", default=None)
-
-
-@contextlib.contextmanager
-def spread_by(layout: Layout | None) -> Iterator[None]:
-    """Bind the layout by which `map_matrices` spreads its work; None does all on each device."""
-    token = _LAYOUT.set(layout)
-    try:
-        yield
-    finally:
-        _LAYOUT.reset(token)
 
 
 def is_on_cpu() -> bool:
     """Return whether the weights are on CPU devices."""
-    layout = _LAYOUT.get()
+    layout = bound_layout()
     device = layout((), (), None).mesh.devices.flat[0] if layout else model_device(None)
     return bool(device.platform == "cpu")
 
@@ -63,7 +44,8 @@ def map_matrices(
     """Apply a function of whole matrices to each matrix of each weight.
 
     Weights of equal matrices are taken together. Their number is padded with zeros, whose results
-    are dropped: the function must end for a matrix of zeros.
+    are dropped: the function must end for a matrix of zeros. The bound layout (`declared`) spreads
+    the work; without one, each device does all.
 
     Args:
       function: Function of a tuple of matrices `[in, out]` and a tuple of states `[...]` of one
@@ -77,7 +59,7 @@ def map_matrices(
     Returns:
       (trees of the matrices in the layout of the weights, trees of the states).
     """
-    layout, flat_dims = _LAYOUT.get(), flatten_dict(dims)
+    layout, flat_dims = bound_layout(), flatten_dict(dims)
     flat = [[flatten_dict(tree) for tree in trees] for trees in (weights, states)]
     arrays = {path: [tuple(tree[path] for tree in trees) for trees in flat] for path in flat_dims}
     if layout is None or layout((), (), None).mesh.size == 1:

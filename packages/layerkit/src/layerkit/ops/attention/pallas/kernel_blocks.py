@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax.numpy as jnp
+
+from layerkit.ops.implementations import HOPPER
 
 T = TypeVar("T")
 
@@ -88,7 +89,6 @@ class GpuTile(NamedTuple):
         return 4 if max(self.queries, self.keys) <= 64 else 8
 
 
-HOPPER = re.compile(r"NVIDIA G?H\d+")
 # By the largest size of a head.
 _HOPPER_TILES = {
     64: Passes(*[GpuTile(64, 64, stages=3)] * 3),
