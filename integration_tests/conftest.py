@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import random
@@ -169,6 +170,14 @@ class Job:
         """Run the command in this process, on all its devices; return the exit code."""
         return cli.main(self.arguments(*more))
 
+    def output_here(self, *more: str) -> str:
+        """Run the command in this process, on all its devices, to its end; return its output."""
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            code = self.run_here(*more)
+        assert code == 0, output.getvalue()
+        return output.getvalue()
+
     @property
     def checkpoints(self) -> Path:
         """Return the folder of its checkpoints."""
@@ -300,6 +309,16 @@ class Jobs:
 @pytest.fixture(scope="session")
 def jobs(cache: Path, text_files: Path) -> Jobs:
     return Jobs(cache, text_files)
+
+
+@pytest.fixture(scope="session")
+def mesh_run(jobs: Jobs, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """Return a finished run of 16 steps on a mesh of 2 x 2 x 2, with every second checkpoint."""
+    fields = {"ICI_MESH_SHAPE": "[2,2,2]", "task.train.eval_at_end": False}
+    folder = tmp_path_factory.mktemp("mesh_run") / "job"
+    job = jobs.make("lm.lm_cloud.LmCloudSpmdTest", folder, num_devices=8, **fields)
+    assert job.run_here() == 0
+    return job
 
 
 @pytest.fixture

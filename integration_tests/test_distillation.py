@@ -145,8 +145,11 @@ def _open(folder: Path, fields: dict[str, Any]) -> None:
 
 
 def test_teacher_with_another_tokenizer_raises_before_files_are_written(
-    folder: Path, teacher: Path, raises: Any
+    folder: Path, train: Train, raises: Any
 ):
+    fields = {**SMALL, "MAX_STEPS": 1, "task.train.eval_at_end": False}
+    train("of_bytes", "lm.quickstart.LocalText", **fields)
+    teacher = folder / "of_bytes"
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.models.WordLevel({"<s>": 0, "tea": 1}, unk_token="<s>")
     tokenizers.Tokenizer(words).save(str(folder / "tokenizer.json"))

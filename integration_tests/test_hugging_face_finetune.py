@@ -40,9 +40,10 @@ class FineTune(LocalFiles, HuggingFaceLm):
     SUMMARY_INTERVAL_STEPS = 1
     EVAL_INTERVAL_STEPS = None
     CHECKPOINT_EVERY_N_STEPS = 3
-    NUM_PROMPTS = 2
-    PROMPT_LENGTH = 8
-    MAX_DECODE_STEPS = 4
+
+    def decode_datasets(self):
+        """Return no configs, since the tests compare the weights."""
+        return []
 '''
 
 
@@ -71,7 +72,7 @@ def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     content = {"model_type": "gpt2", "vocab_size": VOCAB_SIZE, "n_embd": 32, "n_layer": 2}
     content |= {"n_head": 4, "n_positions": 32}
     model = GPT2.read_config(content)
-    variables = build(model).init(jax.random.key(0))
+    variables = jax.jit(build(model).init)(jax.random.key(0))
     # So that its loss is far from that of weights as they are drawn, ln 264 and a little.
     variables["params"]["lm"]["softmax"]["w"] *= 4.0
     folder = tmp_path_factory.mktemp("gpt2")

@@ -38,6 +38,7 @@ def test_signal_to_one_process_makes_both_save(jobs: Any, tmp_path: Path):
     assert alone.steps_logged()[-2:] == [step + 1, step + 2]
 
 
+@pytest.mark.slow  # packages/runner/tests/run/test_executor.py saves on demand in one process
 def test_signal_makes_one_process_save_and_continue(jobs: Any, tmp_path: Path, running: list[Any]):
     fields = {**ENDLESS, "ICI_MESH_SHAPE": "[1,1,1]"}
     job = jobs.make(EXP, tmp_path / "job", **fields)

@@ -36,6 +36,7 @@ def make(jobs: Any, folder: Path, *flags: str, **fields: Any) -> Any:
         "DECAY_END": 100,  # the same schedule for every number of steps
         "DROPOUT_RATE": 0.1,  # makes the random numbers part of the result
         "EVAL_INTERVAL_STEPS": None,
+        "task.train.eval_at_end": False,
         **fields,
     }
     return jobs.make(EXP, folder, *flags, **fields)
@@ -116,12 +117,13 @@ def test_a_run_in_stages_moves_between_numbers_of_hosts(
 
 def test_stages_go_on_from_a_run_without_stages(jobs: Any, tmp_path: Path):
     stages = [{"until_step": 6, "batch": 8}, {"until_step": 10, "batch": 16}]
-    whole = make(jobs, tmp_path / "whole", STAGES=stages)
+    saves = {"CHECKPOINT_EVERY_N_STEPS": 10}
+    whole = make(jobs, tmp_path / "whole", STAGES=stages, **saves)
     run_here(whole)
-    plain = make(jobs, tmp_path / "plain", STAGES=None, MAX_STEPS=6)
+    plain = make(jobs, tmp_path / "plain", STAGES=None, MAX_STEPS=6, **saves)
     run_here(plain)
     restored = f"--restore_checkpoint_dir={plain.folder}"
-    branch = make(jobs, tmp_path / "branch", restored, STAGES=stages)
+    branch = make(jobs, tmp_path / "branch", restored, STAGES=stages, **saves)
     run_here(branch)
     assert losses(plain) | losses(branch) == losses(whole)
     assert len(losses(branch)) == 4

@@ -16,19 +16,26 @@ EXP = "lm.quickstart.LocalText"
 STEPS = 64
 # Long enough that a signal sent at the first step of a process comes well before its last.
 LENGTH = {"MAX_STEPS": STEPS, "CHECKPOINT_EVERY_N_STEPS": 24, "EVAL_INTERVAL_STEPS": 32}
+# As many as this process has, in which the twin is trained.
+DEVICES = {"num_devices": 8}
 
 
 @pytest.fixture(scope="module")
 def twin(jobs: Any, tmp_path_factory: Any) -> tuple[Any, str]:
     """Run a job; return it and its output."""
-    job = jobs.make(EXP, tmp_path_factory.mktemp("twin") / "job", **LENGTH)
-    return job, job.run()
+    job = jobs.make(EXP, tmp_path_factory.mktemp("twin") / "job", **DEVICES, **LENGTH)
+    return job, job.output_here()
 
 
 @pytest.fixture(scope="module")
-def disturbed(jobs: Any, tmp_path_factory: Any) -> tuple[Any, dict[str, str]]:
-    """Return a finished job that was stopped, and then lost its newest checkpoint."""
-    job = jobs.make(EXP, tmp_path_factory.mktemp("disturbed") / "job", **LENGTH)
+def disturbed(
+    jobs: Any, tmp_path_factory: Any, twin: tuple[Any, str]
+) -> tuple[Any, dict[str, str]]:
+    """Return a finished job that was stopped, and then lost its newest checkpoint.
+
+    The programs are those that the twin has compiled.
+    """
+    job = jobs.make(EXP, tmp_path_factory.mktemp("disturbed") / "job", **DEVICES, **LENGTH)
     said = {"stopped": stopped_after_a_save(job)}
     newest = max(job.checkpoints.glob("checkpoint_*"))
     arrays = max((newest / "state" / "d").iterdir(), key=lambda path: path.stat().st_size)
@@ -151,7 +158,8 @@ def test_evaluation_finds_the_loss_that_training_ended_with(twin: tuple[Any, str
 @pytest.mark.slow
 def test_decoding_once_is_enough(twin: tuple[Any, str], tmp_path: Path, jobs: Any):
     source, _ = twin
-    job = jobs.make(EXP, tmp_path / "decoded", f"--restore_checkpoint_dir={source.folder}")
+    restored = f"--restore_checkpoint_dir={source.folder}"
+    job = jobs.make(EXP, tmp_path / "decoded", restored, **DEVICES)
     job.run("--mode=decode_once")
     output = job.folder / f"decode/prompts/step_{STEPS:08d}.jsonl"
     assert not (job.folder / "checkpoints").exists()
@@ -172,7 +180,7 @@ def test_the_recorded_arguments_make_the_same_run(
 ):
     job, _ = twin
     arguments = json.loads((job.folder / "config.json").read_text())["arguments"]
-    again = jobs.make(EXP, tmp_path / "again")
+    again = jobs.make(EXP, tmp_path / "again", **DEVICES)
     folders = [f"--job_log_dir={again.folder}", f"--jax_compilation_cache={cache}"]
     process = again.start_with([*arguments, *folders])
     output = process.communicate(timeout=300)[0]
@@ -184,7 +192,8 @@ def test_the_recorded_arguments_make_the_same_run(
 @pytest.mark.slow
 def test_longer_training_resumes(twin: tuple[Any, str], tmp_path: Path, jobs: Any):
     source, _ = twin
-    job = jobs.make(EXP, tmp_path / "longer", f"--restore_checkpoint_dir={source.folder}")
+    restored = f"--restore_checkpoint_dir={source.folder}"
+    job = jobs.make(EXP, tmp_path / "longer", restored, **DEVICES)
     output = job.run("--restore_checkpoint_step=24", "--fdl.task.train.num_train_steps=28")
     assert f"resuming from step 24 of {source.checkpoints}" in output
     assert job.steps_logged() == [25, 26, 27, 28]

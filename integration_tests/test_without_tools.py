@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,22 +26,22 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def runner(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def runner(place: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(place / "site"), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, "-P", "-m", "layerkit_runner.cli", *words]
-    environ = {**os.environ, "PYTHONPATH": path}
+    environ = {**os.environ, **environ, "PYTHONPATH": path}
     return subprocess.run(
         command, cwd=place, env=environ, capture_output=True, text=True, timeout=300
     )
 
 
-def test_trainer_runs_without_the_tools(place: Path, text_files: Path):
-    words = ("--fdl.MAX_STEPS=2", "--reduced", "--job_log_dir=run")
-    words += (f"--fdl.TEXT_FILES=['{text_files}']", "--fdl.task.train.eval_at_end=False")
-    done = runner(place, EXP, *words)
+def test_trainer_runs_without_the_tools(place: Path, jobs: Any):
+    fields = {"MAX_STEPS": 2, "task.train.eval_at_end": False}
+    job = jobs.make("lm.quickstart.LocalText", place / "run", num_devices=1, **fields)
+    done = runner(place, *job.arguments(), **job.environment())
     assert done.returncode == 0, done.stderr
     assert "step 2/2 | loss" in done.stdout + done.stderr
-    assert list((place / "run" / "checkpoints").glob("*2"))
+    assert 2 in job.steps_saved()
 
 
 @pytest.mark.parametrize(
