@@ -172,6 +172,10 @@ def test_another_process_redraws_the_curve_and_its_failure_has_no_effect(
     curve.redraw()
     assert curve._drawing is not None and curve._drawing.wait() == 0
     assert picture.read_bytes() == expected
+    ended = LossCurve(job, "token", interval=0)
+    ended.redraw()
+    ended.close()  # as a run that fails
+    assert ended._drawing is not None and ended._drawing.returncode is not None
     monkeypatch.setattr(sys, "executable", "/no/such/program")
     curve.redraw()
     early = LossCurve(job, "token")

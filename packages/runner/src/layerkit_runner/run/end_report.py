@@ -186,7 +186,7 @@ class LossCurve:
         if self._drawing is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._drawing.wait(_MAX_DRAWING_SECONDS)
-            self._drawing.kill()
+        self.close()
         key, label, folder = self._metric.name, self._metric.axis_label, self.job.directory
         try:
             picture = draw_loss_curve(folder, baselines=baselines, key=key, y_label=label)
@@ -194,6 +194,12 @@ class LossCurve:
             self.job.observers.message(f"no loss curve: {error}")
             return
         self.job.observers.message(f"loss curve: {self.job.given_directory / picture.name}")
+
+    def close(self) -> None:
+        """End a drawing that has begun."""
+        if self._drawing is not None:
+            self._drawing.kill()
+            self._drawing.wait()
 
     @property
     def _metric(self) -> ReportedMetric:

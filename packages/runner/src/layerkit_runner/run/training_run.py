@@ -447,6 +447,7 @@ class TrainingRun:
         job, train = self.job, self.job.task.train
         if jax.process_index() == 0:
             self._curve = end_report.LossCurve(job, self.inputs.inputs[0].dataset.token_unit)
+            self.resources.callback(self._curve.close)
         throughput = Throughput(self.info, job.goodput)
         per_step = [work.tokens for work in self.works]
         tokens = functools.partial(self.inputs.total, per_step) if any(per_step) else None
