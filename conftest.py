@@ -85,14 +85,14 @@ def pytest_configure(config: pytest.Config) -> None:
     `LAYERKIT_TEST_INSTALLED` is a comma-separated list of the packages that must be installed. No
     other package of the project may be importable.
     """
-    wanted = os.environ.get("LAYERKIT_TEST_INSTALLED")
-    if wanted is None:
+    expected = os.environ.get("LAYERKIT_TEST_INSTALLED")
+    if expected is None:
         return
     installed = Path(sysconfig.get_path("purelib")).resolve()
     origins = package_origins()
-    if set(origins) != set(wanted.split(",")):
+    if set(origins) != set(expected.split(",")):
         raise pytest.UsageError(
-            f"LAYERKIT_TEST_INSTALLED={wanted}: expected the importable packages,"
+            f"LAYERKIT_TEST_INSTALLED={expected}: expected the importable packages,"
             f" {','.join(origins)}"
         )
     for name, origin in origins.items():

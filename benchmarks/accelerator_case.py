@@ -234,13 +234,13 @@ def predictions(traced: Traced, step: CompiledStep, device: DeviceKind) -> dict[
 def products(hlo_text: str) -> dict[str, int]:
     """Count the matrix products of a program, and the 8-bit ones. A scan body counts once."""
     calls = [call for call in _CUSTOM_CALL.findall(hlo_text) if call.startswith(_CUBLAS)]
-    found = {"all": len(calls), "8-bit": sum(call.endswith("$f8") for call in calls)}
+    result = {"all": len(calls), "8-bit": sum(call.endswith("$f8") for call in calls)}
     for computation in _COMPUTATION.split(hlo_text):
         dtypes = dict(re.findall(r"(%[\w.-]+) = (\w+)\[", computation))
         for operands in _DOT.findall(computation):
-            found["all"] += 1
-            found["8-bit"] += all(dtypes[each].startswith(_8_BIT) for each in operands)
-    return found
+            result["all"] += 1
+            result["8-bit"] += all(dtypes[each].startswith(_8_BIT) for each in operands)
+    return result
 
 
 def compiled_row(resolved: ResolvedExperiment, target: Target) -> dict[str, Any]:

@@ -35,13 +35,13 @@ _DISTRIBUTIONS = (
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed packages that affect the figures."""
-    found = {"python": platform.python_version()}
+    result = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         try:
-            found[name] = importlib.metadata.version(name)
+            result[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def environment(target: str | None, num_devices: int) -> dict[str, Any]:
@@ -81,8 +81,8 @@ def _driver() -> str | None:
         return None
     fields = "driver_version,power.limit,clocks.max.sm"
     query = [command, f"--query-gpu={fields}", "--format=csv,noheader"]
-    found = subprocess.run(query, capture_output=True, text=True, check=False)
-    return found.stdout.strip().splitlines()[0] if found.stdout.strip() else None
+    result = subprocess.run(query, capture_output=True, text=True, check=False)
+    return result.stdout.strip().splitlines()[0] if result.stdout.strip() else None
 
 
 def main() -> None:

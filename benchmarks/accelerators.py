@@ -159,8 +159,8 @@ def run(script: str, arguments: Sequence[str], *, seconds: int) -> dict[str, Any
     except subprocess.TimeoutExpired:
         return {"status": "time limit", "reason": f"--case_seconds={seconds}"}
     if done.returncode == 0:
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return found
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return result
     said = [line for line in done.stderr.splitlines() if line.strip()] or ["nothing"]
     return {"status": "failed", "reason": f"exit code {done.returncode}: {said[-1][:300]}"}
 
@@ -226,11 +226,11 @@ def _measured_numbers(row: dict[str, Any]) -> str:
     )
 
 
-def check_devices(found: dict[str, Any], args: argparse.Namespace) -> str | None:
+def check_devices(result: dict[str, Any], args: argparse.Namespace) -> str | None:
     """Return why these devices cannot be used, or None if they can."""
-    if "devices" not in found:
-        return str(found["reason"])
-    here = len(found["devices"])
+    if "devices" not in result:
+        return str(result["reason"])
+    here = len(result["devices"])
     if here == 0:
         return "JAX found no GPU or TPU. Use --compile_only to compile for another machine."
     if here < args.devices:
@@ -243,19 +243,19 @@ def main() -> int:
     args, overrides = parse_arguments()
     target = [] if args.target is None else [f"--target={args.target}"]
     asked = [*target, f"--devices={args.devices}"]
-    found = run("accelerator_environment.py", asked, seconds=args.case_seconds)
-    if (obstacle := check_devices(found, args)) is not None:
+    result = run("accelerator_environment.py", asked, seconds=args.case_seconds)
+    if (obstacle := check_devices(result, args)) is not None:
         print(f"accelerators.py: {obstacle}", file=sys.stderr)
         return 2
-    for name, value in found.items():
+    for name, value in result.items():
         print(f"{name}: {value}")
-    if not found["has_cudnn"] and "TPU" not in found["devices"][0]:
+    if not result["has_cudnn"] and "TPU" not in result["devices"][0]:
         print("note: cuDNN is not installed; its cases are not supported")
     columns = _MEASURED_COLUMNS if args.target is None else _COMPILED_COLUMNS
     print(_CASE_COLUMNS + columns, flush=True)
     with args.json.open("a") if args.json else contextlib.nullcontext() as file:
-        for row in itertools.chain([found], rows_of_cases(args, overrides)):
-            if row is not found:
+        for row in itertools.chain([result], rows_of_cases(args, overrides)):
+            if row is not result:
                 print(line_of(row), flush=True)
             if file is not None:
                 print(json.dumps(row), file=file, flush=True)

@@ -83,14 +83,14 @@ def compiled(function: Callable[..., Any], inputs: Any) -> Any:
 def milliseconds(program: Any, inputs: Any) -> float:
     """Return the median time of a call over groups of calls."""
     jax.block_until_ready(program(*inputs))
-    found = []
+    result = []
     for _ in range(GROUPS):
         began = time.perf_counter()
         for _ in range(REPEATS):
             out = program(*inputs)
         jax.block_until_ready(out)
-        found.append(1e3 * (time.perf_counter() - began) / REPEATS)
-    return statistics.median(found)
+        result.append(1e3 * (time.perf_counter() - began) / REPEATS)
+    return statistics.median(result)
 
 
 def report_tiles(args: argparse.Namespace, inputs: Any, arrays: MaskArrays) -> None:

@@ -193,11 +193,11 @@ def measure(count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     return [line for line in lines if line["round"] >= 0]
 
 
-def report(count: int, gigabytes: float, found: Sequence[dict[str, Any]]) -> None:
+def report(count: int, gigabytes: float, result: Sequence[dict[str, Any]]) -> None:
     """Print the medians and ratios of a job with `count` processes."""
     print(f"{gigabytes:g} GB, {count} process{'' if count == 1 else 'es'}:")
     for what, bar in BARS.items():
-        ours, theirs = ([line[what] for line in found if line["kind"] == kind] for kind in KINDS)
+        ours, theirs = ([line[what] for line in result if line["kind"] == kind] for kind in KINDS)
         ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
         medians = f"{statistics.median(ours):7.3f} s against {statistics.median(theirs):7.3f} s"
         print(

@@ -56,16 +56,16 @@ def main() -> None:
     """Measure both depths round-robin and print the figures."""
     jax.config.update("jax_enable_compilation_cache", False)  # noqa: FBT003
     seconds_to_compile(2, repeated=True)
-    found: dict[int, list[tuple[float, float]]] = {4: [], 64: []}
+    result: dict[int, list[tuple[float, float]]] = {4: [], 64: []}
     for _ in range(ROUNDS):
-        for depth, taken in found.items():
+        for depth, taken in result.items():
             taken.append(seconds_to_compile(depth, repeated=True))
     print(f"{platform.machine()}, jax {jax.__version__}, repeated layers, medians of {ROUNDS}")
-    for depth, taken in found.items():
+    for depth, taken in result.items():
         trace, compile_ = (statistics.median(part) for part in zip(*taken, strict=True))
         print(f"{depth:3} layers: trace and lower {trace:.2f} s, compile {compile_:.2f} s")
-    ratios = [sum(deep) / sum(flat) for flat, deep in zip(found[4], found[64], strict=True)]
-    compile_ratios = [deep[1] / flat[1] for flat, deep in zip(found[4], found[64], strict=True)]
+    ratios = [sum(deep) / sum(flat) for flat, deep in zip(result[4], result[64], strict=True)]
+    compile_ratios = [deep[1] / flat[1] for flat, deep in zip(result[4], result[64], strict=True)]
     print(
         f"64 / 4: compile {statistics.median(compile_ratios):.2f}, with tracing "
         f"{statistics.median(ratios):.2f}"

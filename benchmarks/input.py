@@ -250,13 +250,13 @@ def print_wait(steps: int) -> None:
 
 def versions(names: Sequence[str]) -> str:
     """Return the versions of the installed packages among `names`."""
-    found = {}
+    result = {}
     for name in names:
         try:
-            found[name] = importlib.metadata.version(name)
+            result[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return ", ".join(f"{name} {version}" for name, version in found.items())
+    return ", ".join(f"{name} {version}" for name, version in result.items())
 
 
 def parse_args() -> argparse.Namespace:
@@ -269,10 +269,10 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--wait_steps", type=int, default=200, help="training steps of --wait")
     args = parser.parse_args()
-    wanted = args.readers or list(CONTESTS)
-    args.names = [n for n in CONTESTS if any(n.startswith(begin) for begin in wanted)]
+    expected = args.readers or list(CONTESTS)
+    args.names = [n for n in CONTESTS if any(n.startswith(begin) for begin in expected)]
     if not args.names:
-        parser.error(f"--readers {wanted}: expected prefixes of {list(CONTESTS)}")
+        parser.error(f"--readers {expected}: expected prefixes of {list(CONTESTS)}")
     return args
 
 

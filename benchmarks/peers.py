@@ -191,9 +191,11 @@ def compare(
         }
         tolerance = LOSS_TOLERANCES["bfloat16" if sizes["bf16"] else "float32"]
         losses = {rival: json.loads(read(worker)) for rival, worker in workers.items()}
-        for rival, found in losses.items():
-            if not np.allclose(found, losses[rivals[0]], rtol=tolerance):
-                raise SystemExit(f"losses differ: {rival} {found}, {rivals[0]} {losses[rivals[0]]}")
+        for rival, result in losses.items():
+            if not np.allclose(result, losses[rivals[0]], rtol=tolerance):
+                raise SystemExit(
+                    f"losses differ: {rival} {result}, {rivals[0]} {losses[rivals[0]]}"
+                )
         return take_turns(workers, turns=turns, steps=steps)
 
 
@@ -215,8 +217,8 @@ def main() -> None:
         return
     rivals = [name for name in args.rivals if args.torch or not name.startswith("torch")]
     sizes = {name: getattr(args, name) for name in (*SIZES, "bf16")}
-    found = compare(rivals, sizes, torch=args.torch, turns=args.turns, steps=args.steps)
-    print_table(found)
+    result = compare(rivals, sizes, torch=args.torch, turns=args.turns, steps=args.steps)
+    print_table(result)
 
 
 if __name__ == "__main__":

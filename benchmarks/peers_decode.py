@@ -71,8 +71,8 @@ def layerkit_step(folder: Path, sizes: dict[str, int]) -> Callable[[], Any]:
     model, ids = layerkit_runner.load(str(folder)), prompts(sizes)
 
     def step() -> Any:
-        found = model.generate_ids(list(ids), max_new_tokens=sizes["new"], temperature=0.0)
-        return np.asarray(found).tolist()
+        result = model.generate_ids(list(ids), max_new_tokens=sizes["new"], temperature=0.0)
+        return np.asarray(result).tolist()
 
     return step
 

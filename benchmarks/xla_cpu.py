@@ -112,14 +112,14 @@ def main() -> None:
     print(f"{'':32}{'plain ms':>10}{'other ms':>10}{'ratio':>8}")
     for name, case in cases().items():
         print_row(name, *compare(*case))
-    found = []
+    result = []
     for mode in ("plain", "kept"):
         command = [sys.executable, __file__, "--step", mode]
         output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         seconds, faults = output.split()
-        found.append((float(seconds), int(faults)))
-    print_row("temporaries of a step", found[0][0], found[1][0])
-    print(f"page faults of a step: {found[0][1]} and {found[1][1]}")
+        result.append((float(seconds), int(faults)))
+    print_row("temporaries of a step", result[0][0], result[1][0])
+    print(f"page faults of a step: {result[0][1]} and {result[1][1]}")
 
 
 def print_row(name: str, plain: float, other: float) -> None:

@@ -159,11 +159,11 @@ def run(tmp_path: Path, *subjects: str, **fields: Any) -> dict[str, Any]:
 
 @pytest.mark.experiments
 def test_killed_and_resumed_run_equals_uninterrupted_run(tmp_path: Path):
-    found = run(tmp_path, "pile")["pile"]
-    resumed = found["resumed"]
+    result = run(tmp_path, "pile")["pile"]
+    resumed = result["resumed"]
     assert resumed["largest_difference"] == 0.0
     assert 0 < resumed["from_step"] <= resumed["killed_after"] < TINY["MAX_STEPS"]
-    levels = list(found["levels"].values())
+    levels = list(result["levels"].values())
     assert levels == sorted(levels, reverse=True) and len(levels) == 4
 
 
@@ -171,12 +171,12 @@ def test_killed_and_resumed_run_equals_uninterrupted_run(tmp_path: Path):
 def test_c4_and_lambada_runs_reach_their_levels(tmp_path: Path):
     pytest.importorskip("seqio")
     pytest.importorskip("sentencepiece")
-    found = run(tmp_path, "data", "c4", "lambada")
-    for record in found.values():
+    result = run(tmp_path, "data", "c4", "lambada")
+    for record in result.values():
         known = list(record["levels"].values())
         assert known == sorted(known, reverse=True) and len(known) == 4
         assert known[-1] < record["heldout"][-1][1] < known[0]
-    lambada = found["lambada"]
+    lambada = result["lambada"]
     steps = [step for step, _ in lambada["last_word_accuracy"]]
     assert steps == list(range(0, TINY["MAX_STEPS"] + 1, TINY["CHECKPOINT_EVERY_N_STEPS"]))
     last = lambada["last_word_accuracy"][-1]

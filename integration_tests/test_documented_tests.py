@@ -33,13 +33,13 @@ PAGES = pytest.mark.parametrize(
 @PAGES
 def test_every_documented_test_exists(page: str, fewest: int):
     named, path = 0, Path()
-    for found in TEST.finditer(page):
-        if found[1]:
-            is_of_root = found[1].startswith(("integration_tests/", "packages/"))
-            path = (ROOT if is_of_root else OF_THE_RUNNER) / found[1]
-            assert path.is_file(), found[0]
-        if found[2]:
-            assert f"\ndef {found[2]}(" in path.read_text(), f"{path}: {found[2]}"
+    for result in TEST.finditer(page):
+        if result[1]:
+            is_of_root = result[1].startswith(("integration_tests/", "packages/"))
+            path = (ROOT if is_of_root else OF_THE_RUNNER) / result[1]
+            assert path.is_file(), result[0]
+        if result[2]:
+            assert f"\ndef {result[2]}(" in path.read_text(), f"{path}: {result[2]}"
             named += 1
     assert named >= fewest
 

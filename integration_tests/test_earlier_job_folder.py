@@ -58,11 +58,11 @@ def resumed(request: pytest.FixtureRequest, jobs: Any, tmp_path_factory: Any) ->
 
 
 def digest(leaves: Mapping[str, np.ndarray]) -> str:
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for name in sorted(leaves):
-        found.update(f"{name} {leaves[name].dtype} {leaves[name].shape}".encode())
-        found.update(leaves[name].tobytes())
-    return found.hexdigest()
+        result.update(f"{name} {leaves[name].dtype} {leaves[name].shape}".encode())
+        result.update(leaves[name].tobytes())
+    return result.hexdigest()
 
 
 def test_restored_state_equals_what_was_written(resumed: tuple[str, Any], jobs: Any):

@@ -116,8 +116,8 @@ def loss_of(folder: Path, texts: list[Path]) -> float:
 
     @jax.jit
     def xent(variables: Any) -> jax.Array:
-        found = lm.apply(variables, method=lambda m: m.lm(inputs, labels=labels, weights=weights))
-        return found.xent
+        result = lm.apply(variables, method=lambda m: m.lm(inputs, labels=labels, weights=weights))
+        return result.xent
 
     return float(xent(variables))
 

@@ -78,9 +78,9 @@ def main() -> int:
     pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/*/*.md")]
     for path in sorted([*pages, *ROOT.glob("packages/*/src/**/*.py")]):
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            if found := BANNED.search(line):
+            if result := BANNED.search(line):
                 place = f"{path.relative_to(ROOT)}:{number}"
-                print(f"{place}: {found[0]!r} is banned: {line.strip()}")
+                print(f"{place}: {result[0]!r} is banned: {line.strip()}")
                 failed = True
     return int(failed)
 

@@ -26,14 +26,14 @@ _UNRELEASED = "unreleased"
 
 def versions() -> dict[str, tuple[Path, str]]:
     """Return (folder, version) of each distribution by name."""
-    found = {}
+    result = {}
     for project in sorted((ROOT / "packages").glob("*/pyproject.toml")):
         name = tomllib.loads(project.read_text())["project"]["name"]
         (source,) = project.parent.glob("src/*/_version.py")
         version = re.search(r'__version__ = "(.+)"', source.read_text())
         assert version is not None, source
-        found[name] = (project.parent, version[1])
-    return found
+        result[name] = (project.parent, version[1])
+    return result
 
 
 def newest_section(folder: Path) -> tuple[str, str]:
@@ -45,49 +45,49 @@ def newest_section(folder: Path) -> tuple[str, str]:
 
 def problems(dist: Path) -> list[str]:
     """Return a line for each thing that is wrong."""
-    found = []
+    result = []
     known = versions()
     for name, (folder, version) in known.items():
         stem = f"{name.replace('-', '_')}-{version}"
         wheel, sdist = dist / f"{stem}-py3-none-any.whl", dist / f"{stem}.tar.gz"
         noted, date = newest_section(folder)
         if date != _UNRELEASED and noted != version:
-            found.append(f"{name}: the changelog begins with {noted}, not {version}")
+            result.append(f"{name}: the changelog begins with {noted}, not {version}")
         members: dict[Path, list[str]] = {}
         for path in (wheel, sdist):
             if not path.is_file():
-                found.append(f"{name}: {path.name} is missing")
+                result.append(f"{name}: {path.name} is missing")
             elif path is wheel:
                 members[path] = zipfile.ZipFile(path).namelist()
             else:
                 with tarfile.open(path) as archive:
                     members[path] = archive.getnames()
         for path, names in members.items():
-            wanted = ("LICENSE", "py.typed") if path is wheel else ("LICENSE", "CHANGELOG.md")
-            for file in wanted:
+            expected = ("LICENSE", "py.typed") if path is wheel else ("LICENSE", "CHANGELOG.md")
+            for file in expected:
                 if not any(member.endswith(f"/{file}") for member in names):
-                    found.append(f"{name}: {path.name} lacks {file}")
+                    result.append(f"{name}: {path.name} lacks {file}")
         project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
         for requirement in map(Requirement, project.get("dependencies", ())):
             if requirement.name in known:
                 sibling = known[requirement.name][1]
                 if not requirement.specifier.contains(sibling, prereleases=True):
-                    found.append(f"{name}: {requirement} does not allow {sibling}")
-    return found
+                    result.append(f"{name}: {requirement} does not allow {sibling}")
+    return result
 
 
 def main() -> int:
     """Print problems, or the commands that tag the packages to publish; return the status."""
-    found = problems(Path(sys.argv[1]))
-    for line in found:
+    result = problems(Path(sys.argv[1]))
+    for line in result:
         print(line)
-    if not found:
+    if not result:
         for name, (folder, version) in versions().items():
             if newest_section(folder)[1] == _UNRELEASED:
                 print(f"{name} is not published: its changelog begins with an unreleased section")
             else:
                 print(f'git tag -a {name}-v{version} -m "{name} {version}"')
-    return int(bool(found))
+    return int(bool(result))
 
 
 if __name__ == "__main__":

@@ -102,18 +102,18 @@ def model_facts(task: Any, state: Any, batch: Any) -> list[str]:
         return method == "fprop"
 
     def run(params: Any) -> Any:
-        _, found = lm.apply(
+        _, result = lm.apply(
             {"params": params},
             batch,
             rngs={"random": jax.random.key(0)},
             capture_intermediates=is_output,
             mutable=["intermediates", "aux_loss"],
         )
-        return found["intermediates"]
+        return result["intermediates"]
 
-    found = flatten_dict(jax.eval_shape(run, state.params))
+    result = flatten_dict(jax.eval_shape(run, state.params))
     facts = []
-    for path, values in sorted(found.items(), key=lambda item: order.index(item[0][:-1])):
+    for path, values in sorted(result.items(), key=lambda item: order.index(item[0][:-1])):
         name = "/".join(path[:-1])
         value = values[0]
         if len(path) <= 4 and hasattr(value, "shape"):
@@ -203,7 +203,7 @@ def draw(stages: list[tuple[str, str, list[str]]]) -> None:
 
 
 if __name__ == "__main__":
-    found = trace()
-    for name, code, facts in found:
+    result = trace()
+    for name, code, facts in result:
         print(f"{name} ({code})", *facts, sep="\n  ")
-    draw(found)
+    draw(result)

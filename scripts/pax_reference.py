@@ -94,8 +94,8 @@ def install_contrib() -> None:
 
 def experiments() -> dict[str, type]:
     """Return the classes of paxml, and of later versions, by the names of this repository."""
-    found = {name: find_class(name) for name in json.loads(CATALOGUE.read_text())}
-    return {name: cls for name, cls in found.items() if cls is not None}
+    result = {name: find_class(name) for name in json.loads(CATALOGUE.read_text())}
+    return {name: cls for name, cls in result.items() if cls is not None}
 
 
 def find_class(name: str) -> type | None:
@@ -158,13 +158,13 @@ def weights_of(model: base_layer.BaseLayer, length: int) -> tuple[int, list[list
             standard_deviation(weight),
         )
         rows.setdefault(key, []).append(name)
-    found: list[list[Any]] = []
+    result: list[list[Any]] = []
     for (name, *rest), names in rows.items():
         if "*" in name and len(names) < len(layers):  # as experts in every second layer
-            found.extend([each, 1, *rest] for each in names)
+            result.extend([each, 1, *rest] for each in names)
         else:
-            found.append([name, len(names), *rest])
-    return total, found
+            result.append([name, len(names), *rest])
+    return total, result
 
 
 def task_on_its_mesh(experiment: Any) -> Any:

@@ -90,8 +90,8 @@ def _targets(names: Sequence[str], *, otherwise: str) -> Iterator[tuple[str, str
             continue
         if "eval_only" in entry["tags"]:
             continue
-        found = _TARGET.search(summary)
-        yield entry["name"], found[1] if found else otherwise
+        result = _TARGET.search(summary)
+        yield entry["name"], result[1] if result else otherwise
 
 
 def _planned(name: str, target: str, folder: Path) -> Made:

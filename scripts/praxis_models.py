@@ -83,12 +83,12 @@ def first_deviations(record, *_):
             (np.zeros((1, 4, 32), np.float32), np.zeros((1, 4), np.float32)),
         ),
     }
-    found = {}
+    result = {}
     for name, (weight, layer, inputs) in layers.items():
         declared = base_layer.instantiate(layer).abstract_init_with_metadata(*inputs)
         init = declared["params"][weight].init
-        found[name] = init.scale / (np.sqrt(3) if init.method == "uniform" else 1)
-    record("first_deviations", **found)
+        result[name] = init.scale / (np.sqrt(3) if init.method == "uniform" else 1)
+    record("first_deviations", **result)
 
 
 # Fields of layers, models and decoders whose defaults differ here; a field may be one of a field.
@@ -115,7 +115,7 @@ DEFAULTS = {
 
 def defaults(record, *_):
     """Record the text of the defaults of some fields; a template is the name of its class."""
-    found = {}
+    result = {}
     for owner, fields in DEFAULTS.items():
         for field in fields:
             value = pax_fiddle.Config(owner)
@@ -125,5 +125,5 @@ def defaults(record, *_):
                 value = pax_fiddle.get_callable(value).__name__
             elif isinstance(value, decoder_hparams.DecoderHParams):
                 value = type(value).__name__
-            found[f"{owner.__name__}.{field}"] = getattr(value, "name", str(value))
-    record("defaults", **found)
+            result[f"{owner.__name__}.{field}"] = getattr(value, "name", str(value))
+    record("defaults", **result)

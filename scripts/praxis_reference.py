@@ -411,9 +411,9 @@ def searches():
         "minimum": {"beam_size": 4, "max_decode_steps": 5, "min_decode_steps": 3},
         "two_tokens": {"beam_size": 4, "max_decode_steps": 5, "tokens_per_beam": 2},
     }.items():
-        found = decode(search(fields))
-        outputs = {"ids": found.output_ids, "lengths": found.decode_lengths}
-        record(f"beam_search_{name}", **given, **outputs, scores=found.scores)
+        result = decode(search(fields))
+        outputs = {"ids": result.output_ids, "lengths": result.decode_lengths}
+        record(f"beam_search_{name}", **given, **outputs, scores=result.scores)
 
     def greedy(model, extend_step, prompts, lengths):
         paddings = (jnp.arange(3) >= lengths[:, None]).astype(jnp.float32)
@@ -428,8 +428,8 @@ def searches():
             transform_state_fn=keep_state,
         )
 
-    found = decode(greedy)
-    record("greedy_steps", **given, ids=found.output_ids, lengths=found.decode_lengths)
+    result = decode(greedy)
+    record("greedy_steps", **given, ids=result.output_ids, lengths=result.decode_lengths)
 
 
 def main():

@@ -79,9 +79,9 @@ def released_weights():
     """Return one line, `name shape`, for each weight of the released checkpoint."""
     decoder = base_layer.instantiate(decoder_config(**RELEASED))
     declared = decoder.abstract_init_with_metadata(batch_of(1, 64), do_eval=True)["params"]
-    found = py_utils.NestedMap.FromNestedDict(declared).FlattenItems()
+    result = py_utils.NestedMap.FromNestedDict(declared).FlattenItems()
     return [
-        f"{name.replace('.', '/')} {'x'.join(map(str, weight.shape))}" for name, weight in found
+        f"{name.replace('.', '/')} {'x'.join(map(str, weight.shape))}" for name, weight in result
     ]
 
 

@@ -67,9 +67,9 @@ class LinkNames(SphinxPostTransform):
             text = node.astext()
             if not NAME.fullmatch(text) or is_within(node, (nodes.reference, nodes.title)):
                 continue
-            found = find(self.env, text.removesuffix("()"))
-            if found is not None and self.app.builder.format == "html":
-                path, entry = found
+            result = find(self.env, text.removesuffix("()"))
+            if result is not None and self.app.builder.format == "html":
+                path, entry = result
                 link = make_refnode(
                     self.app.builder, docname, entry.docname, entry.node_id, node.deepcopy(), path
                 )
@@ -89,8 +89,8 @@ def resolve_short_name(app: Sphinx, env: Any, node: Any, content: Any) -> Any:
     """Resolve a reference of a docstring that gives a short or a canonical name."""
     if node.get("refdomain") != "py":
         return None
-    found = find(env, node["reftarget"].removesuffix("()"))
-    if found is None:
+    result = find(env, node["reftarget"].removesuffix("()"))
+    if result is None:
         return None
-    path, entry = found
+    path, entry = result
     return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, content, path)

@@ -251,16 +251,16 @@ def convert(lines: list[str]) -> list[str]:
             is_code = False
         else:
             blocks[-1].append(line)
-    found: list[str] = []
+    result: list[str] = []
     is_code = False
     for block in blocks:
         if block[:1] == [".. code-block:: python"]:
-            found += block
+            result += block
             is_code = True
         else:
-            found += block if is_code else convert_text("\n".join(block)).split("\n")
+            result += block if is_code else convert_text("\n".join(block)).split("\n")
             is_code = False
-    return found
+    return result
 
 
 def convert_text(text: str) -> str:
@@ -313,8 +313,8 @@ def show_fields(
 def short(annotation: Any) -> str:
     """Return the text of an annotation, such as that of `Annotated[Any, Tokenizer]`: Tokenizer."""
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
-    found = re.fullmatch(r"Annotated\[Any, (.*)\]", text)
-    return (found[1] if found else text).replace("~", "")
+    result = re.fullmatch(r"Annotated\[Any, (.*)\]", text)
+    return (result[1] if result else text).replace("~", "")
 
 
 def default_of(field: dataclasses.Field) -> str:

@@ -74,9 +74,9 @@ PAGES: dict[str, tuple[str, ...]] = {
 def recipe_modules() -> list[str]:
     """Return the modules of the recipes that experiments call, and of base classes beside these."""
     recipes = importlib.import_module("layerkit_experiments.recipes")
-    found = pkgutil.iter_modules(recipes.__path__, f"{recipes.__name__}.")
+    result = pkgutil.iter_modules(recipes.__path__, f"{recipes.__name__}.")
     return [
-        *(module.name for module in found),
+        *(module.name for module in result),
         *(f"layerkit_experiments.lm.{name}" for name in ("distill", "pax")),
     ]
 
@@ -94,7 +94,7 @@ def names_of(module_name: str) -> list[str]:
     if hasattr(module, "__all__"):
         return [name for name in module.__all__ if not name.startswith("_")]
     is_package = hasattr(module, "__path__")
-    found = []
+    result = []
     for name in dir(module):
         value = None if name.startswith("_") else getattr(module, name)
         if value is None or isinstance(value, types.ModuleType):
@@ -106,8 +106,8 @@ def names_of(module_name: str) -> list[str]:
         is_named = name.isupper() or (len(name) > 1 and name[0].isupper() and not is_ours)
         is_constant = is_named and name in assigned_names(home_of(module_name, name), module_name)
         if (is_ours and is_defined) or is_constant:
-            found.append(name)
-    return found
+            result.append(name)
+    return result
 
 
 def home_of(module_name: str, name: str) -> str:

@@ -311,10 +311,10 @@ class Chaos:
             SavedStep(step, began, {BEST: losses[step]} if step in losses else {})
             for step in self._committed
         ]
-        wanted = POLICY.steps_to_keep(ever)
-        assert all(verified.get(step) for step in wanted), (sorted(wanted), verified)
+        expected = POLICY.steps_to_keep(ever)
+        assert all(verified.get(step) for step in expected), (sorted(expected), verified)
         known = read_evaluations(epath.Path(self._job.checkpoints))
-        for step in wanted & losses.keys() - {self._reference.num_steps}:
+        for step in expected & losses.keys() - {self._reference.num_steps}:
             assert known[step][BEST] == losses[step]
 
 

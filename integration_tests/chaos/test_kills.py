@@ -134,10 +134,10 @@ def assert_same_checkpoints(jobs: Any, ours: Any, reference: Any, num_steps: int
 def assert_same_metrics(ours: Any, reference: Any, num_steps: int) -> None:
     """Each step once, and the numbers equal; so are those of steps that were done again."""
     expected = read_metrics(reference.folder)
-    found = read_metrics(ours.folder)
-    assert [record["step"] for record in found.train] == list(range(1, num_steps + 1))
+    result = read_metrics(ours.folder)
+    assert [record["step"] for record in result.train] == list(range(1, num_steps + 1))
     evaluated = [record["step"] for record in expected.evals["heldout"]]
-    assert [record["step"] for record in found.evals["heldout"]] == evaluated
+    assert [record["step"] for record in result.evals["heldout"]] == evaluated
     by_step = {
         (record["step"], record.get("dataset")): computed(record)
         for record in [*expected.train, *expected.evals["heldout"]]

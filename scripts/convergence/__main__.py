@@ -47,7 +47,7 @@ PAGE = chain.PAGE.with_name("convergence.md")
 
 def record(subject: str, runner: Runner, *, docs: Path) -> Path:
     """Train a subject, write its record to `docs` and return the path."""
-    found = {
+    result = {
         "experiment": RUNS[subject][0] if subject in RUNS else "assistant",
         **SUBJECTS[subject](runner),
         **sizes(runner.folder / JOBS[subject]),
@@ -55,7 +55,7 @@ def record(subject: str, runner: Runner, *, docs: Path) -> Path:
         **circumstances(),
     }
     path = docs / f"{subject}.json"
-    path.write_text(as_text(found))
+    path.write_text(as_text(result))
     return path
 
 
@@ -80,9 +80,9 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def as_text(found: Mapping[str, Any]) -> str:
+def as_text(result: Mapping[str, Any]) -> str:
     """Return JSON with a line for each entry, for readable diffs."""
-    entries = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in found.items())
+    entries = (f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in result.items())
     return "{\n" + ",\n".join(entries) + "\n}\n"
 
 

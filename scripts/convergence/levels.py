@@ -93,9 +93,9 @@ def of_local_text(num_read: int) -> dict[str, float]:
 
 def _counts(documents: Sequence[bytes]) -> collections.Counter[int]:
     """Count each byte value, and the document ends as value 256."""
-    found = np.bincount(np.frombuffer(b"".join(documents), np.uint8), minlength=257)
-    found[256] = len(documents)
-    return collections.Counter(dict(enumerate(found.tolist())))
+    result = np.bincount(np.frombuffer(b"".join(documents), np.uint8), minlength=257)
+    result[256] = len(documents)
+    return collections.Counter(dict(enumerate(result.tolist())))
 
 
 def _xz_bits(text: bytes) -> int:

@@ -46,9 +46,9 @@ def losses(record: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     """Yield the held-out loss of the model and its levels; byte losses are in bits."""
     of_bytes = record["unit"] == "nats per byte"
     step, loss = record["all_heldout"] if "all_heldout" in record else record["heldout"][-1]
-    found = {f"the model, {record['num_params']:,} weights, step {step}": loss, **record["levels"]}
+    result = {f"the model, {record['num_params']:,} weights, step {step}": loss, **record["levels"]}
     yield f"held-out text, {'bits per byte' if of_bytes else record['unit']}", ""
-    for what, nats in sorted(found.items(), key=lambda item: -item[1]):
+    for what, nats in sorted(result.items(), key=lambda item: -item[1]):
         yield what, f"{nats / math.log(2) if of_bytes else nats:.3f}"
 
 
@@ -84,18 +84,18 @@ def resumed_stages(record: Mapping[str, Any]) -> str:
     """Return the comparison of each killed and resumed stage with the uninterrupted one."""
     rows = [("job", "killed after step", "resumed from step", "largest difference of a loss")]
     for job, stage in record["stages"].items():
-        found = stage["resumed"]
-        values = (found["killed_after"], found["from_step"], f"{found['largest_difference']:g}")
+        result = stage["resumed"]
+        values = (result["killed_after"], result["from_step"], f"{result['largest_difference']:g}")
         rows.append((job, *map(str, values)))
     return table(rows)
 
 
-def resumed(found: Mapping[str, Any]) -> str:
+def resumed(result: Mapping[str, Any]) -> str:
     """Return the comparison of the killed and resumed run with the uninterrupted one."""
     return (
-        f"Killed after step {found['killed_after']}, resumed from step {found['from_step']}. The"
+        f"Killed after step {result['killed_after']}, resumed from step {result['from_step']}. The"
         f" largest difference between the training losses of this run and the uninterrupted run is"
-        f" {found['largest_difference']:g}."
+        f" {result['largest_difference']:g}."
     )
 
 

@@ -37,7 +37,7 @@ def on_one_device(leaf):
 
 
 jax.config.update("jax_num_cpu_devices", max(num_devices(parts[name][0]) for name in parts))
-found = {}
+parts_here = {}
 for name, (partitioner, task) in parts.items():
     partitioner.start(jax.devices()[: num_devices(partitioner)])
     partitioner.bind(task)
@@ -45,7 +45,7 @@ for name, (partitioner, task) in parts.items():
     state = partitioner.abstract_state(task)
     params = jax.tree.leaves(state.params)
     leaves = [*params, *jax.tree.leaves(state.opt_state)]
-    found[name] = {
+    parts_here[name] = {
         "num_devices": partitioner.mesh.size,
         "num_params": sum(math.prod(leaf.shape) for leaf in whole),
         "num_params_here": sum(map(on_one_device, params)),
@@ -54,7 +54,7 @@ for name, (partitioner, task) in parts.items():
     }
 readers = {"tensorflow", "seqio", "grain", "sentencepiece"} & set(sys.modules)
 assert not readers, f"imported: {readers}"
-print(json.dumps(found))
+print(json.dumps(parts_here))
 """
 
 
@@ -85,7 +85,7 @@ def measure_states() -> Callable[[Iterable[str]], dict[str, Any]]:
         command = [sys.executable, "-c", MEASURE, *names]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         assert done.returncode == 0, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
+        result: dict[str, Any] = json.loads(done.stdout)
+        return result
 
     return measure

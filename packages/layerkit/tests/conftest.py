@@ -103,12 +103,12 @@ def layers_in():
     def find(package):
         from layerkit.base.base_layer import BaseLayer
 
-        found = set()
+        result = set()
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             for _, thing in inspect.getmembers(importlib.import_module(info.name), inspect.isclass):
                 if issubclass(thing, BaseLayer) and thing.__module__ == info.name:
-                    found.add(thing)
-        return found
+                    result.add(thing)
+        return result
 
     return find
 
@@ -126,18 +126,18 @@ def absent_devices():
             if importlib.util.find_spec("libtpu") is None:
                 pytest.skip("libtpu is not installed: pip install libtpu")
             os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-            found = topologies.get_topology_desc(SLICES[count], platform="tpu").devices
+            result = topologies.get_topology_desc(SLICES[count], platform="tpu").devices
         else:
             if not any(map(importlib.util.find_spec, ["jax_cuda12_plugin", "jax_cuda13_plugin"])):
                 pytest.skip("JAX's CUDA plugin is not installed: pip install jax-cuda12-plugin")
             if os.environ.setdefault("LAYERKIT_TESTS_GPU", platform) != platform:
                 pytest.skip(f"needs a process of its own: pytest -k {platform}")
-            found = topologies.get_topology_desc(
+            result = topologies.get_topology_desc(
                 platform="cuda",
                 topology_name=platform,
                 topology=f"1x1x{count}",
                 target_config=B200 if platform == "b200" else H100,
             ).devices
-        return found[:count]
+        return result[:count]
 
     return devices

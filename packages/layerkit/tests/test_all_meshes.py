@@ -189,15 +189,15 @@ def check_mesh(sizes, rules, *, build=language_model):
     )
     with jax.set_mesh(bound.mesh):
         batch = jax.tree.map(lambda x: jax.device_put(x, rows), packed_batch())
-        found = jax.device_get(step(jax.device_put(params, layouts), batch))
-    jax.tree_util.tree_map_with_path(assert_close, found, expected)
+        actual = jax.device_get(step(jax.device_put(params, layouts), batch))
+    jax.tree_util.tree_map_with_path(assert_close, actual, expected)
 
 
-def assert_close(path, found, expected):
+def assert_close(path, actual, expected):
     where = jax.tree_util.keystr(path)
     assert np.isfinite(expected).all(), where
     bound = 1e-5 * max(1.0, np.abs(expected).max())
-    assert np.abs(found - expected).max() <= bound, where
+    assert np.abs(actual - expected).max() <= bound, where
 
 
 def test_all_meshes_of_eight_devices_are_listed():

@@ -47,9 +47,9 @@ def handles_arrays(function):
 
 
 def test_docstrings_of_array_functions_give_shapes():
-    found = {where: doc for where, f, doc in public_functions() if handles_arrays(f)}
-    assert len(found) > 50
-    missing = [where for where, doc in found.items() if not SHAPE.search(doc or "")]
+    result = {where: doc for where, f, doc in public_functions() if handles_arrays(f)}
+    assert len(result) > 50
+    missing = [where for where, doc in result.items() if not SHAPE.search(doc or "")]
     assert missing == []
 
 

@@ -21,14 +21,14 @@ INDEXES = [layerkit.layers, layerkit.models, layerkit.decoding, layerkit.testing
 
 def imported_names(body):
     """Return name → module of the `from module import name as name` statements in `body`."""
-    found = {}
+    result = {}
     for node in body:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 assert alias.asname == alias.name, "an index re-exports names as they are"
-                assert alias.name not in found, f"{alias.name} is listed twice"
-                found[alias.name] = node.module
-    return found
+                assert alias.name not in result, f"{alias.name} is listed twice"
+                result[alias.name] = node.module
+    return result
 
 
 def source_of(module):

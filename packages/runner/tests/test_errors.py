@@ -8,12 +8,12 @@ from layerkit_runner.errors import NonFiniteError, StorageError, UsageError, to_
 
 @pytest.mark.parametrize("kind", [UsageError, StorageError, NonFiniteError])
 def test_conversion_keeps_class_and_data_of_a_usage_error(kind: type[UsageError]):
-    found = to_usage_error(kind("cannot save", owner="disk", value=3), owner="job")
-    assert (type(found), found.exit_code) == (kind, kind.exit_code)
-    assert (found.problem, found.owner, found.value) == ("cannot save", "job: disk", 3)
+    result = to_usage_error(kind("cannot save", owner="disk", value=3), owner="job")
+    assert (type(result), result.exit_code) == (kind, kind.exit_code)
+    assert (result.problem, result.owner, result.value) == ("cannot save", "job: disk", 3)
 
 
 @pytest.mark.parametrize("error", [UserError("bad"), ConfigError("bad"), ValueError("bad")])
 def test_other_errors_become_usage_errors(error: Exception):
-    found = to_usage_error(error, owner="job")
-    assert (type(found), found.owner, found.problem) == (UsageError, "job", "bad")
+    result = to_usage_error(error, owner="job")
+    assert (type(result), result.owner, result.problem) == (UsageError, "job", "bad")

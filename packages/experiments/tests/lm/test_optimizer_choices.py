@@ -180,8 +180,8 @@ def test_updates_equal_numpy(boxes: Any, name: str, limit: float | None):
             w, curvature = first[layer].astype(np.float64), flatten_dict(hessian)[path][layer]
             expected = trained(name, gs, w, rates, decayed, curvature)
             for new, reference in zip(weights[1:], expected, strict=True):
-                found = np.asarray(flatten_dict(new)[path][layer])
-                np.testing.assert_allclose(found, reference, rtol=0, atol=1e-5 * RATE)
+                actual = np.asarray(flatten_dict(new)[path][layer])
+                np.testing.assert_allclose(actual, reference, rtol=0, atol=1e-5 * RATE)
 
 
 @pytest.mark.slow
@@ -192,7 +192,7 @@ def test_sophia_estimates_the_hessian_of_the_task_in_microbatches():
     batch = NestedMap(ids=ids[:, :-1], labels=ids[:, 1:], weights=jnp.ones((4, 8)))
     state = task.init_state(jax.random.key(0))
     step = jax.jit(functools.partial(task.train_step, context=GLOBAL_BATCH))
-    found = step(state, batch)[0].opt_state[0]
+    actual = step(state, batch)[0].opt_state[0]
 
     def loss(params: Any) -> Any:
         return task.model.apply({PARAMS: params}, batch)[0]["loss"].value
@@ -200,9 +200,9 @@ def test_sophia_estimates_the_hessian_of_the_task_in_microbatches():
     key = jax.random.fold_in(jax.random.key(0), 0)
     signs = optax.tree.random_like(key, state.params, jax.random.rademacher)
     hvp = jax.jit(lambda w: jax.vjp(jax.grad(loss), w)[1](signs)[0])(state.params)
-    for nu, h, sign in zip(*map(jax.tree.leaves, (found.nu, hvp, signs)), strict=True):
+    for nu, h, sign in zip(*map(jax.tree.leaves, (actual.nu, hvp, signs)), strict=True):
         np.testing.assert_allclose(nu, 0.01 * h * sign, atol=1e-7 * float(jnp.abs(h).max()))
-    assert found.hessian_fn_state == 1
+    assert actual.hessian_fn_state == 1
     task = resolve(Small(**fields)).task.Instantiate()
     state = jax.eval_shape(task.init_state, jax.random.key(0))
     with pytest.raises(UsageError, match="second derivative"):
@@ -239,11 +239,11 @@ def stepped(mesh: list[int], folder: Path | None, **fields: Any) -> Any:
 def test_eight_devices_with_microbatches_and_checkpoints_equal_one(name: str, tmp_path: Path):
     fields = {"OPTIMIZER": name, "CLIP_GRADIENT_NORM": 0.5}
     expected = stepped([1, 1, 1], None, **fields)
-    found = stepped([2, 2, 2], tmp_path, GRADIENT_ACCUMULATION_STEPS=2, **fields)
+    actual = stepped([2, 2, 2], tmp_path, GRADIENT_ACCUMULATION_STEPS=2, **fields)
     # Directions of entries whose gradient is all rounding errors may differ. In the eigenbasis of
     # SOAP, most entries of a gradient of a low rank are such: only its checkpoint is compared.
     share = 1.0 if name == "soap" else 0.01
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert np.mean(np.abs(a - b) > 1e-3 * RATE) <= share
 
 

@@ -82,13 +82,13 @@ def trained(name: str, *, seed: int | None = None) -> dict[str, np.ndarray]:
         state = state.replace(params=unflatten_dict(given, sep="/"))
     state = jax.device_put(jax.device_get(state), partitioner.state_shardings(task))
     step = partitioner.train_step_fn(task)
-    found: dict[str, list[float]] = {"loss": [], "learning_rate": [], "gradient_norm": []}
+    actual: dict[str, list[float]] = {"loss": [], "learning_rate": [], "gradient_norm": []}
     for tokens in run["tokens"]:
         state, (metrics, scalars) = step(state, partitioner.put_batch(batch_of(tokens)))
-        found["loss"].append(float(metrics["loss"].value))
-        found["learning_rate"].append(float(scalars["learning/lr"]))
-        found["gradient_norm"].append(float(scalars["learning/raw_grad_norm"]))
-    return {name: np.array(numbers) for name, numbers in found.items()}
+        actual["loss"].append(float(metrics["loss"].value))
+        actual["learning_rate"].append(float(scalars["learning/lr"]))
+        actual["gradient_norm"].append(float(scalars["learning/raw_grad_norm"]))
+    return {name: np.array(numbers) for name, numbers in actual.items()}
 
 
 def read(source: WeightSource, theirs: dict[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:

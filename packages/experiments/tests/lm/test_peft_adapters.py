@@ -60,8 +60,8 @@ def logits_of_peft(base: Path, adapter: Path) -> np.ndarray:
     return adapted.logits.numpy()
 
 
-def assert_near(found: np.ndarray, expected: np.ndarray) -> None:
-    assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
+def assert_near(result: np.ndarray, expected: np.ndarray) -> None:
+    assert np.abs(result - expected).max() < 1e-5 * np.abs(expected).max()
 
 
 def test_trained_adapters_are_loaded_by_peft_and_back(base: Path, tmp_path: Path, raises: Any):
@@ -115,8 +115,8 @@ def test_adapters_of_peft_are_trained_further_on_4_bits(base: Path, tmp_path: Pa
     words = [f"--job_log_dir={job}", "--mode=export", "--adapters_only"]
     assert cli.main([*words, f"--export_dir={tmp_path / 'new'}"]) == 0
     # The model of PEFT has the floats that are rounded here.
-    expected, found = logits_of_peft(base, tmp_path / "new"), ended.model.logits(IDS)
-    assert np.abs(found - expected).max() < 0.2 * np.abs(expected).max()
+    expected, result = logits_of_peft(base, tmp_path / "new"), ended.model.logits(IDS)
+    assert np.abs(result - expected).max() < 0.2 * np.abs(expected).max()
     again = {str(tmp_path / "new"): 1.0}
     loaded = layerkit_runner.load(base, overrides={"ADAPTERS": again, "DTYPE": "float32"})
     assert_near(loaded.logits(IDS), expected)

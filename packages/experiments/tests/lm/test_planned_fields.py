@@ -65,8 +65,8 @@ def planned_for_gpus(target: str = "h100x2", **fields: Any) -> dict[str, Any]:
 
 
 def matrix(plan: dict[str, Any], path: str) -> dict[str, Any]:
-    (found,) = [each for each in plan["tensors"] if each["path"] == f"params/lm/{path}"]
-    return found
+    (result,) = [each for each in plan["tensors"] if each["path"] == f"params/lm/{path}"]
+    return result
 
 
 def traffic(plan: dict[str, Any]) -> set[str]:

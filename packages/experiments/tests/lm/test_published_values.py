@@ -75,8 +75,8 @@ SAMPLES = (
 @functools.cache
 def resolved(name: str) -> ResolvedExperiment:
     module, _, class_name = name.partition(".")
-    found = importlib.import_module(f"layerkit_experiments.lm.{module}")
-    return resolve(getattr(found, class_name)())
+    result = importlib.import_module(f"layerkit_experiments.lm.{module}")
+    return resolve(getattr(result, class_name)())
 
 
 def test_lambada_asks_the_model_of_the_pile():
@@ -133,8 +133,8 @@ def _vectors_by_hand(row: Row) -> int:
     return layers * (of_layer + 3 * heads * per_head + d) + 2 * d
 
 
-def check_weights(found: dict[str, Any]) -> None:
-    for name, sizes in found.items():
+def check_weights(result: dict[str, Any]) -> None:
+    for name, sizes in result.items():
         row = PUBLISHED[name.removeprefix("lm.")]
         assert sizes["num_params"] == _count_by_hand(row), name
         assert sizes["dtypes"] == ["float32"]

@@ -60,15 +60,15 @@ def products(name: str | None) -> dict[str, Counter[tuple[str, str]]]:
         weights=jnp.ones((2, 16)),
     )
     program = jax.make_jaxpr(partitioner.train_step_fn(task))(state, batch)
-    found = {"layers": Counter[tuple[str, str]](), "head": Counter[tuple[str, str]]()}
+    result = {"layers": Counter[tuple[str, str]](), "head": Counter[tuple[str, str]]()}
     for eqn in equations(program.jaxpr):
         factors = [v.aval for v in eqn.invars[:2]]
         if eqn.primitive.name != "dot_general" or any(len(each.shape) != 2 for each in factors):
             continue
         shapes = [size for each in (*factors, eqn.outvars[0].aval) for size in each.shape]
         where = "head" if SMALL["VOCAB_SIZE"] in shapes else "layers"
-        found[where][factors[0].dtype.name, factors[1].dtype.name] += 1
-    return found
+        result[where][factors[0].dtype.name, factors[1].dtype.name] += 1
+    return result
 
 
 def test_float_products_are_the_default():
@@ -81,21 +81,21 @@ def test_float_products_are_the_default():
     "name", ["fp8_delayed", pytest.param("fp8_current", marks=pytest.mark.slow)]
 )
 def test_all_products_of_layers_are_in_fp8_and_those_of_the_head_are_not(name):
-    found = products(name)
+    result = products(name)
     e4, e5 = "float8_e4m3fn", "float8_e5m2"
-    assert set(found["layers"]) <= {(e4, e4), (e4, e5), (e5, e4)}
-    assert found["layers"].total() == products(None)["layers"].total()
-    assert found["head"] == products(None)["head"]
+    assert set(result["layers"]) <= {(e4, e4), (e4, e5), (e5, e4)}
+    assert result["layers"].total() == products(None)["layers"].total()
+    assert result["head"] == products(None)["head"]
 
 
 def test_weight_gradients_of_int8_products_are_in_floats():
-    found = products("int8")
+    result = products("int8")
     expected = products(None)["layers"].total()
-    assert found["layers"] == {
+    assert result["layers"] == {
         ("int8", "int8"): expected - IN_LAYER,
         ("bfloat16", "bfloat16"): IN_LAYER,
     }
-    assert found["head"] == products(None)["head"]
+    assert result["head"] == products(None)["head"]
 
 
 def test_use_fp8_is_the_name_of_pax_for_delayed_scaling(raises):
@@ -122,7 +122,7 @@ def test_training_ends_near_that_in_floats(name):
         partitioner.start(jax.devices()[:1])
         partitioner.bind(task)
         state, step = partitioner.init_fn(task)(), partitioner.train_step_fn(task)
-        rng, found = np.random.default_rng(1), []
+        rng, result = np.random.default_rng(1), []
         for _ in range(150):
             # Each token is the one before it plus 1 or 2, so that 0.69 nats are the least.
             steps = rng.integers(1, 3, (8, 17))
@@ -130,8 +130,8 @@ def test_training_ends_near_that_in_floats(name):
             weights = np.ones((8, 16), np.float32)
             batch = NestedMap(ids=tokens[:, :-1], labels=tokens[:, 1:], weights=weights)
             state, (metrics, _) = step(state, partitioner.put_batch(batch))
-            found.append(float(metrics["loss"].value))
-        return np.array(found)
+            result.append(float(metrics["loss"].value))
+        return np.array(result)
 
     exact, rounded = losses(None), losses(name)
     assert exact[-20:].mean() < 1.0 < exact[0]

@@ -80,22 +80,22 @@ def products(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
 @pytest.mark.experiments
 @pytest.mark.parametrize("name", ["fp8_delayed", "fp8_current"])
 def test_products_of_h100_are_in_fp8_but_for_the_head(name):
-    found = Counter(products(compiled_text("h100x1", QUANTIZATION=name)))
-    assert {dtypes for where, dtypes in found if where == "layers"} == {
+    result = Counter(products(compiled_text("h100x1", QUANTIZATION=name)))
+    assert {dtypes for where, dtypes in result if where == "layers"} == {
         (E4, E4),
         (E5, E4),
         (E4, E5),
     }
-    assert {dtypes for where, dtypes in found if where == "head"} == {("bf16", "bf16")}
+    assert {dtypes for where, dtypes in result if where == "head"} == {("bf16", "bf16")}
 
 
 @pytest.mark.experiments
 def test_products_of_v5e_are_in_int8_but_for_gradients_of_weights_and_the_head():
-    found = Counter(products(compiled_text("v5e:1x1", QUANTIZATION="int8")))
+    result = Counter(products(compiled_text("v5e:1x1", QUANTIZATION="int8")))
     # Query, key, value, output, up and down in the body of the loop over layers.
-    assert found["layers", ("s8", "s8")] == 2 * 6
-    assert found["layers", ("bf16", "bf16")] == 6
-    assert found["head", ("bf16", "bf16")] == 3
+    assert result["layers", ("s8", "s8")] == 2 * 6
+    assert result["layers", ("bf16", "bf16")] == 6
+    assert result["head", ("bf16", "bf16")] == 3
 
 
 @pytest.mark.experiments

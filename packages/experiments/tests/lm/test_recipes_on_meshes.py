@@ -43,15 +43,15 @@ def trained(name: str, *, steps: int, mesh: list[int], **fields: Any) -> dict[st
     state = jax.device_put(jax.device_get(state), partitioner.state_shardings(task))
     step = partitioner.train_step_fn(task)
     rng = np.random.default_rng(1)
-    found: dict[str, list[float]] = {"loss": [], "gradient_norm": []}
+    result: dict[str, list[float]] = {"loss": [], "gradient_norm": []}
     for _ in range(steps):
         tokens = rng.integers(0, SMALL["VOCAB_SIZE"], (ROWS, SMALL["MAX_SEQ_LEN"] + 1), np.int32)
         weights = np.ones((ROWS, SMALL["MAX_SEQ_LEN"]), np.float32)
         batch = NestedMap(ids=tokens[:, :-1], labels=tokens[:, 1:], weights=weights)
         state, (metrics, scalars) = step(state, partitioner.put_batch(batch))
-        found["loss"].append(float(metrics["loss"].value))
-        found["gradient_norm"].append(float(scalars["learning/raw_grad_norm"]))
-    return {name: np.array(numbers) for name, numbers in found.items()}
+        result["loss"].append(float(metrics["loss"].value))
+        result["gradient_norm"].append(float(scalars["learning/raw_grad_norm"]))
+    return {name: np.array(numbers) for name, numbers in result.items()}
 
 
 PIPELINE = {"NUM_STAGES": 2, "MICROBATCH_SIZE": 2}
@@ -67,8 +67,8 @@ def test_activations_sharded_by_features_train_as_whole_ones(
 ):
     sharded = trained(name, steps=STEPS, mesh=mesh, **fields)
     whole = trained(name, steps=STEPS, mesh=[1] * len(mesh), **fields)
-    for number, found in sharded.items():
-        np.testing.assert_allclose(found, whole[number], rtol=2e-5, err_msg=number)
+    for number, result in sharded.items():
+        np.testing.assert_allclose(result, whole[number], rtol=2e-5, err_msg=number)
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_step_in_fp8_is_near_that_in_float32():
         trained("lm.nvidia.NVIDIA1_3B", steps=1, mesh=[1, 1, 1], USE_FP8=use_fp8)
         for use_fp8 in (True, False)
     )
-    for number, found in fp8.items():
+    for number, result in fp8.items():
         # An e4m3 value has 3 bits after the first, so it is off by a 16th at most.
-        np.testing.assert_allclose(found, exact[number], rtol=1 / 16, err_msg=number)
-        assert not np.array_equal(found, exact[number])
+        np.testing.assert_allclose(result, exact[number], rtol=1 / 16, err_msg=number)
+        assert not np.array_equal(result, exact[number])

@@ -66,8 +66,8 @@ def test_ladder_is_planned_run_fitted_predicted_and_graded(tmp_path, capsys, rai
     assert (file.metric, len(file.trials)) == ("heldout/loss", 3)
     text = (job / "ladder.toml").read_text()
     comments = [float(line.split()[1]) for line in text.splitlines() if line[:1] == "#"]
-    for flops, wanted in zip(comments, [4e8, 9e8, 18e8, 3e9], strict=True):
-        assert flops == pytest.approx(wanted, rel=0.05)  # within half a step
+    for flops, expected in zip(comments, [4e8, 9e8, 18e8, 3e9], strict=True):
+        assert flops == pytest.approx(expected, rel=0.05)  # within half a step
     with raises(UsageError, field="--job_log_dir", value=str(job)):
         run_scaling(["plan", *words])
 

@@ -59,11 +59,11 @@ def configs_of(cls: type, folder: Path, **fields: Any) -> list[Any]:
 
 def documents_of(batch: Any) -> list[list[int]]:
     """The tokens of each segment."""
-    found = []
+    result = []
     for labels, segments in zip(batch.labels, batch.segment_ids, strict=True):
         numbers = sorted(set(segments[segments > 0].tolist()))
-        found += [labels[segments == number].tolist() for number in numbers]
-    return found
+        result += [labels[segments == number].tolist() for number in numbers]
+    return result
 
 
 def pieces_of(text: str) -> list[list[int]]:
@@ -75,12 +75,12 @@ def pieces_of(text: str) -> list[list[int]]:
 def test_every_token_of_a_document_is_trained_on(cls: type, folder: Path):
     train, heldout = read(cls, folder)
     expected = {tuple(piece) for text in TEXTS["train"] for piece in pieces_of(text)}
-    found: set[tuple[int, ...]] = set()
+    result: set[tuple[int, ...]] = set()
     for _ in range(20):  # some epochs: where one ends, rows hold documents of two
         batch = train.get_next()
         assert batch.ids.shape == (4, 32)
-        found |= {tuple(document) for document in documents_of(batch)}
-    assert found == expected
+        result |= {tuple(document) for document in documents_of(batch)}
+    assert result == expected
     assert documents_of(heldout.get_next())[0] == pieces_of("held")[0]
 
 
@@ -98,8 +98,8 @@ def test_documents_of_mlperf_are_joined_and_their_first_token_is_given(folder: P
     np.testing.assert_array_equal(batch.weights[:, -1], 0)
     (batch,) = heldout.eval_batches()
     ids = [[byte + 3 for byte in text.encode()] for text in TEXTS["validation"]]
-    found = sorted(row[row > 0].tolist() for row in batch.ids[:2])
-    assert found == sorted(ids)
+    result = sorted(row[row > 0].tolist() for row in batch.ids[:2])
+    assert result == sorted(ids)
     # Every token but the first of each document has a loss.
     assert batch.weights.sum() == sum(len(document) - 1 for document in ids)
 

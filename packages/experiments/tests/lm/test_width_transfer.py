@@ -129,10 +129,10 @@ def test_the_base_width_trains_as_without_the_field():
 def test_muon_divides_its_rate_by_the_root_and_routers_keep_adam(optimizer: str):
     learner = sized(256, 64, OPTIMIZER=optimizer).task().train.learner
     expected = {"main": (1e-3, 0.2), "adamw": (2e-3, 0.1), "routers": (5e-4, 0.4)}
-    found = groups_of(learner)
-    assert found.keys() == expected.keys()
+    result = groups_of(learner)
+    assert result.keys() == expected.keys()
     for name, group in expected.items():
-        assert found[name] == pytest.approx(group)
+        assert result[name] == pytest.approx(group)
     model = Glam126M64E(**REDUCED).task().Instantiate().model
     weights = jax.eval_shape(model.init_boxed, jax.random.key(0))["params"]
     paths = [path for path, chosen in flat(is_router(weights)).items() if chosen]
@@ -149,8 +149,8 @@ def label_logits(made: Any) -> tuple[jax.Array, jax.Array]:
 
     @jax.jit
     def logits(params: Any) -> jax.Array:
-        found = task.model.apply({"params": params}, method=lambda m: m.lm.logits(ids))
-        return jnp.take_along_axis(found, batch.labels[..., None], axis=-1)[..., 0]
+        result = task.model.apply({"params": params}, method=lambda m: m.lm.logits(ids))
+        return jnp.take_along_axis(result, batch.labels[..., None], axis=-1)[..., 0]
 
     first = logits(state.params)
     for _ in range(4):

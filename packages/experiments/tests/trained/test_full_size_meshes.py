@@ -63,10 +63,10 @@ def test_meshes_have_the_devices_of_the_summaries():
 
 
 def test_weights_and_optimizer_leave_half_of_the_memory(measure_states: Any, num_params: Any):
-    for name, found in measure_states(MADE_FOR).items():
+    for name, result in measure_states(MADE_FOR).items():
         kind, count = MADE_FOR[name]
-        assert found["num_devices"] == count, name
-        assert found["num_params"] == num_params(name), name
+        assert result["num_devices"] == count, name
+        assert result["num_params"] == num_params(name), name
         memory = device_kind(kind).usable_bytes
         assert memory is not None
-        assert found["num_bytes_here"] < memory / 2, name
+        assert result["num_bytes_here"] < memory / 2, name

@@ -115,7 +115,7 @@ def test_the_loss_falls_in_twenty_steps(name: str, tmp_path: Path):
     words = [f"--fdl.{field}={value}" for field, value in fields.items()]
     flags = [f"--exp={name}", "--reduced", f"--job_log_dir={tmp_path}", "--noenable_summary_writer"]
     assert cli.main([*flags, *words]) == 0
-    found = {record["step"]: record["loss"] for record in read_metrics(tmp_path).train}
-    assert max(found) == STEPS
-    first, last = ([found[step] for step in steps] for steps in ((1, 2, 3), (18, 19, 20)))
+    result = {record["step"]: record["loss"] for record in read_metrics(tmp_path).train}
+    assert max(result) == STEPS
+    first, last = ([result[step] for step in steps] for steps in ((1, 2, 3), (18, 19, 20)))
     assert sum(last) / 3 < sum(first) / 3 - LEAST.get(name, 0.1)

@@ -53,8 +53,8 @@ def recorded() -> dict[str, np.ndarray]:
 
 @functools.cache
 def settings() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(str(recorded()["settings"]))
-    return found
+    result: dict[str, Any] = json.loads(str(recorded()["settings"]))
+    return result
 
 
 def praxis_name(name: str) -> str:

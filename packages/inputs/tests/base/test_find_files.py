@@ -46,10 +46,10 @@ def test_path_without_files_raises(raises, tmp_path):
 def test_the_standard_library_is_its_sources_and_topics_without_tests():
     files = standard_library_files()
     assert files == sorted(files)
-    found = {file.name: file.path for file in files}
-    assert {"keyword.py", "json/decoder.py", "pydoc_data/topics.py"} <= found.keys()
-    assert found["keyword.py"].samefile(keyword.__file__)
-    for name in found:
+    result = {file.name: file.path for file in files}
+    assert {"keyword.py", "json/decoder.py", "pydoc_data/topics.py"} <= result.keys()
+    assert result["keyword.py"].samefile(keyword.__file__)
+    for name in result:
         parts = name.split("/")
         assert name.endswith(".py")
         assert not {"test", "tests", "encodings", "site-packages"} & set(parts[:-1])

@@ -74,14 +74,14 @@ def test_packing_none_has_one_pair_per_row(tmp_path):
 
 
 def test_every_pair_is_read_once_on_any_hosts(fields):
-    found = []
+    result = []
     for host in range(3):
         source = HuggingFacePairs(**fields, infeed_host_index=host, num_infeed_hosts=3)
         for batch in source.eval_batches():
             for sides in zip(batch.src.segment_ids, batch.tgt.segment_ids, strict=True):
                 for segment in range(1, sides[0].max() + 1):
-                    found.append(tuple(int((side == segment).sum()) for side in sides))
-    assert sorted(found) == sorted((n % 4 + 2, n % 3 + 1) for n in range(29))
+                    result.append(tuple(int((side == segment).sum()) for side in sides))
+    assert sorted(result) == sorted((n % 4 + 2, n % 3 + 1) for n in range(29))
 
 
 def test_longer_pairs_raise_or_are_trimmed_before_eos(raises, tmp_path):

@@ -253,8 +253,8 @@ def test_new_process_resumes_mid_epoch(fields, reader, more, read_in_new_process
         assert state["position"]["taken"] % 5 and len(json.dumps(state)) < 4096
     else:
         assert len(json.dumps(state)) < 1000
-    found = read_in_new_process(reader, fields, state, 9)
-    assert [batch["ids"] for batch in found] == [b.ids.tolist() for b in laws.take(source, 9)]
+    result = read_in_new_process(reader, fields, state, 9)
+    assert [batch["ids"] for batch in result] == [b.ids.tolist() for b in laws.take(source, 9)]
 
 
 def test_input_rejects_a_state_of_other_data_or_tokenizer(fields, folder, sentencepiece_file):

@@ -180,12 +180,12 @@ def test_streamed_rows_equal_cutting_by_hand(sizes, length, order):
     rows = order.choices(range(num_rows), k=order.randint(1, 2 * num_rows))
     pieces = stream_pieces(np.array(rows), ends, length)
     assert {array.dtype for array in pieces} == {np.dtype(np.int64)} and pieces.length.all()
-    found = [[] for _ in rows]
+    result = [[] for _ in rows]
     documents = [[] for _ in rows]
     for row, document, start, count in zip(*map(np.ndarray.tolist, pieces), strict=True):
-        found[row] += [(document, at) for at in range(start, start + count)]
+        result[row] += [(document, at) for at in range(start, start + count)]
         documents[row].append(document)
-    assert found == [pairs[row * length : (row + 1) * length] for row in rows]
+    assert result == [pairs[row * length : (row + 1) * length] for row in rows]
     assert all(len(set(one)) == len(one) for one in documents)  # a piece for each segment
 
 
@@ -196,9 +196,9 @@ def test_the_index_is_not_read_through_for_a_row():
         taken = 0
 
         def __getitem__(self, at):
-            found = super().__getitem__(at)
-            Index.taken += np.size(found)
-            return found
+            result = super().__getitem__(at)
+            Index.taken += np.size(result)
+            return result
 
     ends = np.arange(3, 3_000_000, 3).view(Index)
     stream_pieces(np.array([7, 100_000]), ends, 16)

@@ -59,11 +59,11 @@ def test_few_open_rows_waste_little():
 @given(lengths=st.lists(st.integers(0, 20), max_size=20), row_length=st.integers(1, 8))
 def test_cut_documents_are_whole_again_end_to_end(lengths, row_length):
     pieces = cut_documents(lengths, row_length)
-    found = {number: [] for number in range(len(lengths))}
+    result = {number: [] for number in range(len(lengths))}
     for document, start, length in zip(*pieces, strict=True):
         assert 1 <= length <= row_length
-        found[document] += range(start, start + length)
-    assert found == {number: list(range(length)) for number, length in enumerate(lengths)}
+        result[document] += range(start, start + length)
+    assert result == {number: list(range(length)) for number, length in enumerate(lengths)}
 
 
 def test_a_document_longer_than_a_row_raises(raises):

@@ -197,5 +197,5 @@ def test_row_group_above_the_bound_raises_or_is_counted(raises, folder, num_rows
     with raises(BadRecordError, field="max_row_group_bytes", value=1 << 12):
         reader(path, **fields).get_next()
     source = reader(folder, on_bad_record="skip", **fields)
-    found = [n for batch in source.eval_batches() for n in batch.number[batch.provenance >= 0]]
-    assert sorted(found) == list(range(27)) and source.num_skipped == 1
+    result = [n for batch in source.eval_batches() for n in batch.number[batch.provenance >= 0]]
+    assert sorted(result) == list(range(27)) and source.num_skipped == 1

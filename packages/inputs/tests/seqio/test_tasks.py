@@ -16,8 +16,8 @@ def test_registered_name_is_found_and_an_unknown_one_raises(raises, make_task):
     seqio.TaskRegistry.add_provider(task.name, task)
     try:
         given = {"batch_size": 1, "task_feature_lengths": {"targets": 2}}
-        found = SeqIOInput(**given, mixture_name="sentences_about_rivers").get_next()
-        assert found.labels.tolist() == [[5, 0]]
+        result = SeqIOInput(**given, mixture_name="sentences_about_rivers").get_next()
+        assert result.labels.tolist() == [[5, 0]]
         with raises(ConfigError, field="mixture_name", value="sentence_about_river"):
             SeqIOInput(**given, mixture_name="sentence_about_river")
     finally:

@@ -39,8 +39,8 @@ def test_digits_come_equally_often_and_look_like_themselves():
     flat = batch.inputs.reshape(2000, -1)
     known, asked = flat[:1000], flat[1000:]
     distances = (known**2).sum(1) - 2 * asked @ known.T
-    found = batch.labels[:1000][distances.argmin(axis=1)]
-    assert 0.6 < (found == batch.labels[1000:]).mean() < 1.0
+    result = batch.labels[:1000][distances.argmin(axis=1)]
+    assert 0.6 < (result == batch.labels[1000:]).mean() < 1.0
 
 
 def test_held_out_rows_are_others():

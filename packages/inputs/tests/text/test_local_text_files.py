@@ -26,16 +26,16 @@ def write(folder, documents):
 
 def texts_of_splits(paths, **fields):
     """Return the documents of each split as text."""
-    found = {}
+    result = {}
     for split in ("train", "heldout", "all"):
         source = LocalTextPrompts(
             batch_size=1, paths=paths, split=split, prompt_length=10_000, **fields
         )
-        found[split] = [
+        result[split] = [
             source.ids_to_strings(batch.ids, batch.prompt_lengths)[0]
             for batch in source.eval_batches()
         ]
-    return found
+    return result
 
 
 def test_lines_of_json_are_documents(tmp_path):
@@ -43,8 +43,8 @@ def test_lines_of_json_are_documents(tmp_path):
         "a.jsonl": b'{"text": "one"}\n{"text": "two", "more": 1}\n',
         "b.jsonl": b'{"text": "three"}\n\n{"text": ""}\n',
     }
-    found = texts_of_splits(write(tmp_path / "text", lines), text_field="text")
-    assert sorted(found["train"] + found["heldout"]) == ["", "one", "three", "two"]
+    result = texts_of_splits(write(tmp_path / "text", lines), text_field="text")
+    assert sorted(result["train"] + result["heldout"]) == ["", "one", "three", "two"]
 
 
 def test_documents_of_a_single_file_are_split_by_their_text(raises, tmp_path):
@@ -101,10 +101,10 @@ FORMATS = {
 def test_named_splits_of_any_format_are_obeyed(tmp_path, kind, one, other):
     texts = {name: [f"{name} {n}" for n in range(count)] for name, count in ((one, 19), (other, 3))}
     files = {f"{name}.{kind}": FORMATS[kind](of) for name, of in texts.items()}
-    found = texts_of_splits(write(tmp_path / "text", files), text_field="text")
+    result = texts_of_splits(write(tmp_path / "text", files), text_field="text")
     train, heldout = (other, one) if "valid" in one else (one, other)
-    assert found["train"] == texts[train] and found["heldout"] == texts[heldout]
-    assert sorted(found["all"]) == sorted(texts[one] + texts[other])
+    assert result["train"] == texts[train] and result["heldout"] == texts[heldout]
+    assert sorted(result["all"]) == sorted(texts[one] + texts[other])
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -118,11 +118,11 @@ def test_documents_of_files_without_names_are_split_whatever_their_number(
         for n in range(num_files)
     }
     paths = write(tmp_path / "text", files)
-    found = texts_of_splits(paths, text_field="text", heldout_fraction=0.1)
+    result = texts_of_splits(paths, text_field="text", heldout_fraction=0.1)
     hashes = [hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts]
     is_held_out = [int.from_bytes(digest, "big") < 0.1 * 2**64 for digest in hashes]
-    assert set(found["heldout"]) == {t for t, held in zip(texts, is_held_out, strict=True) if held}
-    assert sorted(found["train"] + found["heldout"]) == sorted(texts)
+    assert set(result["heldout"]) == {t for t, held in zip(texts, is_held_out, strict=True) if held}
+    assert sorted(result["train"] + result["heldout"]) == sorted(texts)
     (line,) = LocalText(batch_size=1, paths=paths, text_field="text").describe_data()
     num_train = len(texts_of_splits(paths, text_field="text")["train"])
     assert re.search(rf": {num_files} files?, {num_train} documents, ", line)
@@ -145,8 +145,8 @@ def test_a_split_without_a_file_raises(raises, tmp_path):
 
 def test_held_out_files_can_be_declared_against_their_names(tmp_path):
     (paths,) = write(tmp_path / "text", {"test_a.txt": b"a", "test_b.txt": b"b", "train.txt": b"c"})
-    found = texts_of_splits([paths], heldout_paths=[f"{paths}/train.txt"])
-    assert found == {"train": ["a", "b"], "heldout": ["c"], "all": ["a", "b", "c"]}
+    result = texts_of_splits([paths], heldout_paths=[f"{paths}/train.txt"])
+    assert result == {"train": ["a", "b"], "heldout": ["c"], "all": ["a", "b", "c"]}
 
 
 def test_states_differ_if_documents_begin_elsewhere(tmp_path):
@@ -163,12 +163,12 @@ def test_states_differ_if_documents_begin_elsewhere(tmp_path):
 def test_end_of_a_single_text_is_held_out(raises, tmp_path):
     text = b"".join(b"line %d of a play\n" % number for number in range(100))
     paths = write(tmp_path / "text", {"play.txt": text})
-    found = {split: one[0].encode() for split, one in texts_of_splits(paths).items()}
-    assert found["all"] == text == found["train"] + found["heldout"]
-    assert found["heldout"].startswith(b"line 95 ")
+    result = {split: one[0].encode() for split, one in texts_of_splits(paths).items()}
+    assert result["all"] == text == result["train"] + result["heldout"]
+    assert result["heldout"].startswith(b"line 95 ")
     heldout = LocalText(batch_size=1, paths=paths, split="heldout")
     assert heldout.baselines() == {
-        "trigram table": trigram_loss([found["train"]], [found["heldout"]])
+        "trigram table": trigram_loss([result["train"]], [result["heldout"]])
     }
     (tmp_path / "text" / "play.txt").write_bytes(b"all in one line")
     with raises(ConfigError, owner=f"{tmp_path}/text/play.txt"):

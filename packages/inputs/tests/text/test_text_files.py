@@ -86,10 +86,10 @@ def test_files_are_split_by_names_below_their_common_folder(tmp_path):
     # The folder's own name does not count.
     assert tree(tmp_path / "test" / "plain", ["a.txt", "b.txt"]) == {}
     assert tree(tmp_path / "one", ["train.txt", "notes.txt"]) == {}
-    found = tree(tmp_path / "test" / "two", ["train/a.txt", "val/a.txt", "more.txt"])
-    assert found["train"] == ["more.txt", "train/a.txt"] and found["heldout"] == ["val/a.txt"]
-    found = tree(tmp_path / "three", ["train.txt", "valid.txt", "test.txt"])
-    assert found["heldout"] == ["valid.txt"] and found["test"] == ["test.txt"]
+    result = tree(tmp_path / "test" / "two", ["train/a.txt", "val/a.txt", "more.txt"])
+    assert result["train"] == ["more.txt", "train/a.txt"] and result["heldout"] == ["val/a.txt"]
+    result = tree(tmp_path / "three", ["train.txt", "valid.txt", "test.txt"])
+    assert result["heldout"] == ["valid.txt"] and result["test"] == ["test.txt"]
     assert tree(tmp_path / "four", ["a.txt", "test.txt"])["heldout"] == ["test.txt"]
 
 

@@ -82,7 +82,7 @@ def test_rows_are_those_of_local_text(folder, texts, seq_length):
 
 def test_first_fit_keeps_documents_whole_and_loses_nothing(folder, train_files):
     source = reader(folder, batch_size=4, seq_length=200, packing="first_fit")
-    found = []
+    result = []
     for batch in source.eval_batches():
         for row in range(4):
             for segment in range(1, batch.segment_ids[row].max() + 1):
@@ -90,14 +90,14 @@ def test_first_fit_keeps_documents_whole_and_loses_nothing(folder, train_files):
                 positions = np.flatnonzero(here)
                 assert (np.diff(positions) == 1).all()
                 assert batch.segment_pos[row, here].tolist() == list(range(len(positions)))
-                found.append([*batch.ids[row, here].tolist(), int(batch.labels[row, here][-1])])
+                result.append([*batch.ids[row, here].tolist(), int(batch.labels[row, here][-1])])
         padded = batch.segment_ids == 0
         assert (batch.weights == ~padded).all() and (batch.paddings == padded).all()
         assert not batch.ids[padded].any() and not batch.labels[padded].any()
     expected = []
     for ids in documents_of(train_files):
         expected += [ids[at : at + 201] for at in range(0, len(ids) - 1, 200)]
-    assert sorted(found) == sorted(expected)
+    assert sorted(result) == sorted(expected)
     assert source._num_rows() < len(expected)
 
 
@@ -157,11 +157,11 @@ def damage_a_block(copied):
 def test_damaged_block_raises_or_its_rows_are_counted(copied, folder):
     record = damage_a_block(copied)
     source = reader(copied, on_bad_record="skip", batch_size=8)
-    found, whole = list(source.eval_batches()), list(reader(folder, batch_size=8).eval_batches())
+    result, whole = list(source.eval_batches()), list(reader(folder, batch_size=8).eval_batches())
     assert source.num_skipped >= 1
     assert f"tokens-00001.array_record, record {record}:" in source._bad.first[0]
     skipped = 0
-    for one, other in zip(found, whole, strict=True):
+    for one, other in zip(result, whole, strict=True):
         for row in range(8):
             if one.provenance[row] == other.provenance[row]:
                 for name in one:

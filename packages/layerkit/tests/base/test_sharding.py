@@ -171,9 +171,9 @@ def test_weights_are_initialized_in_the_layout_of_their_axes():
 @given(st.lists(st.sampled_from([*dict(DEFAULT_RULES.table), None]), max_size=4))
 def test_spec_names_each_mesh_axis_once_or_raises(axes):
     bound = BoundSharding(make_mesh(2, 2, 2))
-    wanted = [a for name in axes if name for a in DEFAULT_RULES.mesh_axes(name)]
-    wanted = [axis for axis in wanted if axis in bound.mesh.shape]
-    if len(wanted) != len(set(wanted)):
+    expected = [a for name in axes if name for a in DEFAULT_RULES.mesh_axes(name)]
+    expected = [axis for axis in expected if axis in bound.mesh.shape]
+    if len(expected) != len(set(expected)):
         with pytest.raises(ConfigError) as caught:
             bound.spec(axes)
         assert caught.value.field == "axes"
@@ -181,4 +181,4 @@ def test_spec_names_each_mesh_axis_once_or_raises(axes):
         spec = bound.spec(axes)
         entries = [e if isinstance(e, tuple) else (e,) for e in spec if e is not None]
         assert len(spec) == len(axes)
-        assert [axis for entry in entries for axis in entry] == wanted
+        assert [axis for entry in entries for axis in entry] == expected

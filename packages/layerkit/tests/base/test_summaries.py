@@ -42,18 +42,20 @@ def assert_counts(counts, values):
 
 def test_counts_equal_those_of_numpy():
     edges = (-1.0, 0.0, 0.5, 2.0)
-    found = BinCounts.of(X, edges, np.where(X > 1, 0.0, 2.0).astype(np.float32))
+    result = BinCounts.of(X, edges, np.where(X > 1, 0.0, 2.0).astype(np.float32))
     kept = X[X <= 1]
-    np.testing.assert_array_equal(found.counts, 2 * np.histogram(np.clip(kept, -1, None), edges)[0])
-    assert float(found.sum) == pytest.approx(2 * kept.sum(), rel=1e-5)
-    assert float(found.sum_of_squares) == pytest.approx(2 * np.square(kept).sum(), rel=1e-5)
+    np.testing.assert_array_equal(
+        result.counts, 2 * np.histogram(np.clip(kept, -1, None), edges)[0]
+    )
+    assert float(result.sum) == pytest.approx(2 * kept.sum(), rel=1e-5)
+    assert float(result.sum_of_squares) == pytest.approx(2 * np.square(kept).sum(), rel=1e-5)
 
 
 def test_nan_counts_in_the_last_bin_unless_its_weight_is_0():
     values = np.array([0.5, np.nan], np.float32)
-    found = BinCounts.of(values, (0.0, 1.0, 2.0))
-    np.testing.assert_array_equal(found.counts, [1, 1])
-    assert np.isnan(found.sum) and np.isnan(found.sum_of_squares)
+    result = BinCounts.of(values, (0.0, 1.0, 2.0))
+    np.testing.assert_array_equal(result.counts, [1, 1])
+    assert np.isnan(result.sum) and np.isnan(result.sum_of_squares)
     assert float(BinCounts.of(values, (0.0, 1.0, 2.0), np.array([1.0, 0.0])).sum) == 0.5
 
 
@@ -97,8 +99,8 @@ def test_pipeline_stages_report_the_whole_batch(repeats):
         num_microbatches=2,
         circular_repeats=repeats,
     ).Instantiate()
-    found = arrays_of(layer)["stage"]
-    counts, images = (np.asarray(jax.tree.leaves(found[name])[0]) for name in ("x", "picture"))
+    result = arrays_of(layer)["stage"]
+    counts, images = (np.asarray(jax.tree.leaves(result[name])[0]) for name in ("x", "picture"))
     counts, images = counts.reshape(2 * repeats, -1), images.reshape(2 * repeats, 2, 1, 3, 1)
     for depth in range(2 * repeats):
         assert_counts(counts[depth], X * 2**depth)

@@ -44,7 +44,7 @@ def integers(weight):
 def expected(w, text):
     """Return the rounded values of `[in, out]` by the definition, one group after the other."""
     kind, _, group = text.partition(":")
-    size, found = int(group or len(w)), np.zeros(w.shape)
+    size, result = int(group or len(w)), np.zeros(w.shape)
     for start in range(0, len(w), size):
         for out in range(w.shape[1]):
             part = w[start : start + size, out].astype(np.float64)
@@ -54,13 +54,13 @@ def expected(w, text):
             if kind == "nf4":
                 values = np.array(NF4_VALUES) * largest
                 nearest = np.abs(part[:, None] - values).argmin(axis=1)
-                found[start : start + size, out] = values[nearest]
+                result[start : start + size, out] = values[nearest]
             else:
                 most = {"int8": 127, "int4": 7}[kind]
                 scale = largest / (most + 0.5)
                 q = np.clip(np.round(part / scale), -most, most)
-                found[start : start + size, out] = q * scale
-    return found
+                result[start : start + size, out] = q * scale
+    return result
 
 
 @pytest.mark.parametrize("text", FORMATS)
@@ -106,13 +106,13 @@ def test_scales_are_shared_by_consecutive_inputs(text, shape, contracted, scales
     assert form.scale_shape(shape, contracted) == scales
     w = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     if contracted[0] == 0:
-        merged, found = jax.jit(
+        merged, result = jax.jit(
             lambda: (
                 stored(w.reshape(-1, shape[-1]), text).restored(jnp.float32),
                 stored(w, text, contracted).restored(jnp.float32),
             )
         )()
-        np.testing.assert_array_equal(found.reshape(merged.shape), merged)
+        np.testing.assert_array_equal(result.reshape(merged.shape), merged)
 
 
 @pytest.mark.parametrize("text", ["int3", "int8:0", "int4:", "fp8", 8])

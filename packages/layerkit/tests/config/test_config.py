@@ -267,9 +267,9 @@ def test_fiddle_config_is_a_config():
 
 def test_walk_configs_yields_the_config_and_then_nested_ones():
     config = Tree.HParams.config(left=[{"k": Leaf.HParams.config(size=2)}])
-    found = list(walk_configs(config))
-    assert found[0] is config
-    assert [c.size for c in found[1:]] == [2, 1] or [c.size for c in found[1:]] == [1, 2]
+    result = list(walk_configs(config))
+    assert result[0] is config
+    assert [c.size for c in result[1:]] == [2, 1] or [c.size for c in result[1:]] == [1, 2]
 
 
 def test_nested_hparams_become_fields():

@@ -67,23 +67,23 @@ def check(outputs, row, prompt, expected):
     """`expected`: (score, continuation) of each result, best first."""
     results = outputs.candidates if "candidates" in outputs else None
     for place, (score, continuation) in enumerate(expected):
-        found = {
+        result = {
             name: outputs[name][row] if results is None else results[name][row, place]
             for name in ("ids", "lengths", "log_probs", "scores")
         }
         ids = [*prompt, *continuation]
-        np.testing.assert_array_equal(found["ids"], ids + [0] * (len(found["ids"]) - len(ids)))
-        assert found["lengths"] == len(ids)
-        np.testing.assert_allclose(found["scores"], score, rtol=1e-5)
-        each = np.zeros(len(found["ids"]))
+        np.testing.assert_array_equal(result["ids"], ids + [0] * (len(result["ids"]) - len(ids)))
+        assert result["lengths"] == len(ids)
+        np.testing.assert_allclose(result["scores"], score, rtol=1e-5)
+        each = np.zeros(len(result["ids"]))
         for column in range(len(prompt), len(ids)):
             each[column] = log_probs_after(ids[:column])[ids[column]]
-        np.testing.assert_allclose(found["log_probs"], each, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(result["log_probs"], each, rtol=1e-4, atol=1e-5)
 
 
 def all_continuations(prompt, steps, eos_ids, alpha):
     """Every continuation that ends with an end token or the last step; (score, tokens)."""
-    found = []
+    result = []
     for length in range(1, steps + 1):
         for tokens in itertools.product(range(VOCAB), repeat=length):
             ends = tokens[-1] in eos_ids or length == steps
@@ -92,8 +92,8 @@ def all_continuations(prompt, steps, eos_ids, alpha):
             total = sum(
                 log_probs_after([*prompt, *tokens[:i]])[token] for i, token in enumerate(tokens)
             )
-            found.append((normalized(total, length, alpha), list(tokens)))
-    return sorted(found, reverse=True)
+            result.append((normalized(total, length, alpha), list(tokens)))
+    return sorted(result, reverse=True)
 
 
 @pytest.mark.parametrize(("eos_id", "alpha"), [(2, 0.8), ((1, 3), 2.5), (None, 0.0)])
@@ -180,10 +180,10 @@ def test_search_ends_if_scores_are_nan():
 
 def test_missing_results_have_score_minus_infinity():
     decoder = BeamSearch(beam_size=6, num_results=6, max_decode_steps=1)
-    found = search(decoder, PROMPTS, LENGTHS).candidates
-    assert np.all(np.isfinite(found.scores[:3, :4])) and np.all(found.scores[:, 4:] == -np.inf)
-    np.testing.assert_array_equal(found.lengths[:3, 4:], np.array(LENGTHS[:3])[:, None] * [1, 1])
-    np.testing.assert_array_equal(found.ids[0, 5], [1, 2, 3, 0])
+    result = search(decoder, PROMPTS, LENGTHS).candidates
+    assert np.all(np.isfinite(result.scores[:3, :4])) and np.all(result.scores[:, 4:] == -np.inf)
+    np.testing.assert_array_equal(result.lengths[:3, 4:], np.array(LENGTHS[:3])[:, None] * [1, 1])
+    np.testing.assert_array_equal(result.ids[0, 5], [1, 2, 3, 0])
 
 
 def test_processors_and_min_decode_steps_change_the_search():
@@ -230,10 +230,10 @@ def test_fields_of_praxis_give_its_ended_beams(praxis, case, fields):
     table = np.array(reference["table"], np.float32)
     extend = partial(extend_table, table=table)
     rows = reference["prompts"], reference["prompt_lengths"]
-    found = search(decoder, *rows, extend=extend).candidates
-    np.testing.assert_array_equal(found.ids, reference["ids"])
-    np.testing.assert_array_equal(found.lengths, reference["lengths"])
-    np.testing.assert_allclose(found.scores, reference["scores"], rtol=1e-5)
+    result = search(decoder, *rows, extend=extend).candidates
+    np.testing.assert_array_equal(result.ids, reference["ids"])
+    np.testing.assert_array_equal(result.lengths, reference["lengths"])
+    np.testing.assert_allclose(result.scores, reference["scores"], rtol=1e-5)
     # Without the fields, open beams of the last step or renormalized ones rank above some.
     ours = search(BeamSearch(num_results=num_results, **fields), *rows, extend=extend).candidates
     assert np.any(np.asarray(ours.scores) > np.array(reference["scores"]) + 1e-3)
@@ -243,12 +243,12 @@ def test_max_length_counts_the_steps_over_the_prompt(praxis):
     reference = praxis("greedy_steps")
     extend = partial(extend_table, table=np.array(reference["table"], np.float32))
     greedy = SampleDecoder(max_decode_steps=6, max_length=4 + 1, temperature=0.0)
-    found = search(greedy, reference["prompts"], reference["prompt_lengths"], extend=extend)
-    np.testing.assert_array_equal(found.ids, np.array(reference["ids"])[:, 0, :5])
-    np.testing.assert_array_equal(found.lengths, [5, 5, 5])
+    result = search(greedy, reference["prompts"], reference["prompt_lengths"], extend=extend)
+    np.testing.assert_array_equal(result.ids, np.array(reference["ids"])[:, 0, :5])
+    np.testing.assert_array_equal(result.lengths, [5, 5, 5])
     shorter = BeamSearch(max_decode_steps=6, max_length=2)
-    found = search(shorter, reference["prompts"], reference["prompt_lengths"], extend=extend)
-    np.testing.assert_array_equal(found.lengths, [3, 2, 2])
+    result = search(shorter, reference["prompts"], reference["prompt_lengths"], extend=extend)
+    np.testing.assert_array_equal(result.lengths, [3, 2, 2])
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +286,7 @@ def test_equals_the_beam_search_of_hugging_face(gpt2):
     torch = pytest.importorskip("torch")
     prompts = [[3, 1, 4], [15, 9, 2]]
     decoder = BeamSearch(beam_size=3, num_results=3, max_decode_steps=6, length_norm_alpha=0.0)
-    found = search(decoder, prompts, [3, 3], extend=extend).candidates
+    result = search(decoder, prompts, [3, 3], extend=extend).candidates
     expected = model.generate(
         torch.tensor(prompts),
         attention_mask=torch.ones(2, 3, dtype=torch.long),
@@ -300,10 +300,10 @@ def test_equals_the_beam_search_of_hugging_face(gpt2):
         output_scores=True,
         return_dict_in_generate=True,
     )
-    np.testing.assert_array_equal(found.ids.reshape(6, 9), expected.sequences.numpy())
+    np.testing.assert_array_equal(result.ids.reshape(6, 9), expected.sequences.numpy())
     np.testing.assert_allclose(
-        found.scores.reshape(6), expected.sequences_scores.numpy(), rtol=1e-5
+        result.scores.reshape(6), expected.sequences_scores.numpy(), rtol=1e-5
     )
     # Not what taking the best token each time finds.
     greedy = SampleDecoder(max_decode_steps=6, temperature=0.0)
-    assert np.any(search(greedy, prompts, [3, 3], extend=extend).ids != found.ids[:, 0])
+    assert np.any(search(greedy, prompts, [3, 3], extend=extend).ids != result.ids[:, 0])

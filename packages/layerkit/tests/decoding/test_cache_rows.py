@@ -68,17 +68,19 @@ def test_cache_without_one_row_axis_raises(raises, make, shape):
 
 def test_repeated_rows_are_adjacent():
     cache = drawn_cache()
-    found = rows_first(repeat_rows(cache, AXES, 3))
+    result = rows_first(repeat_rows(cache, AXES, 3))
     expected = rows_first(cache)
-    np.testing.assert_array_equal(found.pop("step"), expected.pop("step"))
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.repeat(b, 3, 0)), found, expected)
+    np.testing.assert_array_equal(result.pop("step"), expected.pop("step"))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a, np.repeat(b, 3, 0)), result, expected
+    )
 
 
 def test_reorder_takes_rows_within_their_group():
     parents = np.array([[1, 1], [0, 1], [1, 0], [0, 0]])
     cache = drawn_cache(rows=8)
-    found = rows_first(jax.jit(lambda c, p: reorder_rows(c, AXES, p))(cache, parents))
+    result = rows_first(jax.jit(lambda c, p: reorder_rows(c, AXES, p))(cache, parents))
     expected = rows_first(cache)
-    np.testing.assert_array_equal(found.pop("step"), expected.pop("step"))
+    np.testing.assert_array_equal(result.pop("step"), expected.pop("step"))
     places = [1, 1, 2, 3, 5, 4, 6, 6]
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[places]), found, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b[places]), result, expected)

@@ -95,15 +95,15 @@ def test_processor_equals_that_of_hugging_face(name):
 @pytest.mark.parametrize("name", [name for name in PAIRS if name[:3] in ("top", "min", "eps")])
 def test_ties_stay_together_as_in_hugging_face_or_in_order_of_ids(name):
     ours, theirs = PAIRS[name]
-    found, expected = processed(ours, TIES), by_hugging_face(theirs, TIES)
+    result, expected = processed(ours, TIES), by_hugging_face(theirs, TIES)
     if isinstance(ours, TopP):
         # Which of equally likely tokens stay is left open there; here it is those that come first.
-        for row, (ids, values) in enumerate(zip(found, TIES, strict=True)):
+        for row, (ids, values) in enumerate(zip(result, TIES, strict=True)):
             for value in set(values.tolist()):
                 stays = np.isfinite(ids[values == value])
                 assert np.all(np.diff(stays.astype(int)) <= 0), (row, value)
-        found, expected = np.sort(found), np.sort(expected)
-    np.testing.assert_array_equal(found, expected)
+        result, expected = np.sort(result), np.sort(expected)
+    np.testing.assert_array_equal(result, expected)
 
 
 def test_top_p_of_one_keeps_all_of_a_large_vocabulary():
@@ -116,30 +116,30 @@ def test_chain_of_processors_equals_hugging_face():
     names = ["repetition", "no 3-grams", "temperature", "top 4", "top p 0.95", "min p 0.2"]
     ours = tuple(PAIRS[name][0] for name in names)
     run = jax.jit(process_logits, static_argnums=0)
-    found = run(ours, jnp.array(LOGITS), rows_at(COLUMN))
+    result = run(ours, jnp.array(LOGITS), rows_at(COLUMN))
     chain = partial(hugging_face, "LogitsProcessorList", [PAIRS[name][1]() for name in names])
-    np.testing.assert_allclose(found, by_hugging_face(chain), rtol=1e-5)
+    np.testing.assert_allclose(result, by_hugging_face(chain), rtol=1e-5)
     turned = run(ours[::-1], jnp.array(LOGITS), rows_at(COLUMN))
-    assert np.any(np.asarray(found) != np.asarray(turned))
+    assert np.any(np.asarray(result) != np.asarray(turned))
 
 
 def test_count_penalty_counts_drawn_tokens():
-    found = processed(CountPenalty(frequency=0.5, presence=2.0))
+    result = processed(CountPenalty(frequency=0.5, presence=2.0))
     expected = LOGITS.copy()
     for row, start in enumerate(PROMPT_LENGTHS):
         drawn = IDS[row, start:COLUMN].tolist()
         for token in set(drawn):
             expected[row, token] -= 2.0 + 0.5 * drawn.count(token)
     assert np.any(expected != LOGITS)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
 def test_min_steps_exclude_end_tokens():
-    found = processed(MinSteps(num_steps=4, eos_ids=(1, 5)))
+    result = processed(MinSteps(num_steps=4, eos_ids=(1, 5)))
     expected = LOGITS.copy()
     # Drawn so far: 8, 6, 4, 2, 1, 0.
     expected[3:, [1, 5]] = -np.inf
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize(

@@ -161,9 +161,9 @@ def test_samples_of_a_row_do_not_depend_on_other_rows():
         return extend_prompts(decoder, extend_sums, cache, rows)
 
     for row, prompt in {0: [1, 2, 3], 1: [4], 3: [5, 6]}.items():
-        found = alone(jnp.array([prompt]), jnp.int32(row))
-        np.testing.assert_array_equal(found.ids[0], together.ids[row, : len(prompt) + 8])
-        np.testing.assert_array_equal(found.lengths[0], together.lengths[row])
+        result = alone(jnp.array([prompt]), jnp.int32(row))
+        np.testing.assert_array_equal(result.ids[0], together.ids[row, : len(prompt) + 8])
+        np.testing.assert_array_equal(result.lengths[0], together.lengths[row])
 
 
 def test_samples_are_of_processed_logits():

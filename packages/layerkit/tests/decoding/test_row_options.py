@@ -66,10 +66,12 @@ def test_each_row_is_decoded_as_with_its_options(names):
 
 def test_top_k_of_rows_equals_praxis(praxis):
     case = praxis("per_example_top_k")
-    found = processed(OptionOfRows(option="top_k"), case["logits"], RowOptions(top_k=case["top_k"]))
-    np.testing.assert_array_equal(np.isfinite(found)[:3], case["allowed"][:3])
+    result = processed(
+        OptionOfRows(option="top_k"), case["logits"], RowOptions(top_k=case["top_k"])
+    )
+    np.testing.assert_array_equal(np.isfinite(result)[:3], case["allowed"][:3])
     # Praxis also keeps no more than the 6 of its decoder.
-    assert np.all(np.isfinite(found[3])) and case["allowed"][3].sum() == 6
+    assert np.all(np.isfinite(result[3])) and case["allowed"][3].sum() == 6
 
 
 def test_options_of_rows_draw_tokens_as_often_as_praxis(praxis):
@@ -90,8 +92,8 @@ def processed(processor, logits, options=None):
 
 def test_top_p_with_ties_equals_praxis(praxis):
     case = praxis("top_p")
-    found = processed(TopP(p=float(case["p"]), keep_ties=True), case["logits"])
-    np.testing.assert_array_equal(np.isfinite(found), case["allowed"])
+    result = processed(TopP(p=float(case["p"]), keep_ties=True), case["logits"])
+    np.testing.assert_array_equal(np.isfinite(result), case["allowed"])
 
 
 def test_top_p_keeps_the_fewest_of_equal_tokens():

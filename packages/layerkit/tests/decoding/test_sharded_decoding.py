@@ -157,9 +157,9 @@ def check_on_mesh(bound, model, variables, decoder, batch, *, min_tokens=5):
     rows = NamedSharding(bound.mesh, PartitionSpec(axes))
     run = jax.jit(decode_of(model.clone(sharding=bound), decoder), in_shardings=(places, rows))
     compiled = run.lower(variables, batch).compile()
-    found = compiled(jax.device_put(variables, places), jax.device_put(batch, rows))
+    result = compiled(jax.device_put(variables, places), jax.device_put(batch, rows))
     names = jax.tree.leaves(jax.tree_util.tree_map_with_path(lambda p, _: str(p[-1]), expected))
-    for leaf, a, b in zip(names, jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    for leaf, a, b in zip(names, jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         if "ids" in leaf or "lengths" in leaf:
             np.testing.assert_array_equal(a, b, err_msg=leaf)
         else:

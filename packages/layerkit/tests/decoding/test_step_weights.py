@@ -118,7 +118,7 @@ def test_weights_are_cast_to_the_dtypes_in_which_layers_compute():
 
         return given["params"], logits(network, given), logits(plain, own)
 
-    given, found, expected = jax.jit(lambda v: model.apply(v, method=call))(variables)
+    given, result, expected = jax.jit(lambda v: model.apply(v, method=call))(variables)
     dtypes = {str(path[0].key): x.dtype for path, x in jax.tree_util.tree_leaves_with_path(given)}
     assert dtypes == {"softmax": jnp.bfloat16, "stack": jnp.bfloat16, "final_norm": jnp.float32}
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(result, expected)

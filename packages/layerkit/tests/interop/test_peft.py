@@ -129,8 +129,8 @@ def loaded(folder: Any, adapter: Any) -> np.ndarray:
     return torch_logits(peft.PeftModel.from_pretrained(base, adapter))
 
 
-def assert_near(found: np.ndarray, expected: np.ndarray) -> None:
-    error = np.abs(found - expected).max() / np.abs(expected).max()
+def assert_near(result: np.ndarray, expected: np.ndarray) -> None:
+    error = np.abs(result - expected).max() / np.abs(expected).max()
     print(f"error {error:.1e}")
     assert error < 1e-5
 

@@ -94,10 +94,10 @@ def test_rows_of_padding_have_no_weight():
     first = jax.tree.map(lambda x: x[:6], batch)
     expected, _ = run(model, variables, first)
     weights = np.asarray([1, 1, 1, 1, 1, 1, 0, 0], np.float32)
-    found, _ = run(model, variables, NestedMap(batch, eval_sample_weights=weights))
+    result, _ = run(model, variables, NestedMap(batch, eval_sample_weights=weights))
     for name, metric in expected.items():
-        np.testing.assert_allclose(found[name].value, metric.value, rtol=1e-6)
-        assert found[name].weight == metric.weight == 6.0
+        np.testing.assert_allclose(result[name].value, metric.value, rtol=1e-6)
+        assert result[name].weight == metric.weight == 6.0
 
 
 def test_certain_soft_labels_equal_labels():
@@ -105,7 +105,7 @@ def test_certain_soft_labels_equal_labels():
     variables = first_weights(model)
     expected, examples = run(model, variables, batch)
     soft = batch | {"labels": np.eye(CLASSES, dtype=np.float32)[batch.labels]}
-    found, soft_examples = run(model, variables, soft)
+    result, soft_examples = run(model, variables, soft)
     for name, metric in expected.items():
-        np.testing.assert_allclose(found[name].value, metric.value, rtol=1e-5)
+        np.testing.assert_allclose(result[name].value, metric.value, rtol=1e-5)
     np.testing.assert_allclose(soft_examples.scores, examples.scores, rtol=1e-5)

@@ -42,13 +42,13 @@ def total(variables, images, texts, weights, *, kind="softmax", sharding=None):
 def test_losses_are_those_of_the_papers_without_rows_of_weight_zero(kind):
     layer = ContrastiveLoss(kind=kind)
     variables = layer.init(KEY)
-    found = jax.jit(layer.apply)(variables, IMAGES, TEXTS, weights=WEIGHTS)
+    actual = jax.jit(layer.apply)(variables, IMAGES, TEXTS, weights=WEIGHTS)
     kept = WEIGHTS > 0
     expected = paper(kind, IMAGES[kept], TEXTS[kept])
-    np.testing.assert_allclose(found.per_example_loss[kept], expected, rtol=1e-5)
+    np.testing.assert_allclose(actual.per_example_loss[kept], expected, rtol=1e-5)
     unit = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (IMAGES[kept], TEXTS[kept])]
     nearest = np.argmax(unit[0] @ unit[1].T, axis=1) == np.arange(kept.sum())
-    np.testing.assert_array_equal(found.correct[kept], nearest)
+    np.testing.assert_array_equal(actual.correct[kept], nearest)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -61,7 +61,7 @@ def test_loss_and_gradients_of_devices_equal_those_of_one(kind):
     bound = BoundSharding(mesh, DEFAULT_RULES)
     rows = [jax.device_put(x, NamedSharding(mesh, PartitionSpec("data"))) for x in arrays]
     with jax.set_mesh(mesh):
-        found = jax.jit(lambda *args: run(*args, kind=kind, sharding=bound))(variables, *rows)
+        actual = jax.jit(lambda *args: run(*args, kind=kind, sharding=bound))(variables, *rows)
     mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     split, none = PartitionSpec("rows"), PartitionSpec()
 
@@ -74,7 +74,7 @@ def test_loss_and_gradients_of_devices_equal_those_of_one(kind):
         step, mesh=mesh, in_specs=(none, *(split,) * 3), out_specs=outputs, check_vma=False
     )
     value, *gradients = jax.jit(replicas)(variables, *arrays)
-    for result in (found, (value, tuple(gradients))):
+    for result in (actual, (value, tuple(gradients))):
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), result, expected
         )
@@ -122,5 +122,5 @@ def test_text_without_an_end_is_read_at_its_last_token():
     ids = jnp.array([[3, 5, 7, 0]])
     run = jax.jit(lambda v, *a, **k: model.apply(v, *a, method="embed_texts", **k))
     variables = jax.jit(model.init)(KEY)
-    found = run(variables, ids, paddings=jnp.array([[0, 0, 0, 1]]))
-    np.testing.assert_allclose(found, run(variables, ids[:, :3]), atol=1e-6)
+    actual = run(variables, ids, paddings=jnp.array([[0, 0, 0, 1]]))
+    np.testing.assert_allclose(actual, run(variables, ids[:, :3]), atol=1e-6)

@@ -121,9 +121,9 @@ def test_greedy_decoding_equals_repeated_forward_passes(asked, stack):
     assert len(set(expected[IS_DRAWN])) >= 6  # not one token repeated
     np.testing.assert_array_equal(outputs.ids, expected)
     np.testing.assert_array_equal(outputs.lengths, [9, 6, 7, 0])
-    found = np.where(IS_DRAWN[:, 1:], log_probs_of(logits, expected), 0.0)
-    np.testing.assert_allclose(outputs.log_probs[:, 1:], found, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(outputs.scores, np.sum(found, axis=1), rtol=1e-4, atol=1e-5)
+    result = np.where(IS_DRAWN[:, 1:], log_probs_of(logits, expected), 0.0)
+    np.testing.assert_allclose(outputs.log_probs[:, 1:], result, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(outputs.scores, np.sum(result, axis=1), rtol=1e-4, atol=1e-5)
 
 
 SEVERAL = {
@@ -132,13 +132,13 @@ SEVERAL = {
 }
 
 
-def check_candidates(found, logits):
+def check_candidates(result, logits):
     """Compare the log-probabilities of three continuations of each row with those of the model."""
     for place in range(3):
-        ids, lengths = np.asarray(found.ids[:, place]), np.asarray(found.lengths[:, place])
+        ids, lengths = np.asarray(result.ids[:, place]), np.asarray(result.lengths[:, place])
         is_drawn = IS_DRAWN & (np.arange(9) < lengths[:, None])
         expected = np.where(is_drawn[:, 1:], log_probs_of(logits, ids), 0.0)
-        np.testing.assert_allclose(found.log_probs[:, place, 1:], expected, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(result.log_probs[:, place, 1:], expected, rtol=1e-4, atol=1e-5)
 
 
 # Beams of unlike layers are below.
@@ -146,9 +146,9 @@ def check_candidates(found, logits):
 def test_several_continuations_have_separate_caches(asked, stack, name):
     variables, logits = asked
     model = language_model(stack).clone(decoder=SEVERAL[name])
-    found = decode(model, variables, BATCH, jax.random.key(1)).candidates
-    check_candidates(found, logits)
-    assert all(len({tuple(ids) for ids in row.tolist()}) == 3 for row in np.asarray(found.ids[:3]))
+    result = decode(model, variables, BATCH, jax.random.key(1)).candidates
+    check_candidates(result, logits)
+    assert all(len({tuple(ids) for ids in row.tolist()}) == 3 for row in np.asarray(result.ids[:3]))
 
 
 def unlike_layers():
@@ -173,9 +173,9 @@ def test_beams_reorder_caches_of_every_kind(make):
     lm_tpl = model.lm_tpl.clone(stack_tpl=make(), num_layers=3)
     model = model.clone(lm_tpl=lm_tpl, decoder=SEVERAL["beams"])
     variables = random_weights(model)
-    found = decode(model, variables, BATCH).candidates
+    result = decode(model, variables, BATCH).candidates
     read = jax.jit(lambda ids: model.apply(variables, ids, method=lambda m, ids: m.lm.logits(ids)))
-    check_candidates(found, read)
+    check_candidates(result, read)
 
 
 @pytest.mark.parametrize(
@@ -349,13 +349,13 @@ def test_weights_of_examples_multiply_those_of_their_tokens_where_they_are_appli
         return model.apply(variables, batch)[0]
 
     applying = model.clone(apply_eval_sample_weights=True)
-    found = metrics(applying, weights=weights, eval_sample_weights=examples)
+    result = metrics(applying, weights=weights, eval_sample_weights=examples)
     expected = metrics(model, weights=weights * examples[:, None])
     ignored = metrics(model, weights=weights, eval_sample_weights=examples)
     for name, metric in expected.items():
-        np.testing.assert_allclose(found[name].value, metric.value, rtol=1e-6)
+        np.testing.assert_allclose(result[name].value, metric.value, rtol=1e-6)
         np.testing.assert_allclose(
-            found[name].weight, np.sum(weights * examples[:, None]), rtol=1e-6
+            result[name].weight, np.sum(weights * examples[:, None]), rtol=1e-6
         )
         np.testing.assert_allclose(ignored[name].weight, np.sum(weights), rtol=1e-6)
     np.testing.assert_array_equal(

@@ -150,11 +150,11 @@ def test_rows_of_padding_do_not_change_the_loss_of_judgements():
     # The first row then meets the row of padding instead of the last one.
     batch.weights = np.array([1, 1, 1, 1], np.float32)
     (_, (metrics, outputs)), _ = loss_and_gradients(model, weights_of(model), batch)
-    (_, (found, rewards)), _ = loss_and_gradients(model, weights_of(model), padded)
+    (_, (result, rewards)), _ = loss_and_gradients(model, weights_of(model), padded)
     np.testing.assert_allclose(rewards.rewards[:4], outputs.rewards, rtol=1e-6)
     for name in ("desirable_reward", "undesirable_reward", "reward_margin"):
-        np.testing.assert_allclose(found[name].value, metrics[name].value, rtol=1e-6)
-    assert (found["divergence"].weight, metrics["divergence"].weight) == (3.0, 4.0)
+        np.testing.assert_allclose(result[name].value, metrics[name].value, rtol=1e-6)
+    assert (result["divergence"].weight, metrics["divergence"].weight) == (3.0, 4.0)
 
 
 def test_one_judgement_raises_since_its_answer_would_follow_its_prompt(raises):

@@ -168,10 +168,10 @@ def test_pairs_of_padding_have_no_weight():
         batch[side] = jax.tree.map(lambda x: np.concatenate([x[:3], 0 * x[3:]]), batch[side])
     batch.eval_sample_weights = np.array([1, 1, 1, 0], np.float32)
     expected, _ = run(model, variables, first)
-    found, _ = run(model, variables, batch)
+    result, _ = run(model, variables, batch)
     for name, metric in expected.items():
-        np.testing.assert_allclose(found[name].value, metric.value, rtol=1e-5, atol=1e-6)
-        assert found[name].weight == 3.0
+        np.testing.assert_allclose(result[name].value, metric.value, rtol=1e-5, atol=1e-6)
+        assert result[name].weight == 3.0
 
 
 def test_labels_of_weight_0_have_no_effect():
@@ -236,8 +236,8 @@ def test_decode_continues_prompts_with_the_policy():
     decode = functools.partial(jax.jit, static_argnums=0)(
         lambda model, params: model.apply({PARAMS: params}, prompts, method="decode")
     )
-    found = decode(model, params)
+    result = decode(model, params)
     expected = decode(build(lm), {"lm": params["lm"]})
-    np.testing.assert_array_equal(found.ids, expected.ids)
+    np.testing.assert_array_equal(result.ids, expected.ids)
     reference = decode(build(lm), {"lm": params["reference_lm"]})
-    assert not np.array_equal(found.ids, reference.ids)
+    assert not np.array_equal(result.ids, reference.ids)

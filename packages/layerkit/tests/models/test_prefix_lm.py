@@ -193,17 +193,17 @@ def test_several_continuations_have_separate_prefixes(decoder):
     config.decoder = decoder
     model = config.Instantiate()
     variables = random_variables(model)
-    found = decode(model, variables, jax.random.key(2)).candidates
+    result = decode(model, variables, jax.random.key(2)).candidates
     columns = np.arange(PROMPTS.shape[1] + NUM_STEPS)
     for sample in range(3):
-        ids = np.asarray(found.ids[:, sample])
+        ids = np.asarray(result.ids[:, sample])
         in_prefix = columns < LENGTHS[:, None]
         logits = logits_of(model, variables, ids, in_prefix=in_prefix)
         table = np.asarray(jax.nn.log_softmax(logits))[:, :-1]
         asked = np.take_along_axis(table, ids[:, 1:, None], axis=-1)[..., 0]
         chosen = (columns[1:] >= LENGTHS[:, None]) & (
-            columns[1:] < np.asarray(found.lengths)[:, sample, None]
+            columns[1:] < np.asarray(result.lengths)[:, sample, None]
         )
         np.testing.assert_allclose(
-            found.log_probs[:, sample, 1:], np.where(chosen, asked, 0.0), rtol=1e-4, atol=1e-4
+            result.log_probs[:, sample, 1:], np.where(chosen, asked, 0.0), rtol=1e-4, atol=1e-4
         )

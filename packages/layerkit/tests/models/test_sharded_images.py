@@ -127,9 +127,9 @@ def test_loss_gradients_and_statistics_equal_those_of_one_device(name):
         rows = NamedSharding(bound.mesh, bound.spec(("batch",)))
         batch = jax.tree.map(lambda x: jax.device_put(x, rows), whole)
         step = jax.jit(lambda v, b: loss_and_gradients(split, v, b))
-        found = step(jax.device_put(variables, layouts), batch)
+        result = step(jax.device_put(variables, layouts), batch)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(1, jnp.abs(b).max())),
-        jax.device_get(found),
+        jax.device_get(result),
         jax.device_get(expected),
     )

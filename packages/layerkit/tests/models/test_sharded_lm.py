@@ -101,15 +101,15 @@ def test_losses_and_gradients_equal_those_of_one_device(bound):
         out_shardings=((None, None), places),
     )
     compiled = sharded.lower(variables, batch).compile()
-    found = compiled(jax.device_put(variables, places), jax.device_put(batch, rows(bound)))
+    result = compiled(jax.device_put(variables, places), jax.device_put(batch, rows(bound)))
 
     def check(a, b):
         np.testing.assert_allclose(a, b, rtol=0.0, atol=1e-5 * max(1.0, np.max(np.abs(b))))
 
-    jax.tree.map(check, found, expected)
+    jax.tree.map(check, result, expected)
     # Each device really holds a part: a quarter of what is large, all of norms and some biases.
     sizes = [
-        (leaf.size, leaf.addressable_shards[0].data.size) for leaf in jax.tree.leaves(found[1])
+        (leaf.size, leaf.addressable_shards[0].data.size) for leaf in jax.tree.leaves(result[1])
     ]
     assert sum(part for _, part in sizes) < 0.4 * sum(whole for whole, _ in sizes)
     text = compiled.as_text()

@@ -177,9 +177,9 @@ def test_forward_pass_equals_numpy(case):
     causal = np.tril(np.ones((LENGTH, LENGTH), bool))
     allowed = causal & (SEGMENT_IDS[:, :, None] == SEGMENT_IDS[:, None, :])
     expected = numpy_logits(params, ids, SEGMENT_POS, allowed, is_llama=name == "rotary")
-    found = logits(ids, SEGMENT_IDS, SEGMENT_POS)
-    assert found.dtype == jnp.float32 and found.shape == (2, LENGTH, VOCAB)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    result = logits(ids, SEGMENT_IDS, SEGMENT_POS)
+    assert result.dtype == jnp.float32 and result.shape == (2, LENGTH, VOCAB)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_packed_documents_equal_separate_rows(case):
@@ -195,8 +195,8 @@ def test_packed_documents_equal_separate_rows(case):
         positions[place] = np.arange(LENGTH)
     alone = [np.asarray(logits(*batch)) for batch in zip(rows, segments, positions, strict=True)]
     for place, (row, start, end) in zip(np.ndindex(2, 2), DOCUMENTS, strict=True):
-        found = alone[place[0]][place[1], : end - start]
-        np.testing.assert_allclose(found, packed[row, start:end], rtol=1e-5, atol=1e-5)
+        result = alone[place[0]][place[1], : end - start]
+        np.testing.assert_allclose(result, packed[row, start:end], rtol=1e-5, atol=1e-5)
 
 
 def test_positions_count_from_the_start_of_the_row_by_default():
@@ -224,8 +224,8 @@ def test_cached_steps_equal_the_full_pass(case):
     second, cache = extend(cache, ids[:, 6:7], 6)
     third, _ = extend(cache, ids[:, 7:8], 7)
     whole = logits(ids, np.ones_like(ids), np.tile(np.arange(8), (2, 1)))
-    found = jnp.concatenate([first, second, third], axis=1)
-    np.testing.assert_allclose(found, whole, rtol=1e-5, atol=1e-5)
+    result = jnp.concatenate([first, second, third], axis=1)
+    np.testing.assert_allclose(result, whole, rtol=1e-5, atol=1e-5)
 
 
 def test_cache_longer_than_the_position_table_raises(raises):

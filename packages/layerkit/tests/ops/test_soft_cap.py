@@ -20,5 +20,5 @@ def test_backward_pass_of_soft_cap_keeps_one_array():
     logits = jnp.linspace(-50.0, 50.0, 21)
     _, backward = jax.vjp(lambda logits: soft_cap(logits, 30.0), logits)
     assert [leaf.shape for leaf in jax.tree.leaves(backward) if leaf.ndim] == [logits.shape]
-    (found,) = backward(jnp.ones_like(logits))
-    np.testing.assert_allclose(found, 1.0 / np.cosh(logits / 30.0) ** 2, rtol=1e-5)
+    (result,) = backward(jnp.ones_like(logits))
+    np.testing.assert_allclose(result, 1.0 / np.cosh(logits / 30.0) ** 2, rtol=1e-5)

@@ -36,9 +36,9 @@ def restore(folder: Path, lines: list[str]) -> int:
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)}
     with CheckpointManager(folder, policy=EVERY_STEP, report=lines.append) as manager:
-        found = manager.restore_newest(target)
-    assert found is not None
-    return found.step
+        result = manager.restore_newest(target)
+    assert result is not None
+    return result.step
 
 
 def files_of(step: Path) -> list[str]:

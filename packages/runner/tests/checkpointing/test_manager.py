@@ -87,9 +87,9 @@ def save(directory, *steps: int, state_format=StateFormat.TENSORSTORE, state=Non
 
 def assert_same_bits(restored, state):
     assert jax.tree.structure(restored) == jax.tree.structure(state)
-    for found, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
-        assert found.dtype == expected.dtype
-        assert np.asarray(found).tobytes() == np.asarray(expected).tobytes()
+    for result, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True):
+        assert result.dtype == expected.dtype
+        assert np.asarray(result).tobytes() == np.asarray(expected).tobytes()
 
 
 def largest_file(folder: Path) -> Path:
@@ -182,8 +182,10 @@ def test_either_format_restores_bit_for_bit_onto_any_mesh(written, sharding):
     with CheckpointManager(directory, read_only=True) as manager:
         restored = manager.restore(5, target)
     assert_same_bits(restored.state, state)
-    for found, wanted in zip(jax.tree.leaves(restored.state), jax.tree.leaves(target), strict=True):
-        assert found.sharding == wanted.sharding
+    for result, required in zip(
+        jax.tree.leaves(restored.state), jax.tree.leaves(target), strict=True
+    ):
+        assert result.sharding == required.sharding
     assert restored.input_states == {"train": {"scope": "global", "position": 50}}
     assert restored.metadata == {"note": "at 5"}
 

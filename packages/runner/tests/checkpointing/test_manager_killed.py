@@ -135,9 +135,9 @@ from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy, s
 finish = stored_state.FiniteCheck.nonfinite
 
 def finish_and_die(check):
-    found = finish(check)
+    result = finish(check)
     os.kill(os.getpid(), signal.SIGKILL) if step == 2 else None
-    return found
+    return result
 
 stored_state.FiniteCheck.nonfinite = finish_and_die
 manager = CheckpointManager(sys.argv[1], policy=CheckpointPolicy(save_interval_steps=1))

@@ -66,10 +66,10 @@ def test_left_out_parts_are_not_compared_or_read(raises, written):
     target = target_of(with_opt_state=False)
     with raises(StructureMismatchError, owner=f"The checkpoint {written}/checkpoint_00000003"):
         restore(written, target)
-    found = restore(written, target, leave_out=("opt_state",))
-    assert set(found.state) == {"params", "step"}
-    np.testing.assert_array_equal(found.state["params"]["w"], WEIGHTS)
-    assert found.state["params"]["w"].sharding == sharding()
+    result = restore(written, target, leave_out=("opt_state",))
+    assert set(result.state) == {"params", "step"}
+    np.testing.assert_array_equal(result.state["params"]["w"], WEIGHTS)
+    assert result.state["params"]["w"].sharding == sharding()
     # What is left must still fit.
     target["params"]["v"] = leaf((8, 4), jnp.float32)
     with pytest.raises(StructureMismatchError, match="params/v: missing in the checkpoint"):
@@ -86,8 +86,8 @@ def test_input_states_are_restored_only_for_training(raises, written, tmp_path):
     target = target_of(with_opt_state=False)
     with raises(ProcessCountError, field="number of processes", value=1):
         restore(directory, target, leave_out=("opt_state",))
-    found = restore(directory, target, leave_out=("opt_state",), with_input_states=False)
-    assert found.input_states == {}
+    result = restore(directory, target, leave_out=("opt_state",), with_input_states=False)
+    assert result.input_states == {}
 
 
 def test_floating_point_dtypes_are_cast_only_if_set(written):
@@ -96,12 +96,12 @@ def test_floating_point_dtypes_are_cast_only_if_set(written):
         restore(written, target_of(jnp.bfloat16))
     assert error.value.differences == (difference,)
     lines: list[str] = []
-    found = restore(written, target_of(jnp.bfloat16), lines, cast_dtypes=True)
+    result = restore(written, target_of(jnp.bfloat16), lines, cast_dtypes=True)
     assert lines == [f"The checkpoint {written}/checkpoint_00000003: {CAST}"]
-    ours = found.state["params"]["w"]
+    ours = result.state["params"]["w"]
     assert (ours.dtype, ours.sharding) == (jnp.bfloat16, sharding())
     assert np.asarray(ours).tobytes() == WEIGHTS.astype(jnp.bfloat16).tobytes()
-    np.testing.assert_array_equal(found.state["opt_state"]["mu"], WEIGHTS)
+    np.testing.assert_array_equal(result.state["opt_state"]["mu"], WEIGHTS)
 
 
 @pytest.mark.parametrize("dtype", [jnp.int32, jnp.float8_e4m3fn])

@@ -109,9 +109,9 @@ def test_a_full_disk_and_a_read_only_folder(tmp_path: Path):
 def test_time_out_of_the_file_system_does_not_blame_the_limit_of_the_save():
     error = OSError(errno.ETIMEDOUT, "Connection timed out")
     assert isinstance(error, TimeoutError)
-    found = save_error(error, step=2, directory="job", newest=1, timeout_secs=600)
-    assert not isinstance(found, SaveTimeoutError)
-    assert "Connection timed out" in str(found) and "async_timeout_secs" not in str(found)
+    result = save_error(error, step=2, directory="job", newest=1, timeout_secs=600)
+    assert not isinstance(result, SaveTimeoutError)
+    assert "Connection timed out" in str(result) and "async_timeout_secs" not in str(result)
 
 
 @pytest.mark.parametrize("call", ["save", "should_save"])

@@ -140,8 +140,8 @@ def test_experiment_is_found_by_each_form_of_its_name(name: str):
 
 @pytest.mark.usefixtures("folder")
 def test_name_in_nvidias_scripts_is_found():
-    found = find_experiment("paxml.contrib.gpu.scripts_gpu.configs.RegPile126M")
-    assert found.dotted == "reg_acme.lm.pile.RegPile126M"
+    result = find_experiment("paxml.contrib.gpu.scripts_gpu.configs.RegPile126M")
+    assert result.dotted == "reg_acme.lm.pile.RegPile126M"
 
 
 @pytest.mark.usefixtures("folder")

@@ -60,15 +60,15 @@ def attention(*overrides: tuple[str, str]) -> tuple[Any, str]:
 
 
 def test_class_keeps_the_fields_that_were_set_and_says_so():
-    found, note = attention((f"{PATH}.width", "5"), (PATH, f"{__name__}.Wide"))
-    assert found.__fn_or_cls__ is Wide
-    assert (found.num_heads, found.logit_cap, found.width) == (4, 50.0, 5)
+    result, note = attention((f"{PATH}.width", "5"), (PATH, f"{__name__}.Wide"))
+    assert result.__fn_or_cls__ is Wide
+    assert (result.num_heads, result.logit_cap, result.width) == (4, 50.0, 5)
     assert note == f"{PATH} is now Wide; kept from MultiHeadAttention: num_heads, logit_cap"
 
 
 def test_field_that_does_not_fit_is_dropped_and_named():
-    found, note = attention((PATH, f"{__name__}.Narrow"))
-    assert (found.num_heads, found.logit_cap) == ("", 50.0)
+    result, note = attention((PATH, f"{__name__}.Narrow"))
+    assert (result.num_heads, result.logit_cap) == ("", 50.0)
     assert note.endswith("kept from MultiHeadAttention: logit_cap; DROPPED: num_heads")
 
 

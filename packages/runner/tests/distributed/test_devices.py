@@ -279,8 +279,8 @@ def run_turns(**variables: str) -> dict[str, Any]:
         text=True,
         check=True,
     ).stdout
-    found: dict[str, Any] = json.loads(output)
-    return found
+    result: dict[str, Any] = json.loads(output)
+    return result
 
 
 @needs_glibc

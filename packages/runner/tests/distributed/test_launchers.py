@@ -62,8 +62,8 @@ def test_find_launch_reads_the_variables_of_each_launcher(environ, name, place, 
     launch = find_launch(environ)
     assert launch is not None
     assert launch.name == name
-    found = (launch.process_id, launch.num_processes, launch.local_id, launch.num_local)
-    assert (found, launch.address) == (place, address)
+    result = (launch.process_id, launch.num_processes, launch.local_id, launch.num_local)
+    assert (result, launch.address) == (place, address)
 
 
 def test_find_launch_returns_none_without_all_variables_of_a_launcher():

@@ -42,10 +42,10 @@ def weights(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: value for name, value in values.items() if name.startswith("params/")}
 
 
-def assert_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(result: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert result.keys() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
+        np.testing.assert_array_equal(result[name], value, err_msg=name)
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +58,14 @@ def drawn(begin: Any) -> dict[str, np.ndarray]:
 def test_weights_of_a_job_are_copied_and_all_else_starts_anew(
     begin: Any, drawn: dict[str, np.ndarray], where: str
 ):
-    *_, first, found = first_state(begin, begin.job / where)
-    assert_same(weights(found), weights(begin.values))
+    *_, first, result = first_state(begin, begin.job / where)
+    assert_same(weights(result), weights(begin.values))
     # Everything but the weights starts anew.
     others = drawn.keys() - weights(drawn).keys()
-    assert_same({name: found[name] for name in others}, {name: drawn[name] for name in others})
+    assert_same({name: result[name] for name in others}, {name: drawn[name] for name in others})
     assert first.step == 0
     label = f"{begin.job}/checkpoints:7"
-    names = [name.removeprefix("params/") for name in weights(found)]
+    names = [name.removeprefix("params/") for name in weights(result)]
     assert first.provenance.weights == {name: f"{label}:params/{name}" for name in names}
     count = len(names)
     assert list(first.provenance.lines()) == [f"init from    {count} weights from {label}"]
@@ -82,10 +82,10 @@ def test_state_of_either_format_is_restored_on_any_mesh(
         begin.save(job, begin.filled_state(begin.model(), pmap=True), one_file=True)
     place = {"pmap": True} if arrangement == "pmap" else {"shape": [2, 2, 2]}
     source = {"folder": str(job), "opt_state_rules": [(".*", r"\g<0>")], "load_step": True}
-    partitioner, task, first, found = first_state(begin, source, bound=place)
-    assert_same(found, {**begin.values, "step": np.int32(7)})
-    wanted = partitioner.state_shardings(task)
-    assert jax.tree.map(lambda leaf: leaf.sharding, first.state) == wanted
+    partitioner, task, first, result = first_state(begin, source, bound=place)
+    assert_same(result, {**begin.values, "step": np.int32(7)})
+    required = partitioner.state_shardings(task)
+    assert jax.tree.map(lambda leaf: leaf.sharding, first.state) == required
 
 
 @pytest.mark.parametrize("repeated", [True, False], ids=["whole", "in layers"])
@@ -110,13 +110,13 @@ def test_values_are_read_into_the_shardings_of_the_state(begin: Any, repeated: b
 
 def test_optimizer_values_without_a_rule_start_anew(begin: Any, drawn: dict[str, np.ndarray]):
     source = {"folder": str(begin.job), "opt_state_rules": [("0/nu/(.*)", r"0/nu/\1")]}
-    *_, first, found = first_state(begin, source)
-    for name, value in found.items():
+    *_, first, result = first_state(begin, source)
+    for name, value in result.items():
         if name.startswith("opt_state"):
             expected = begin.values if "/nu/" in name else drawn
             np.testing.assert_array_equal(value, expected[name], err_msg=name)
-    moments = sum("opt_state/0/nu" in name for name in found)
-    total = sum(name.startswith("opt_state") for name in found)
+    moments = sum("opt_state/0/nu" in name for name in result)
+    total = sum(name.startswith("opt_state") for name in result)
     told = list(first.provenance.lines())[-1].strip()
     assert told == f"{moments} of {total} values of the optimizer state; the others are initialized"
 
@@ -163,25 +163,25 @@ def test_averages_in_place_of_weights(begin: Any, tmp_path: Path):
     ema = begin.filled(state.params, seed=1)
     del ema["head"]
     begin.save(tmp_path, {"params": state.params, "ema": ema, "step": state.step})
-    *_, first, found = first_state(begin, {"folder": str(tmp_path), "use_ema": True})
+    *_, first, result = first_state(begin, {"folder": str(tmp_path), "use_ema": True})
     expected = {**begin.leaves({"params": state.params}), **begin.leaves({"params": ema})}
-    assert_same(weights(found), expected)
+    assert_same(weights(result), expected)
     origins = first.provenance.weights
     assert origins["head/w"].endswith(":7:params/head/w")
     assert origins["stack/sub/bias/b"].endswith(":7:ema/stack/sub/bias/b")
 
 
 def test_averages_begin_with_the_weights(begin: Any):
-    *_, found = first_state(begin, begin.job, bound={"ema_decay": 0.9})
+    *_, result = first_state(begin, begin.job, bound={"ema_decay": 0.9})
     for name, value in weights(begin.values).items():
-        np.testing.assert_array_equal(found[name.replace("params/", "ema/", 1)], value)
+        np.testing.assert_array_equal(result[name.replace("params/", "ema/", 1)], value)
 
 
 def test_floats_are_converted_and_reported(begin: Any):
     model = begin.model()
     model.dtype = jnp.bfloat16
-    *_, first, found = first_state(begin, begin.job, model=model)
-    for name, value in weights(found).items():
+    *_, first, result = first_state(begin, begin.job, model=model)
+    for name, value in weights(result).items():
         assert value.dtype == jnp.bfloat16
         np.testing.assert_array_equal(value, begin.values[name].astype(jnp.bfloat16))
     count = len(weights(begin.values))
@@ -194,13 +194,13 @@ def test_rules_split_a_stack_into_layers(begin: Any, shape: Any):
     rules = [*OUT_OF_STACK, (".*", r"\g<0>")]
     model = begin.model(num_layers=3, repeated=False)
     source = {"folder": str(begin.job), "rules": rules}
-    *_, found = first_state(begin, source, model=model, bound={"shape": shape})
+    *_, result = first_state(begin, source, model=model, bound={"shape": shape})
     expected = {"params/head/w": begin.values["params/head/w"]}
     for leaf in ("linear/w", "bias/b"):
         stacked = begin.values[f"params/stack/sub/{leaf}"]
         for here, there in enumerate((0, 1, 0)):
             expected[f"params/layers_{here}/{leaf}"] = stacked[there]
-    assert_same(weights(found), expected)
+    assert_same(weights(result), expected)
 
 
 @pytest.mark.parametrize("shape", [None, [2, 2, 2]], ids=["one device", "2 x 2 x 2"])
@@ -208,8 +208,8 @@ def test_rules_fill_a_deeper_stack_from_chosen_layers(begin: Any, shape: Any):
     rules = [(r"stack/.*", r"\g<0>[0, 1, 1, 0]"), (".*", r"\g<0>")]
     model = begin.model(num_layers=4)
     source = {"folder": str(begin.job), "rules": rules}
-    *_, found = first_state(begin, source, model=model, bound={"shape": shape})
-    for name, value in weights(found).items():
+    *_, result = first_state(begin, source, model=model, bound={"shape": shape})
+    for name, value in weights(result).items():
         expected = begin.values[name]
         if "/stack/" in name:
             expected = expected[[0, 1, 1, 0]]
@@ -221,13 +221,13 @@ def test_rules_stack_layers(begin: Any, tmp_path: Path):
     begin.save(tmp_path, state)
     rules = [(r"stack/sub/(.*)", r"layers_{layer}/\1"), (".*", r"\g<0>")]
     source = {"folder": str(tmp_path), "rules": rules}
-    *_, found = first_state(begin, source, bound={"shape": [2, 2, 2]})
+    *_, result = first_state(begin, source, bound={"shape": [2, 2, 2]})
     there = begin.leaves(state)
     expected = {"params/head/w": there["params/head/w"]}
     for leaf in ("linear/w", "bias/b"):
         layers = [there[f"params/layers_{i}/{leaf}"] for i in (0, 1)]
         expected[f"params/stack/sub/{leaf}"] = np.stack(layers)
-    assert_same(weights(found), expected)
+    assert_same(weights(result), expected)
 
 
 def test_adapters_on_a_pretrained_model(begin: Any):
@@ -256,16 +256,16 @@ def test_first_source_with_a_weight_provides_it(begin: Any, tmp_path: Path):
     head = {"params": {"head": state.params["head"]}}
     begin.save(tmp_path, head)
     base = {"folder": str(begin.job), "ignore": ("head/.*",)}
-    *_, found = first_state(begin, tmp_path, base, draw=("stack/sub/bias/b",))
+    *_, result = first_state(begin, tmp_path, base, draw=("stack/sub/bias/b",))
     expected = {**begin.values, **begin.leaves(head)}
     expected["params/stack/sub/bias/b"] = np.zeros((2, 8), np.float32)
-    assert_same(weights(found), weights(expected))
+    assert_same(weights(result), weights(expected))
 
 
 def test_missing_weights_are_drawn_if_allowed(begin: Any, drawn: dict[str, np.ndarray]):
     source = {"folder": str(begin.job), "rules": [(r"stack/.*", r"\g<0>")]}
-    *_, found = first_state(begin, source, missing="draw")
-    for name, value in weights(found).items():
+    *_, result = first_state(begin, source, missing="draw")
+    for name, value in weights(result).items():
         origin = begin.values if "/stack/" in name else drawn
         np.testing.assert_array_equal(value, origin[name], err_msg=name)
 
@@ -273,8 +273,8 @@ def test_missing_weights_are_drawn_if_allowed(begin: Any, drawn: dict[str, np.nd
 def test_state_whose_weights_are_all_drawn_equals_that_without_a_source(
     begin: Any, drawn: dict[str, np.ndarray]
 ):
-    *_, first, found = first_state(begin, begin.job, draw=(".*",))
-    assert_same(found, drawn)
+    *_, first, result = first_state(begin, begin.job, draw=(".*",))
+    assert_same(result, drawn)
     assert list(first.provenance.lines()) == [
         f"init from    3 initialized randomly ({', '.join(first.provenance.weights)})"
     ]
@@ -320,8 +320,8 @@ def test_first_state_of_dpo_has_reference_equal_to_policy(
     begin.save(tmp_path, base)
     model = PreferenceModel.HParams.config(lm_tpl=lm)
     frozen = {"frozen": ("reference_lm/.*",)}
-    *_, first, found = first_state(begin, tmp_path, model=model, bound=frozen, draw=draw)
-    params = {name.removeprefix("params/"): value for name, value in weights(found).items()}
+    *_, first, result = first_state(begin, tmp_path, model=model, bound=frozen, draw=draw)
+    params = {name.removeprefix("params/"): value for name, value in weights(result).items()}
     policy = {name: value for name, value in params.items() if name.startswith("lm/")}
     assert_same(params, policy | {f"reference_{name}": value for name, value in policy.items()})
     stored = begin.leaves(base)

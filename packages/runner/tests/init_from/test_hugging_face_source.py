@@ -48,18 +48,18 @@ def test_weights_of_a_hugging_face_folder(
     model = model_config(path, repeated=repeated)
     partitioner, task = begin.bound(model, [2, 2, 2], begin=begin.init_from(path))
     first = plan_first_state(partitioner, task)()
-    found = begin.leaves({"params": first.state.params})
+    result = begin.leaves({"params": first.state.params})
     for name, value in values.items():
         names = [name] if repeated else [name.replace("repeat/sub", f"layers_{i}") for i in (0, 1)]
         stacked = not repeated and names[0] != name
         for layer, one in enumerate(names if stacked else [name]):
             expected = np.asarray(value[layer] if stacked else value, np.float32)
-            np.testing.assert_array_equal(found[one], expected, err_msg=one)
+            np.testing.assert_array_equal(result[one], expected, err_msg=one)
     shardings = partitioner.state_shardings(task)
     assert jax.tree.map(lambda leaf: leaf.sharding, first.state) == shardings
     assert first.provenance.weights["lm/softmax/w"] == f"{path}:params/lm/softmax/w"
     (count,) = [line for line in first.provenance.lines() if "bfloat16 → float32" in line]
-    assert f"{len(found)} values converted" in count
+    assert f"{len(result)} values converted" in count
 
 
 @pytest.mark.slow
@@ -72,13 +72,13 @@ def test_weights_of_a_pipelined_model(folder: tuple[Path, dict[str, Any]], begin
     )
     model.lm_tpl.stack_tpl = stack
     first = plan_first_state(*begin.bound(model, begin=begin.init_from(path)))()
-    found = begin.leaves({"params": first.state.params})
+    result = begin.leaves({"params": first.state.params})
     name = "attention/query/w"
-    (pipelined,) = (value for path, value in found.items() if path.endswith(name))
+    (pipelined,) = (value for path, value in result.items() if path.endswith(name))
     expected = values[f"params/lm/stack/repeat/sub/{name}"]
     np.testing.assert_array_equal(np.reshape(pipelined, expected.shape), expected)
     drawn = {path for path, of in first.provenance.weights.items() if of == "random_init"}
-    assert drawn == {path.removeprefix("params/") for path in found if "lora" in path}
+    assert drawn == {path.removeprefix("params/") for path in result if "lora" in path}
     assert drawn
 
 
@@ -107,9 +107,9 @@ def test_weights_of_encoders_and_encoder_decoders(
     variables = jax.jit(lambda: build(config).init(jax.random.key(5)))()
     export_model(tmp_path / "written", config, variables)
     first = plan_first_state(*begin.bound(config, begin=begin.init_from(tmp_path / "written")))()
-    found = begin.leaves({"params": first.state.params})
+    result = begin.leaves({"params": first.state.params})
     for name, value in begin.leaves({"params": variables["params"]}).items():
-        np.testing.assert_array_equal(found[name], value, err_msg=name)
+        np.testing.assert_array_equal(result[name], value, err_msg=name)
 
 
 def test_unsupported_model_type_is_an_error(raises, tmp_path: Path, begin: Any):

@@ -63,9 +63,9 @@ def test_each_process_holds_its_part(begin: Any, tmp_path: Path, one_file: bool)
             if line.startswith('["'):  # Gloo writes lines of its own
                 name, index, values = json.loads(line)
                 held[number, name, str(index)] = values
-                wanted = expected[name][tuple(slice(*bounds) for bounds in index)]
+                required = expected[name][tuple(slice(*bounds) for bounds in index)]
                 if name != "step":  # which is not loaded
-                    np.testing.assert_array_equal(np.array(values, wanted.dtype), wanted)
+                    np.testing.assert_array_equal(np.array(values, required.dtype), required)
     matrix = {
         (number, index) for number, name, index in held if name == "params/stack/sub/linear/w"
     }

@@ -31,7 +31,7 @@ class Names:
     leaves: Mapping[tuple[str, ...], LeafSpec]
     step: int | None = 3
 
-    def read(self, wanted: Any) -> Any:
+    def read(self, expected: Any) -> Any:
         raise AssertionError("names are compared before anything is read")
 
 
@@ -102,9 +102,9 @@ def differences(*stored: Any, **fields: Any) -> list[str]:
         matched(*stored, **fields)
     assert caught.value.owner == "begin"
     first, *lines = caught.value.problem.splitlines()
-    found = [line.removeprefix("  ") for line in lines if line.startswith("  ")]
-    assert f"({len(found)} difference" in first
-    return found
+    result = [line.removeprefix("  ") for line in lines if line.startswith("  ")]
+    assert f"({len(result)} difference" in first
+    return result
 
 
 def origins(matching: Matched) -> dict[str, str]:
@@ -236,10 +236,10 @@ def match_compared(*, copied: bool, rules: Any = None, **begin: Any) -> Matched:
 @pytest.mark.parametrize("missing", ["error", "draw"])
 @pytest.mark.parametrize("rules", [None, [(r"head/(.*)", r"top/\1")]], ids=["names", "rules"])
 def test_match_copies_weight_that_source_lacks_if_model_declares_original(rules: Any, missing: str):
-    found = match_compared(copied=True, rules=rules, missing=missing)
-    assert found.copied == {("encoder", "w"): ("head", "w")}
-    assert found.drawn == ()
-    assert set(found.values) == {("params", "head", "w")}
+    result = match_compared(copied=True, rules=rules, missing=missing)
+    assert result.copied == {("encoder", "w"): ("head", "w")}
+    assert result.drawn == ()
+    assert set(result.values) == {("params", "head", "w")}
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from layerkit_runner.init_from.settings import InitFrom, Origin, Rule, Source, p
 
 
 def origin(pattern: str, source: str, name: str, shape: tuple[int, ...] = (2, 3)) -> Origin:
-    found = Rule(pattern, source, "rules[0]").origin(name, shape)
-    assert found is not None
-    return found
+    result = Rule(pattern, source, "rules[0]").origin(name, shape)
+    assert result is not None
+    return result
 
 
 @pytest.mark.parametrize(
@@ -30,8 +30,8 @@ def origin(pattern: str, source: str, name: str, shape: tuple[int, ...] = (2, 3)
 def test_rule_gives_stored_names_and_indices(
     pattern: str, source: str, names: tuple[str, ...], indices: tuple
 ):
-    found = origin(pattern, source, "a/0/w")
-    assert (found.names, found.indices) == (names, indices)
+    result = origin(pattern, source, "a/0/w")
+    assert (result.names, result.indices) == (names, indices)
 
 
 def test_rule_matches_whole_names_only():
@@ -43,19 +43,19 @@ def test_rule_matches_whole_names_only():
 @pytest.mark.parametrize("indices", ["", "[2]", "[1][0]", "[0, 0, 2]", "[1][2, 0]", "[2, 1][1]"])
 def test_shape_of_an_indexed_value_is_that_of_numpy(indices: str):
     stored = np.zeros((3, 4, 5))
-    found = origin("a", f"b{indices}", "a")
+    result = origin("a", f"b{indices}", "a")
     # One axis after the other, as a rule reads; NumPy would pair several lists.
     expected = stored
-    for axis, index in reversed(list(enumerate(found.indices))):
+    for axis, index in reversed(list(enumerate(result.indices))):
         expected = np.take(expected, index, axis=axis)
-    assert found.shape({"b": stored.shape}) == expected.shape
+    assert result.shape({"b": stored.shape}) == expected.shape
 
 
 def test_stack_has_a_new_first_axis_and_needs_equal_shapes():
-    found = origin("a", "b{layer}", "a", (3, 9))
-    assert found.shape({"b0": (4,), "b1": (4,), "b2": (4,)}) == (3, 4)
+    result = origin("a", "b{layer}", "a", (3, 9))
+    assert result.shape({"b0": (4,), "b1": (4,), "b2": (4,)}) == (3, 4)
     with pytest.raises(ValueError, match="differ"):
-        found.shape({"b0": (4,), "b1": (5,), "b2": (4,)})
+        result.shape({"b0": (4,), "b1": (5,), "b2": (4,)})
 
 
 @pytest.mark.parametrize(

@@ -22,17 +22,17 @@ def job(tmp_path: Path) -> Path:
     ("place", "step"), [("", None), ("checkpoints", None), ("checkpoints/checkpoint_00000002", 2)]
 )
 def test_job_checkpoints_and_step_are_recognized(job: Path, place: str, step: int | None):
-    found = recognize(str(job / place))
-    assert isinstance(found, CheckpointFolder)
-    assert (str(found.directory), found.step) == (str(job / "checkpoints"), step)
+    result = recognize(str(job / place))
+    assert isinstance(result, CheckpointFolder)
+    assert (str(result.directory), result.step) == (str(job / "checkpoints"), step)
 
 
 def test_hugging_face_folder_is_recognized(tmp_path: Path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model-00001-of-00002.safetensors").touch()
-    found = recognize(str(tmp_path))
-    assert found == HuggingFaceFolder(found.directory)
-    assert str(found.directory) == str(tmp_path)
+    result = recognize(str(tmp_path))
+    assert result == HuggingFaceFolder(result.directory)
+    assert str(result.directory) == str(tmp_path)
 
 
 def test_home_and_relative_paths_are_expanded(job: Path, monkeypatch: pytest.MonkeyPatch):

@@ -22,8 +22,8 @@ CHECKS = """
 names = ("layerkit", "layerkit_runner", "flax", "safetensors", "orbax")
 assert not [name for name in names if name in sys.modules]
 logits = export.deserialize(bytearray(open(f"{folder}/logits.stablehlo", "rb").read()))
-found = jax.jit(logits.call)(weights, ids, lengths)
-np.savez(sys.argv[2], ids=ids, logits=found, new_ids=new_ids, new_lengths=new_lengths)
+result = jax.jit(logits.call)(weights, ids, lengths)
+np.savez(sys.argv[2], ids=ids, logits=result, new_ids=new_ids, new_lengths=new_lengths)
 """
 
 
@@ -50,11 +50,11 @@ def test_documented_program_that_has_only_jax_gets_the_same_numbers(
     command = [sys.executable, "-I", str(script), str(served), str(output)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found = np.load(output)
-    (ids,) = found["ids"]
-    np.testing.assert_allclose(found["logits"][0], model.logits(ids), atol=1e-5)
+    result = np.load(output)
+    (ids,) = result["ids"]
+    np.testing.assert_allclose(result["logits"][0], model.logits(ids), atol=1e-5)
     (expected,) = model.generate_ids([ids], max_new_tokens=6, temperature=0)
-    assert found["new_ids"][0, len(ids) : found["new_lengths"][0]].tolist() == expected.tolist()
+    assert result["new_ids"][0, len(ids) : result["new_lengths"][0]].tolist() == expected.tolist()
 
 
 def test_baked_weights_need_no_file(model: LoadedModel, tmp_path: Path):
@@ -65,8 +65,8 @@ def test_baked_weights_need_no_file(model: LoadedModel, tmp_path: Path):
     assert not (tmp_path / "weights.safetensors").exists()
     function = export.deserialize(bytearray((tmp_path / "logits.stablehlo").read_bytes()))
     ids = np.array([[1, 5, 9], [1, 7, 8]], np.int32)
-    found = function.call(ids, np.array([3, 3], np.int32))
-    np.testing.assert_allclose(found, model.logits(ids), atol=1e-5)
+    result = function.call(ids, np.array([3, 3], np.int32))
+    np.testing.assert_allclose(result, model.logits(ids), atol=1e-5)
 
 
 def test_model_without_next_tokens_cannot_be_exported(

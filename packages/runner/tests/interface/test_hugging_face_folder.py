@@ -53,8 +53,8 @@ def test_logits_and_greedy_tokens_equal_those_of_transformers(
         expected = theirs(torch.tensor(IDS)).logits.numpy()
         tokens = theirs.generate(torch.tensor(IDS[:1]), max_new_tokens=8, do_sample=False)
     np.testing.assert_allclose(model.logits(IDS), expected, atol=1e-4)
-    (found,) = model.generate_ids(IDS[:1], max_new_tokens=np.int64(8), temperature=np.float32(0))
-    assert found.tolist() == tokens[0, len(IDS[0]) :].tolist()
+    (result,) = model.generate_ids(IDS[:1], max_new_tokens=np.int64(8), temperature=np.float32(0))
+    assert result.tolist() == tokens[0, len(IDS[0]) :].tolist()
     with raises(UserError, value="FOLDER"):
         layerkit_runner.load(tmp_path / "llama", overrides={"FOLDER": "x"})
 
@@ -75,10 +75,10 @@ def test_rows_outgrow_the_trained_length_of_longrope_as_in_transformers(tmp_path
     phi3.save_pretrained(tmp_path)
     model = layerkit_runner.load(tmp_path, overrides={"DTYPE": "float32"})
     tokens = phi3.generate(torch.tensor(IDS[:1]), max_new_tokens=9, do_sample=False)
-    (found,) = model.generate_ids(IDS[:1], max_new_tokens=9)
+    (result,) = model.generate_ids(IDS[:1], max_new_tokens=9)
     streamed: list[int] = []
     model.generate_ids(IDS[:1], max_new_tokens=9, stream=lambda row, token: streamed.append(token))
-    assert found.tolist() == streamed == tokens[0, len(IDS[0]) :].tolist()
+    assert result.tolist() == streamed == tokens[0, len(IDS[0]) :].tolist()
 
 
 @pytest.mark.slow  # layerkit tests the decoder
@@ -98,12 +98,12 @@ def test_drafts_change_neither_tokens_nor_their_stream(tmp_path: Path):
         model = layerkit_runner.load(tmp_path / "model", overrides=overrides)
         streamed: list[tuple[int, int]] = []
         options = {"max_new_tokens": 9, "temperature": 0.0}
-        found = model.generate_ids(
+        result = model.generate_ids(
             [IDS[0], IDS[1][:2]],
             **options,
             stream=lambda *pair, to=streamed: to.append(pair),
         )
-        results.append((streamed, [ids.tolist() for ids in found]))
+        results.append((streamed, [ids.tolist() for ids in result]))
     assert results[0] == results[1]
     assert len(results[0][0]) > 8
 
@@ -139,8 +139,8 @@ def test_defaults_of_generation_are_those_of_transformers(
     expected = theirs.generate(torch.tensor(IDS[:1]), **options)[0, len(IDS[0]) :].tolist()
     model = layerkit_runner.load(tmp_path, overrides={"DTYPE": "float32"})
     assert "(generation_config.json)" in capsys.readouterr().err
-    (found, _) = model.generate_ids([IDS[0], IDS[1] * 2], **explicit)
-    assert found.tolist() == expected
+    (result, _) = model.generate_ids([IDS[0], IDS[1] * 2], **explicit)
+    assert result.tolist() == expected
     if "max_length" in content:
         assert len(model.generate_ids([IDS[1]])[0]) <= 9
         assert len(model.generate_ids([IDS[0]], max_new_tokens=20)[0]) > 9
@@ -184,8 +184,8 @@ def test_texts_begin_as_those_of_auto_tokenizer(theirs: Any, template: str, tmp_
         np.testing.assert_allclose(score.token_log_probs, expected.numpy(), atol=1e-5)
         tokens = theirs.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False)[0]
         new = auto.decode(tokens[len(ids) :], skip_special_tokens=True)
-        (found,) = model.generate(text, max_new_tokens=6, temperature=0)
-        assert found.split() == new.split()
+        (result,) = model.generate(text, max_new_tokens=6, temperature=0)
+        assert result.split() == new.split()
     (whole,) = model.score("a b c d")
     (part,) = model.score("c d", prompts="a b")
     np.testing.assert_allclose(part.token_log_probs, whole.token_log_probs[-2:], atol=1e-5)
@@ -209,9 +209,9 @@ def test_each_declared_end_token_ends_a_text_and_a_disagreement_is_reported(
         content = json.loads(path.read_text()) | {"eos_token_id": [int(unbounded[at]), 2, 50256]}
         path.write_text(json.dumps(content))
         model = layerkit_runner.load(tmp_path, overrides={"DTYPE": "float32"})
-        (found,) = model.generate_ids([[1, 4]], max_new_tokens=6, temperature=0)
+        (result,) = model.generate_ids([[1, 4]], max_new_tokens=6, temperature=0)
         first = unbounded.tolist().index(unbounded[at])
-        assert found.tolist() == unbounded[: first + 1].tolist()
+        assert result.tolist() == unbounded[: first + 1].tolist()
         err = capsys.readouterr().err
         assert err.count("end tokens") == 1 and "training ends a text with </s> (2)" in err
 
@@ -268,11 +268,11 @@ def test_model_rounds_the_weights_that_it_reads(tmp_path: Path):
     model = layerkit_runner.load(tmp_path, overrides={"task.model.weight_format": "nf4:4"})
     before = layerkit_runner.load(tmp_path)
     config, variables = quantize_model(before.config, before.variables, weight_format="nf4:4")
-    expected, found = (flatten_dict(each, sep="/") for each in (variables, model.variables))
+    expected, result = (flatten_dict(each, sep="/") for each in (variables, model.variables))
     assert config == model.config
-    assert found.keys() == expected.keys()
+    assert result.keys() == expected.keys()
     for name, leaf in expected.items():
-        np.testing.assert_array_equal(found[name], leaf)
+        np.testing.assert_array_equal(result[name], leaf)
 
 
 def write_llama(folder: Path) -> None:

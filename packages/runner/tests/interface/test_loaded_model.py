@@ -35,8 +35,8 @@ def test_greedy_text_equals_the_decode_mode_and_a_loop_without_a_cache(
     expected: list[int] = []
     while len(expected) < 6 and 2 not in expected:
         expected.append(int(np.argmax(model.logits([*ids, *expected])[-1])))
-    (found,) = model.generate_ids([ids])
-    assert found.tolist() == expected
+    (result,) = model.generate_ids([ids])
+    assert result.tolist() == expected
 
 
 def test_streamed_pieces_are_the_text_and_rows_are_independent(model: LoadedModel):
@@ -122,8 +122,8 @@ def test_arrays_of_ids_are_rows_and_ids_outside_the_vocabulary_are_errors(
     rows = np.array([[1, 5, 9], [1, 7, 8]])
     lists = rows.tolist()
     for call in (model.generate_ids, lambda ids: [s.token_log_probs for s in model.score_ids(ids)]):
-        for found, expected in zip(call(rows), call(lists), strict=True):
-            np.testing.assert_array_equal(found, expected)
+        for result, expected in zip(call(rows), call(lists), strict=True):
+            np.testing.assert_array_equal(result, expected)
     wrong: Any = [5, 6]
     for call in (model.generate_ids, model.score_ids):
         with raises(UserError, value=259):

@@ -61,9 +61,9 @@ def test_folder_evaluates_and_generates(model, quantized):
     assert loaded.step == model.step
     (before,), (after,) = model.score("def f(x):"), loaded.score("def f(x):")
     assert after.log_likelihood == pytest.approx(before.log_likelihood, rel=0.1)
-    (found,) = loaded.generate_ids([[1, 5, 9]], max_new_tokens=4, temperature=0)
-    logits = restored_logits(loaded, [[1, 5, 9, *found[:-1]]])[0]
-    assert found.tolist() == logits[2:].argmax(-1).tolist()
+    (result,) = loaded.generate_ids([[1, 5, 9]], max_new_tokens=4, temperature=0)
+    logits = restored_logits(loaded, [[1, 5, 9, *result[:-1]]])[0]
+    assert result.tolist() == logits[2:].argmax(-1).tolist()
 
 
 @pytest.mark.slow

@@ -90,9 +90,9 @@ def test_options_are_read_as_flags():
     from layerkit_runner.interface.training import _options
 
     texts = {"enable_summary_writer": "false", "restore_checkpoint_step": 3, "init_from": None}
-    found = _options("job", {**texts, "restore_checkpoint_dir": Path("other")})
-    assert found.enable_summary_writer is False and found.only_restore_step == 3
-    assert (found.job_log_dir, found.restore_checkpoint_dir) == ("job", "other")
+    actual = _options("job", {**texts, "restore_checkpoint_dir": Path("other")})
+    assert actual.enable_summary_writer is False and actual.only_restore_step == 3
+    assert (actual.job_log_dir, actual.restore_checkpoint_dir) == ("job", "other")
 
 
 def test_batches_of_a_data_set_are_those_of_the_experiment(raises: Any, lines: ModuleType):

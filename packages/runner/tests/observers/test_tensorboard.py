@@ -17,17 +17,17 @@ def events(folder):
     """Reads event files by their record format: u64 length, u32 crc, payload, u32 crc."""
     from tensorboardX.proto import event_pb2
 
-    found = []
+    result = []
     for path in sorted(folder.glob("events.out.tfevents.*")):
         content = path.read_bytes()
         position = 0
         while position < len(content):
             (length,) = struct.unpack_from("<Q", content, position)
-            found.append(
+            result.append(
                 event_pb2.Event.FromString(content[position + 12 : position + 12 + length])
             )
             position += 12 + length + 4
-    return found
+    return result
 
 
 def values(folder):
@@ -69,8 +69,8 @@ def test_scalars_of_a_step_are_one_event_with_allowed_tags(board, tmp_path):
     board.train_metrics(3, {"/loss of all": 2.5, "a/b-c.d": np.float32(0.25)})
     board.close()
     (event,) = (e for e in events(tmp_path / "summaries" / "train") if e.summary.value)
-    found = {value.tag: value.simple_value for value in event.summary.value}
-    assert found == {"loss_of_all": 2.5, "a/b-c.d": 0.25}
+    result = {value.tag: value.simple_value for value in event.summary.value}
+    assert result == {"loss_of_all": 2.5, "a/b-c.d": 0.25}
 
 
 def test_texts_are_written_verbatim(board, tmp_path):
@@ -186,8 +186,8 @@ def test_images_and_the_histograms_of_an_evaluation(board, tmp_path):
     assert shown.tag == "summaries/picture/0"
     decoded = Image.open(io.BytesIO(shown.image.encoded_image_string))
     np.testing.assert_array_equal(np.asarray(decoded), image)
-    found = values(tmp_path / "summaries" / "eval_test_held_out")
-    assert [list(v.histo.bucket) for _, v in found if v.tag == "scores"] == [[2.0]]
+    result = values(tmp_path / "summaries" / "eval_test_held_out")
+    assert [list(v.histo.bucket) for _, v in result if v.tag == "scores"] == [[2.0]]
 
 
 def test_resumed_run_hides_earlier_events_of_repeated_steps(run_info, tmp_path):

@@ -61,10 +61,10 @@ def test_rates_sum_the_work_of_steps_of_different_sizes(timed, clock):
     for step, work in ((2, large), (3, small), (4, small)):
         clock.now += 0.5
         throughput.completed(step, work)
-    found = rates()
-    assert found["examples_per_sec"] == pytest.approx(50 / 1.5)
-    assert found["tokens_per_sec"] == pytest.approx(3000 / 1.5)
-    assert found["tflops_per_sec_per_device"] == pytest.approx(16 / 1.5 / 4)
+    result = rates()
+    assert result["examples_per_sec"] == pytest.approx(50 / 1.5)
+    assert result["tokens_per_sec"] == pytest.approx(3000 / 1.5)
+    assert result["tflops_per_sec_per_device"] == pytest.approx(16 / 1.5 / 4)
 
 
 def test_each_rates_function_has_a_separate_window(timed, clock):

@@ -61,7 +61,7 @@ def records(folder: Path) -> list[Any]:
     wandb.teardown()  # its service writes in the background
     (path,) = folder.glob("*.wandb")
     content = path.read_bytes()
-    position, parts, found = 7, b"", []
+    position, parts, result = 7, b"", []
     while position + 7 <= len(content):
         if 32768 - position % 32768 < 7:  # no room for a head: the rest of the block is empty
             position += 32768 - position % 32768
@@ -70,14 +70,14 @@ def records(folder: Path) -> list[Any]:
         parts += content[position + 7 : position + 7 + length]
         position += 7 + length
         if kind in (1, 4):
-            found.append(wandb_internal_pb2.Record.FromString(parts))
+            result.append(wandb_internal_pb2.Record.FromString(parts))
             parts = b""
-    return found
+    return result
 
 
-def history(found: list[Any]) -> list[dict[str, Any]]:
+def history(result: list[Any]) -> list[dict[str, Any]]:
     rows = []
-    for record in found:
+    for record in result:
         if record.HasField("history"):
             row = {
                 item.key or ".".join(item.nested_key): json.loads(item.value_json)
@@ -143,12 +143,12 @@ def test_resumed_job_continues_the_same_run(run_info: Any, tmp_path: Path):
     run_id = (tmp_path / "wandb_run_id.txt").read_text().strip()
     starts = []
     for number, folder in enumerate(runs, start=1):
-        found = records(folder)
-        (run,) = [record.run for record in found if record.HasField("run")]
+        result = records(folder)
+        (run,) = [record.run for record in result if record.HasField("run")]
         starts.append((run.run_id, run.project, run.display_name))
         config = {item.key: json.loads(item.value_json) for item in run.config.update}
         assert config["task.train.random_seed"] == 7
-        rows = history(found)
+        rows = history(result)
         assert rows[:3] == [
             {"step": number, "train/loss": 2.5},
             {"step": number, "eval/held_out/loss": 3.0},

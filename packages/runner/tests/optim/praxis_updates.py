@@ -91,9 +91,9 @@ def _record():
         update = jax.jit(transformation.update)
         updates = []
         for step in range(STEPS):
-            found, state = update(py_utils.NestedMap(gradients(step)), state, params)
-            params = jax.tree_map(jnp.add, params, found)
-            updates.append(found)
+            result, state = update(py_utils.NestedMap(gradients(step)), state, params)
+            params = jax.tree_map(jnp.add, params, result)
+            updates.append(result)
         return {name: np.stack([one[name] for one in updates]) for name in SHAPES}, state
 
     recorded = {}

@@ -22,8 +22,8 @@ def sgd(**fields) -> Learner:
 
 
 def step(learner: Learner, grads=GRADS):
-    found = learner.update(grads, learner.init(PARAMS), PARAMS, step=jnp.int32(0))
-    return found.params, found.scalars
+    result = learner.update(grads, learner.init(PARAMS), PARAMS, step=jnp.int32(0))
+    return result.params, result.scalars
 
 
 @pytest.mark.parametrize(("limit", "scale"), [(6.5, 0.5), (13.0, 1.0), (100.0, 1.0)])

@@ -200,13 +200,13 @@ def test_moving_statistics_are_averaged_over_the_updates_that_were_not_skipped(n
                 (state.params, state.non_trainable),
             )
     assert int(state.ema_count) == 3 and int(state.step) == 5
-    found = task.weights_of(state, averaged=True)
+    result = task.weights_of(state, averaged=True)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7),
-        (found.params, found.non_trainable),
+        (result.params, result.non_trainable),
         expected,
     )
-    assert np.any(found.non_trainable["norm"]["moving_mean"])
+    assert np.any(result.non_trainable["norm"]["moving_mean"])
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,8 @@ def by_hand(optimizer: Any, steps: int, *, needs_value: bool = True) -> tuple[An
     return params, state
 
 
-def assert_equal(found: Any, expected: Any) -> None:
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+def assert_equal(result: Any, expected: Any) -> None:
+    jax.tree.map(np.testing.assert_array_equal, result, expected)
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def assert_equal(found: Any, expected: Any) -> None:
     ids=["polyak", "momo", "momo_adam", "reduce_on_plateau"],
 )
 def test_optimizer_that_needs_the_loss_trains_as_by_hand(make: Callable[[], Any]):
-    found = by_learner(learner(make()), 6)
-    assert_equal(found, by_hand(make(), 6))
+    result = by_learner(learner(make()), 6)
+    assert_equal(result, by_hand(make(), 6))
     with pytest.raises(AssertionError):
-        assert_equal(found[0], PARAMS)
+        assert_equal(result[0], PARAMS)
 
 
 def test_gradient_for_the_optimizer_is_that_before_clipping():
@@ -135,10 +135,10 @@ def test_updates_of_wider_dtype_than_the_weights_are_accepted():
     optimizer = optax.adamw(0.1, mu_dtype=jnp.float32)
     grads = jax.tree.map(jnp.ones_like, params)
     update = jax.jit(learner(optimizer).update)
-    found = update(grads, learner(optimizer).init(params), params, step=jnp.int32(0))
+    result = update(grads, learner(optimizer).init(params), params, step=jnp.int32(0))
     updates, _ = jax.jit(optimizer.update)(grads, optimizer.init(params), params)
     assert {leaf.dtype for leaf in jax.tree.leaves(updates)} == {jnp.dtype(jnp.float32)}
-    assert_equal(found.params, optax.apply_updates(params, updates))
+    assert_equal(result.params, optax.apply_updates(params, updates))
 
 
 def test_sam_gets_no_arguments_that_it_does_not_take():
@@ -156,9 +156,9 @@ def test_schedule_free_weights_are_evaluated_at_its_averages():
     params, state = by_learner(learner(schedule_free()), 5)
     expected_params, expected_state = by_hand(schedule_free(), 5)
     assert_equal(params, expected_params)
-    found = learner(schedule_free()).evaluated(params, state)
-    assert_equal(found, contrib.schedule_free_eval_params(expected_state, expected_params))
-    assert not any(jax.tree.leaves(jax.tree.map(np.allclose, found, params)))
+    result = learner(schedule_free()).evaluated(params, state)
+    assert_equal(result, contrib.schedule_free_eval_params(expected_state, expected_params))
+    assert not any(jax.tree.leaves(jax.tree.map(np.allclose, result, params)))
 
 
 def test_schedule_free_within_a_chain_and_beside_another_optimizer():
@@ -170,15 +170,15 @@ def test_schedule_free_within_a_chain_and_beside_another_optimizer():
     auxiliary = AuxiliaryOptimizer.HParams.config(name="own", weights=("a/w",), optimizer=chain())
     ours = learner(Partial(optax.sgd), learning_rate=0.1, auxiliary_optimizers=[auxiliary])
     params, state = by_learner(ours, 4)
-    found = ours.evaluated(params, state)
-    assert_equal(found["b"], params["b"])
+    result = ours.evaluated(params, state)
+    assert_equal(result["b"], params["b"])
     own, own_state = {"a": PARAMS["a"]}, chain().init({"a": PARAMS["a"]})
     for _ in range(4):
         grads = jax.grad(lambda own: loss_of({**PARAMS, **own}))(own)
         updates, own_state = chain().update(grads, own_state, own)
         own = optax.apply_updates(own, updates)
-    assert_equal(found["a"], contrib.schedule_free_eval_params(own_state[1], own)["a"])
-    assert not np.allclose(found["a"]["w"], params["a"]["w"])
+    assert_equal(result["a"], contrib.schedule_free_eval_params(own_state[1], own)["a"])
+    assert not np.allclose(result["a"]["w"], params["a"]["w"])
 
 
 def test_schedule_free_layers_of_a_stack_have_averages_of_their_own():
@@ -186,10 +186,10 @@ def test_schedule_free_layers_of_a_stack_have_averages_of_their_own():
     stacks = {("a", "w"): (2,)}
     ours = learner(contrib.schedule_free_sgd(0.05), per_layer=True)
     params, state = by_learner(ours, 4, stacks=stacks)
-    found = ours.evaluated(params, state, stacks=stacks)
+    result = ours.evaluated(params, state, stacks=stacks)
     plain = learner(contrib.schedule_free_sgd(0.05))
     expected = plain.evaluated(*by_learner(plain, 4))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), result, expected)
 
 
 def test_ema_decay_of_a_schedule_free_optimizer_is_an_error(raises):

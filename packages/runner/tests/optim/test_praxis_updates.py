@@ -41,9 +41,9 @@ def updates_of(optimizer: Any) -> tuple[dict[str, np.ndarray], Any]:
     update = jax.jit(optimizer.update)
     updates = []
     for step in range(PRAXIS["STEPS"]):
-        found, state = update(PRAXIS["gradients"](step), state, params)
-        params = optax.apply_updates(params, found)
-        updates.append(found)
+        result, state = update(PRAXIS["gradients"](step), state, params)
+        params = optax.apply_updates(params, result)
+        updates.append(result)
     return {name: np.stack([one[name] for one in updates]) for name in params}, state
 
 
@@ -53,9 +53,9 @@ def test_adafactor_updates_equal_those_of_praxis(recorded: dict[str, np.ndarray]
     # Rounding may change the last unit of an int16, which is below 1e-6, but not of an int8.
     is_int16 = fields.get("quantized_dtype") == "int16"
     updates, state = updates_of(sharded_adafactor(PRAXIS["rate_at"], **fields))
-    for name, found in updates.items():
+    for name, result in updates.items():
         close = {"rtol": 2e-5, "atol": 1e-6 if is_int16 else 1e-7, "err_msg": name}
-        np.testing.assert_allclose(found, recorded[f"{case}/{name}"], **close)
+        np.testing.assert_allclose(result, recorded[f"{case}/{name}"], **close)
         stored = recorded.get(f"{case}/m/{name}")
         if stored is not None:
             assert state.m[name].dtype == stored.dtype
@@ -97,9 +97,9 @@ def test_elastic_weight_consolidation_equals_that_of_praxis(recorded: dict[str, 
     )
     updates, _ = updates_of(optimizer)
     plain, _ = updates_of(optax.sgd(PRAXIS["rate_at"]))
-    for name, found in updates.items():
-        np.testing.assert_allclose(found, recorded[f"ewc/{name}"], rtol=1e-5, atol=1e-6)
-        assert np.max(np.abs(found - plain[name])) > 1e-3
+    for name, result in updates.items():
+        np.testing.assert_allclose(result, recorded[f"ewc/{name}"], rtol=1e-5, atol=1e-6)
+        assert np.max(np.abs(result - plain[name])) > 1e-3
 
 
 @pytest.mark.parametrize("case", PRAXIS["REGULARIZERS"])
@@ -110,10 +110,10 @@ def test_regularizers_equal_those_of_praxis(recorded: dict[str, np.ndarray], cas
         fields["mask"] = {name: len(shape) > 1 for name, shape in PRAXIS["SHAPES"].items()}
     updates, _ = updates_of(lp_regularized(PRAXIS["rate_at"], optimizer=optax.sgd, **fields))
     plain, _ = updates_of(optax.sgd(PRAXIS["rate_at"]))
-    for name, found in updates.items():
-        np.testing.assert_allclose(found[-1], recorded[f"{case}/{name}"], rtol=1e-5, atol=1e-7)
+    for name, result in updates.items():
+        np.testing.assert_allclose(result[-1], recorded[f"{case}/{name}"], rtol=1e-5, atol=1e-7)
         is_regularized = not skips_vectors or fields["mask"][name]
-        assert (np.max(np.abs(found[-1] - plain[name][-1])) > 1e-4) == is_regularized
+        assert (np.max(np.abs(result[-1] - plain[name][-1])) > 1e-4) == is_regularized
 
 
 def test_decoupled_weight_decay_equals_that_of_praxis(recorded: dict[str, np.ndarray]):
@@ -122,9 +122,9 @@ def test_decoupled_weight_decay_equals_that_of_praxis(recorded: dict[str, np.nda
     fields |= {"update_rms_cap": adam["clip_threshold"], "weight_decay": decay}
     mask = {name: name != PRAXIS["SPARED"] for name in PRAXIS["SHAPES"]}
     updates, _ = updates_of(adam_with_update_cap(PRAXIS["RATE"], **fields, mask=mask))
-    for name, found in updates.items():
+    for name, result in updates.items():
         expected = recorded[f"decoupled/{name}"]
-        np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(result, expected, rtol=2e-5, atol=1e-6, err_msg=name)
 
 
 def test_averages_before_the_step_equal_those_of_praxis(recorded: dict[str, np.ndarray]):
@@ -142,9 +142,9 @@ def test_averages_before_the_step_equal_those_of_praxis(recorded: dict[str, np.n
             PRAXIS["gradients"](step), state, params, step=np.int32(step), ema=ema
         )
         params, state, ema = update.params, update.opt_state, update.ema
-    for name, found in ema.items():
-        np.testing.assert_allclose(found, recorded[f"ema/{name}"], rtol=1e-5, atol=1e-6)
-        assert np.max(np.abs(found - params[name])) > 1e-4
+    for name, result in ema.items():
+        np.testing.assert_allclose(result, recorded[f"ema/{name}"], rtol=1e-5, atol=1e-6)
+        assert np.max(np.abs(result - params[name])) > 1e-4
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])

@@ -22,14 +22,14 @@ def updates(params: Any, *, steps: int, first: int = 0, **fields: Any) -> list[U
     """Return the updates of steps with a gradient of 1 in each entry."""
     fields = {"optimizer": Partial(optax.sgd), "learning_rate": 1e-3, **fields}
     learner = Learner.HParams.config(**fields).Instantiate()
-    state, found = learner.init(params), []
+    state, result = learner.init(params), []
     run = jax.jit(
         lambda params, state, step: learner.update(ones(params), state, params, step=step)
     )
     for step in range(first, first + steps):
-        found.append(run(params, state, jnp.int32(step)))
-        params, state = found[-1].params, found[-1].opt_state
-    return found
+        result.append(run(params, state, jnp.int32(step)))
+        params, state = result[-1].params, result[-1].opt_state
+    return result
 
 
 def ones(tree: Any) -> Any:

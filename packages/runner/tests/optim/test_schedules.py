@@ -71,8 +71,8 @@ def polynomial(peak: float = 2.0, **fields: Any) -> Any:
     ],
 )
 def test_schedule_equals_its_formula(schedule: Any, rates: dict[float, float]):
-    found = [schedule(step) for step in rates]
-    np.testing.assert_allclose(found, list(rates.values()), rtol=1e-6, atol=1e-8)
+    result = [schedule(step) for step in rates]
+    np.testing.assert_allclose(result, list(rates.values()), rtol=1e-6, atol=1e-8)
 
 
 # The first two are those of Pax for the sizes of the paper.

@@ -137,12 +137,12 @@ MORE_CASES = {
 )
 def test_repeated_layers_train_as_layers_in_a_row(first_params: Any, name: str):
     fields = {"learning_rate": 0.05, **(CASES | MORE_CASES)[name]}
-    found, losses = trained(task_of(repeated=True, **fields), first_params)
+    result, losses = trained(task_of(repeated=True, **fields), first_params)
     expected, row_losses = trained(task_of(repeated=False, **fields), in_a_row(first_params))
     np.testing.assert_allclose(losses, row_losses, rtol=2e-4)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-5),
-        in_a_row(found),
+        in_a_row(result),
         expected,
     )
 
@@ -189,9 +189,9 @@ def test_stacks_are_found_by_the_names_of_the_axes():
 
 def test_tensors_of_stacks_within_stacks():
     tree = {"a": jnp.arange(24.0).reshape(2, 3, 4), "b": jnp.arange(4.0)}
-    found = map_tensors(lambda x: x / jnp.sum(x), tree, {("a",): (2, 3)})
-    np.testing.assert_allclose(found["a"].sum(axis=-1), np.ones((2, 3)), rtol=1e-6)
-    np.testing.assert_allclose(found["b"].sum(), 1.0)
+    result = map_tensors(lambda x: x / jnp.sum(x), tree, {("a",): (2, 3)})
+    np.testing.assert_allclose(result["a"].sum(axis=-1), np.ones((2, 3)), rtol=1e-6)
+    np.testing.assert_allclose(result["b"].sum(), 1.0)
 
 
 def changes(transformation: optax.GradientTransformation, params: Any, grads: Any) -> Any:

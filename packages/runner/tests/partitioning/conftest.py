@@ -173,9 +173,9 @@ def through_checkpoint(folder: Path, state: Any, target: Any, **options: Any) ->
 def axes_of_state(task: SingleTask) -> dict[str, Any]:
     """Logical axes of each array of a state, by path."""
     boxed, state = jax.eval_shape(lambda: task.init_boxed_state(jax.random.key(0)))
-    found: dict[str, Any] = {}
-    map_with_axes(lambda path, axes, *_: found.update({path: axes}), state, axes_by_path(boxed))
-    return found
+    result: dict[str, Any] = {}
+    map_with_axes(lambda path, axes, *_: result.update({path: axes}), state, axes_by_path(boxed))
+    return result
 
 
 def run_step(task: SingleTask, partitioner: Partitioner, batch: NestedMap) -> Step:
@@ -219,14 +219,14 @@ def assert_same_step(ours: Step, reference: Step) -> None:
             assert_close(mine[name], value, name=name)
 
 
-def assert_trees_close(found: Any, expected: Any, *, rtol: float, atol: float) -> None:
+def assert_trees_close(result: Any, expected: Any, *, rtol: float, atol: float) -> None:
     """Every leaf."""
 
     def check(path: Any, a: Any, b: Any) -> None:
         name = jax.tree_util.keystr(path)
         np.testing.assert_allclose(a, b, rtol=rtol, atol=atol, err_msg=name)
 
-    jax.tree_util.tree_map_with_path(check, jax.device_get(found), jax.device_get(expected))
+    jax.tree_util.tree_map_with_path(check, jax.device_get(result), jax.device_get(expected))
 
 
 @pytest.fixture(scope="session")

@@ -50,14 +50,14 @@ def trained(arrangements: Any, task: Any, partitioner: Any, state: Any, steps: A
 
 @pytest.mark.parametrize("shape", PMAP_IS_SLOW)
 def test_fp8_steps_equal_those_of_one_device(arrangements: Any, shape: Any):
-    (expected, reported), (found, more_reported) = (
+    (expected, reported), (result, more_reported) = (
         trained(arrangements, *started(arrangements, each), range(3))
         for each in (arrangements.one_device, shape)
     )
     dot = expected.overwrite_with_gradient["stack"]["sub"]["linear"]["dot"]
     assert dot["output_grad_amax_history"].shape == (2, 4)
     assert all(float(np.min(dot[f"{t}_scale"])) not in (0.0, 1.0) for t in ("input", "kernel"))
-    arrangements.assert_trees_close(found, expected, **CLOSE)
+    arrangements.assert_trees_close(result, expected, **CLOSE)
     arrangements.assert_trees_close(more_reported, reported, **CLOSE)
 
 
@@ -78,12 +78,12 @@ def test_fp8_state_is_not_clipped_and_not_part_of_the_norm(arrangements: Any):
 def test_state_axes_of_adapters_and_scales(arrangements: Any):
     optimizer = {"optimizer": Partial(optax.adamw)}
     task, _, _ = started(arrangements, arrangements.one_device, lora=True, **optimizer)
-    found = arrangements.axes_of_state(task)
+    result = arrangements.axes_of_state(task)
     dot = "['stack']['sub']['linear']['dot']"
-    assert found[f".params{dot}['lora_b']"] == ("layers", None, "mlp")
-    assert found[f".opt_state[0].mu{dot}['lora_b']"] == ("layers", None, "mlp")
+    assert result[f".params{dot}['lora_b']"] == ("layers", None, "mlp")
+    assert result[f".opt_state[0].mu{dot}['lora_b']"] == ("layers", None, "mlp")
     scale = f".overwrite_with_gradient{dot}['base']['input_scale']"
-    assert found[scale] == ("layers", None)
+    assert result[scale] == ("layers", None)
 
 
 @pytest.mark.slow  # other states do in test_learner_on_meshes.py
@@ -95,5 +95,5 @@ def test_training_resumes_from_a_checkpoint_on_another_mesh(arrangements: Any, t
     target = other.abstract_state(other_task)
     restored = arrangements.through_checkpoint(tmp_path, state, target)
     expected, _ = trained(arrangements, task, partitioner, state, range(2, 4))
-    found, _ = trained(arrangements, other_task, other, restored, range(2, 4))
-    arrangements.assert_trees_close(found, expected, **CLOSE)
+    result, _ = trained(arrangements, other_task, other, restored, range(2, 4))
+    arrangements.assert_trees_close(result, expected, **CLOSE)

@@ -54,9 +54,9 @@ def test_fp8_scales_use_the_maximum_of_all_microbatches(arrangements: Any, shape
             partitioner.init_fn(task)(), partitioner.put_batch(batch_of_32())
         )
         states.append(jax.device_get(state.overwrite_with_gradient["feed_forward"]))
-    whole, found = (state["linear"]["dot"] for state in states)
+    whole, result = (state["linear"]["dot"] for state in states)
     for tensor in ("input", "kernel"):
-        history = found[f"{tensor}_amax_history"]
+        history = result[f"{tensor}_amax_history"]
         assert history.max() > 0.1
         np.testing.assert_allclose(history, whole[f"{tensor}_amax_history"], rtol=1e-5)
 

@@ -106,8 +106,8 @@ def test_run_on_a_mesh_and_through_a_checkpoint_equals_one_device(
     state = arrangements.through_checkpoint(tmp_path, state, target)
     state, second = trained(arrangements, task, partitioner, state, range(2, 4))
     arrangements.assert_trees_close(state, expected, rtol=1e-3, atol=1e-5)
-    for found, wanted in zip([*first, *second], reported, strict=True):
-        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-6, nan_ok=True)
+    for result, required in zip([*first, *second], reported, strict=True):
+        assert result == pytest.approx(required, rel=1e-4, abs=1e-6, nan_ok=True)
     loss = partitioner.eval_step_fn(task)(state, partitioner.put_batch(batch_of(9)))["loss"].value
     assert float(loss) == pytest.approx(evaluated, rel=1e-4)
 

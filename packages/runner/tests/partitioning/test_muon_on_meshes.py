@@ -150,11 +150,11 @@ def test_momentum_in_host_memory_gives_the_same_weights(arrangements: Any):
     """States of other shapes than the weights, such as NorMuon's, cannot be there."""
     task = make_task(arrangements, Partial(muon))
     host = {"offload_optimizer_state": True}
-    expected, found = (
+    expected, result = (
         trained(arrangements, task, one, one.init_fn(task)(), 2)
         for one in (arrangements.start([2, 2, 2], task, **fields) for fields in ({}, host))
     )
-    arrangements.assert_trees_close(found.params, expected.params, rtol=1e-4, atol=1e-6)
+    arrangements.assert_trees_close(result.params, expected.params, rtol=1e-4, atol=1e-6)
     for optimizer in (NORMUON, PRECONDITIONED["soap"]):
         task = make_task(arrangements, optimizer)
         partitioner = arrangements.start([2, 2, 2], task, **host)

@@ -127,11 +127,12 @@ def test_resumed_run_keeps_the_anchor_and_equals_an_uninterrupted_one(
     first = jax.device_get(init().params)
     expected = jax.device_get(trained(init(), 4))
     target = partitioner.abstract_state(task)
-    found = trained(arrangements.through_checkpoint(tmp_path, trained(init(), 1), target), 3)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found), expected)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(found.opt_state.anchor), first)
+    result = trained(arrangements.through_checkpoint(tmp_path, trained(init(), 1), target), 3)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(result), expected)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(result.opt_state.anchor), first)
     shardings = (
-        jax.tree.map(lambda x: x.sharding, tree) for tree in (found.opt_state.anchor, found.params)
+        jax.tree.map(lambda x: x.sharding, tree)
+        for tree in (result.opt_state.anchor, result.params)
     )
     jax.tree.map(np.testing.assert_equal, *shardings)
 

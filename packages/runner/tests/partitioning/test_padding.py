@@ -122,8 +122,8 @@ def train(arrangements: Any, shape: list[int] | None, **how: Any) -> Run:
 
 def assert_same_run(arrangements: Any, ours: Run, reference: Run) -> None:
     arrangements.assert_trees_close(ours.stored, reference.stored, rtol=1e-5, atol=1e-6)
-    for found, wanted in zip(ours.reported, reference.reported, strict=True):
-        assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    for result, required in zip(ours.reported, reference.reported, strict=True):
+        assert result == pytest.approx(required, rel=1e-5, abs=1e-6)
     assert ours.evaluated == pytest.approx(reference.evaluated, rel=1e-6)
 
 
@@ -318,7 +318,7 @@ def test_decoding_equals_that_of_one_device(arrangements: Any, alone: Run):
         ids=rng.integers(VOCAB, size=(8, 4)).astype(np.int32),
         prompt_lengths=np.array([4, 3, 2, 1] * 2, np.int32),
     )
-    found = []
+    result = []
     for shape in ([1, 1, 1], [2, 2, 2]):
         model = uneven_model()
         model.decoder.set(max_decode_steps=5, top_k=4)
@@ -330,10 +330,10 @@ def test_decoding_equals_that_of_one_device(arrangements: Any, alone: Run):
         )
         state = partitioner.device_state(task, stored)
         decode = partitioner.decode_step_fn(task)
-        found.append(jax.device_get(decode(state, partitioner.put_batch(prompts), np.int32(0))))
-    np.testing.assert_array_equal(found[0].ids, found[1].ids)
-    np.testing.assert_allclose(found[0].log_probs, found[1].log_probs, atol=1e-5)
-    assert len(np.unique(found[0].ids)) > 3
+        result.append(jax.device_get(decode(state, partitioner.put_batch(prompts), np.int32(0))))
+    np.testing.assert_array_equal(result[0].ids, result[1].ids)
+    np.testing.assert_allclose(result[0].log_probs, result[1].log_probs, atol=1e-5)
+    assert len(np.unique(result[0].ids)) > 3
 
 
 # Storage.
@@ -360,8 +360,8 @@ def test_checkpoints_restore_on_other_meshes_and_back(
         leaves = stored_leaves(folder / "checkpoint_00000001" / "state")
         assert leaves[("params", "lm", "softmax", "w")].shape == (13, 20)
         told = jax.tree.leaves(partitioner.abstract_state(task))
-        for leaf, wanted in zip(jax.tree.leaves(state), told, strict=True):
-            assert (leaf.shape, leaf.sharding) == (wanted.shape, wanted.sharding)
+        for leaf, required in zip(jax.tree.leaves(state), told, strict=True):
+            assert (leaf.shape, leaf.sharding) == (required.shape, required.sharding)
         assert bits(partitioner.stored_state(task, state)) == expected
 
 

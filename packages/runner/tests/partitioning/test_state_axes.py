@@ -25,9 +25,9 @@ def test_every_weight_and_moment_has_axes(arrangements: Any, optimizer: Config):
     task = arrangements.sgd_task(arrangements.language_model(), optimizer=optimizer)
     axes = arrangements.axes_of_state(task)
     weight = "['lm']['stack']['repeat']['sub']['attention']['query']['w']"
-    found = {path: named for path, named in axes.items() if path.endswith(weight)}
-    assert len(found) in (2, 3)  # the weight, and one or two moments
-    assert set(found.values()) == {("layers", "embed", "heads", "head_dim")}
+    result = {path: named for path, named in axes.items() if path.endswith(weight)}
+    assert len(result) in (2, 3)  # the weight, and one or two moments
+    assert set(result.values()) == {("layers", "embed", "heads", "head_dim")}
     assert not [path for path, named in axes.items() if named and None in named]
     assert axes[".step"] == ()
 

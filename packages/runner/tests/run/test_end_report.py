@@ -128,11 +128,11 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 def check_records(folder: Path) -> None:
     """Row n is x = (n mod 5, 1), y = n mod 3; the large array is in the file beside."""
-    found = records(folder)
-    assert [record["example"] for record in found] == list(range(NUM_ROWS))
-    assert [record["y"] for record in found] == [n % 3 for n in range(NUM_ROWS)]
-    assert [record["of.double"] for record in found] == [[2 * (n % 5), 2] for n in range(NUM_ROWS)]
-    place = found[-1]["image"]
+    result = records(folder)
+    assert [record["example"] for record in result] == list(range(NUM_ROWS))
+    assert [record["y"] for record in result] == [n % 3 for n in range(NUM_ROWS)]
+    assert [record["of.double"] for record in result] == [[2 * (n % 5), 2] for n in range(NUM_ROWS)]
+    place = result[-1]["image"]
     arrays = np.load(folder / "decode" / "points" / place["npz"])
     assert arrays[place["array"]][place["row"]].tolist() == [(NUM_ROWS - 1) % 5] * 2000
 
@@ -281,5 +281,5 @@ def test_rows_that_fill_up_the_batches_of_two_processes_are_left_out(processes: 
     for process in processes.start_two(exp="gated_experiment.UnmarkedRows"):
         processes.ended(process)
     # Process 0 has five batches of one row and process 1 three.
-    found = [record["twice"] for record in records(processes.folder)]
-    assert sorted(found) == [2, 4, 6, 8, 10, 202, 204, 206]
+    result = [record["twice"] for record in records(processes.folder)]
+    assert sorted(result) == [2, 4, 6, 8, 10, 202, 204, 206]

@@ -345,9 +345,9 @@ def test_evaluation_of_some_batches_saves_its_position_and_that_of_all_does_not(
     job = make(num_train_steps=4, eval_batches=eval_batches, **intervals)
     job.executor.run(job.state, 0)
     states = restore(job, 2)[0].input_states
-    found = {name: state["position"]["rows_done"] for name, state in states.items()}
+    result = {name: state["position"]["rows_done"] for name, state in states.items()}
     # One batch of 8 rows was evaluated, after step 2.
-    assert found == {"train/Points": 16, **rows}
+    assert result == {"train/Points": 16, **rows}
 
 
 def test_decoding_starts_after_n_steps(make: Any):
@@ -390,7 +390,7 @@ class FallsBelow(StoppingRule):
 def test_early_stopping_with_the_metrics_of_each_training_step(make: Any):
     job = make(num_train_steps=9, summary_interval_steps=1, saves=False, learner=SMALL_STEPS)
     losses: dict[int, float] = {}
-    job.recorder.train_metrics = lambda step, found: losses.update({step: found["loss"]})
+    job.recorder.train_metrics = lambda step, result: losses.update({step: result["loss"]})
     job.executor.run(job.state, 0)
     lowest = min(range(1, 9), key=losses.__getitem__)
     assert lowest > 1

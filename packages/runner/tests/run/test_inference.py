@@ -76,11 +76,11 @@ def record(folder: Path, step: int) -> Path:
     return folder / "eval" / "heldout" / f"step_{step:08d}.json"
 
 
-def found(folder: Path, step: int) -> dict[str, float]:
+def recorded(folder: Path, step: int) -> dict[str, float]:
     return json.loads(record(folder, step).read_text())["metrics"]
 
 
-def found_by_training(folder: Path) -> dict[int, dict[str, float]]:
+def by_training(folder: Path) -> dict[int, dict[str, float]]:
     names = ("loss", "total_weight")
     return {
         line["step"]: {name: line[name] for name in names}
@@ -90,10 +90,10 @@ def found_by_training(folder: Path) -> dict[int, dict[str, float]]:
 
 def test_a_finished_job_is_evaluated_once(infer: Any, gated: ModuleType, job: Path):
     said = infer("eval", job)
-    loss = found_by_training(job)[6]["loss"]
+    loss = by_training(job)[6]["loss"]
     assert "step 6 is the newest; skipped older steps: 2, 4" in said
     assert f"heldout: loss {loss:.4f}" in said.splitlines()
-    assert found(job, 6) == found_by_training(job)[6]
+    assert recorded(job, 6) == by_training(job)[6]
     (line,) = read_metrics(metrics_path(job, mode="eval")).evals["heldout"]
     assert (line["step"], line["loss"]) == (6, loss)
 
@@ -109,7 +109,7 @@ def test_steps_of_the_flag_are_evaluated(raises: Any, infer: Any, job: Path):
     assert not (job / "eval").exists()
     infer("eval_once", job, restore_checkpoint_step=(4, 2))
     for step in (2, 4):
-        assert found(job, step) == found_by_training(job)[step]
+        assert recorded(job, step) == by_training(job)[step]
     assert not record(job, 6).exists()
 
 
@@ -121,7 +121,7 @@ def test_each_checkpoint_is_evaluated_on_the_same_batches(
     infer("eval_once", job, resolved=resolved, restore_checkpoint_step=(4, 2))
     alone = shutil.copytree(job, tmp_path / "alone", ignore=shutil.ignore_patterns("eval"))
     infer("eval_once", alone, resolved=resolved, restore_checkpoint_step=(2,))
-    assert found(alone, 2) == found(job, 2)
+    assert recorded(alone, 2) == recorded(job, 2)
 
 
 def test_records_are_replaced(infer: Any, gated: ModuleType, job: Path):
@@ -129,7 +129,7 @@ def test_records_are_replaced(infer: Any, gated: ModuleType, job: Path):
     infer("eval_once", job, resolved=resolved)
     resolved.datasets[1].eval_loop_num_batches = 1
     infer("eval_once", job, resolved=resolved)
-    assert found(job, 6)["total_weight"] == 8.0
+    assert recorded(job, 6)["total_weight"] == 8.0
 
 
 def test_eval_during_decode_records_both(infer: Any, job: Path):
@@ -138,7 +138,7 @@ def test_eval_during_decode_records_both(infer: Any, job: Path):
     outputs = {step: job / f"decode/prompts/step_{step:08d}.jsonl" for step in (2, 6)}
     scores = [json.loads(path.read_text().split("\n")[0])["log_prob"] for path in outputs.values()]
     assert scores[0] != scores[1]
-    assert found(job, 2) == found_by_training(job)[2]
+    assert recorded(job, 2) == by_training(job)[2]
 
 
 def test_wait_for_a_checkpoint_ends_after_the_timeout(
@@ -171,7 +171,7 @@ def test_checkpoint_of_step_0_is_evaluated(infer: Any, gated: ModuleType, tmp_pa
         shutil.rmtree(checkpoint(folder, step))
     said = infer("eval", folder, resolved=resolved, follow_timeout_secs=1)
     assert "; the last was step 0" in said
-    first, later = found(folder, 0), found_by_training(folder)[2]
+    first, later = recorded(folder, 0), by_training(folder)[2]
     assert first["total_weight"] == later["total_weight"]
     assert first["loss"] > later["loss"]
 
@@ -196,7 +196,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_read(infer: Any, jo
     said = infer("eval", job, follow_timeout_secs=1)
     assert said.count("CHECKPOINT DAMAGED: step 6") == 1
     assert "waiting for a checkpoint after step 4" in said
-    assert found(job, 4) == found_by_training(job)[4]
+    assert recorded(job, 4) == by_training(job)[4]
     assert checkpoint(job, 6).exists()  # it is the training job's to move
 
 
@@ -221,7 +221,7 @@ def test_checkpoint_deleted_while_it_is_verified_is_left_out(infer: Any, job: Pa
     said = infer("eval", job)
     assert not file.exists()
     assert "DAMAGED" not in said
-    assert found(job, 6) == found_by_training(job)[6]
+    assert recorded(job, 6) == by_training(job)[6]
 
 
 def test_checkpoint_deleted_while_it_is_restored_is_left_out(
@@ -276,4 +276,4 @@ def test_experiment_is_read_from_the_job_folder(
     assert cli.main(words) == 0
     said = capsys.readouterr()
     assert "--exp=gated_experiment.Gated" in said.err
-    assert found(job, 6) == found_by_training(job)[6]
+    assert recorded(job, 6) == by_training(job)[6]

@@ -52,8 +52,8 @@ def test_summaries_are_equal_on_every_mesh(
     task, partitioner = task_of(tiny, gradient_accumulation_steps=microbatches), start(kind)
     partitioner.bind(task)
     state = partitioner.init_fn(task)()
-    found = partitioner.summary_step_fn(task)(state, partitioner.put_batch(BATCH))
-    counts, images = split_layers(jax.device_get(found))
+    result = partitioner.summary_step_fn(task)(state, partitioner.put_batch(BATCH))
+    counts, images = split_layers(jax.device_get(result))
     histograms = {name: Histogram.of(bins).trimmed() for name, bins in counts.items()}
     (spread,) = histograms.values()
     counts, edges = np.histogram(X, np.asarray(LOG_EDGES, np.float32))
@@ -72,8 +72,8 @@ def test_summaries_are_equal_on_every_mesh(
 def test_verbosity_of_the_task_selects_summaries(tiny: SimpleNamespace, verbosity: int, kinds: Any):
     task = task_of(tiny, verbosity=verbosity)
     state = task.init_state(jax.random.key(0))
-    found = jax.eval_shape(lambda: task.summary_step(state, BATCH, GLOBAL_BATCH))
-    assert tuple(map(len, found)) == kinds
+    result = jax.eval_shape(lambda: task.summary_step(state, BATCH, GLOBAL_BATCH))
+    assert tuple(map(len, result)) == kinds
     _, (_, scalars) = jax.eval_shape(lambda: task.train_step(state, BATCH, GLOBAL_BATCH))
     assert has_arrays(scalars) == any(kinds)
     assert ("summaries/mean_prediction" in scalars) == (verbosity == 3)
@@ -89,10 +89,10 @@ def test_each_repeated_layer_has_a_summary():
         del key
         return layer.apply(variables, rows, mutable=["summary_arrays"])[1]["summary_arrays"]
 
-    found = jax.jit(
+    result = jax.jit(
         lambda key: array_summaries(run, X, key, GLOBAL_BATCH, microbatches=1, verbosity=3)
     )(jax.random.key(0))
-    counts, images = split_layers(jax.device_get(found))
+    counts, images = split_layers(jax.device_get(result))
     histograms = {name: Histogram.of(bins).trimmed() for name, bins in counts.items()}
     assert list(histograms) == [f"summaries/sub/inputs/layer_{layer}" for layer in range(2)]
     assert len(images) == 2 * 3

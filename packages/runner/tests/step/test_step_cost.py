@@ -72,8 +72,8 @@ class Small(BaseExperiment):
 def test_frozen_weights_reduce_the_flops(frozen: list[str], gradients: float, bits: int):
     ids, weights = np.ones((1, LENGTH), f"int{bits}"), np.ones((1, LENGTH), f"float{bits}")
     batch = NestedMap(ids=ids, labels=ids, paddings=np.zeros_like(weights), weights=weights)
-    found = model_flops_per_step(resolve(Small(FROZEN=frozen)).task, batch, rows=ROWS)
-    assert found == ROWS * LENGTH * (LAYERS * LAYER + LOGITS + gradients)
+    result = model_flops_per_step(resolve(Small(FROZEN=frozen)).task, batch, rows=ROWS)
+    assert result == ROWS * LENGTH * (LAYERS * LAYER + LOGITS + gradients)
 
 
 def test_tpu_temporaries_are_the_peak_less_other_memory():
@@ -89,8 +89,8 @@ def test_tpu_temporaries_are_the_peak_less_other_memory():
         host_alias_size_in_bytes=0,
     )
     results = 6_200_976_384 - 6_200_969_728
-    found = temporary_bytes(stats, platform="tpu")
-    assert 6_201_625_088 + results + found == 29_400_133_120
+    result = temporary_bytes(stats, platform="tpu")
+    assert 6_201_625_088 + results + result == 29_400_133_120
     assert temporary_bytes(stats, platform="gpu") == 31_022_552_576
     stats.peak_memory_in_bytes = 0
     assert temporary_bytes(stats, platform="tpu") == 31_022_552_576
@@ -109,8 +109,8 @@ def test_tpu_temporaries_do_not_include_a_state_in_host_memory():
         host_output_size_in_bytes=536_870_912,
         host_alias_size_in_bytes=536_870_912,
     )
-    found = temporary_bytes(stats, platform="tpu")
-    assert found == 1_210_081_792 - 536_870_912 - 270_533_120 < stats.temp_size_in_bytes
+    result = temporary_bytes(stats, platform="tpu")
+    assert result == 1_210_081_792 - 536_870_912 - 270_533_120 < stats.temp_size_in_bytes
 
 
 def test_cpu_temporaries_hold_intermediate_results():

@@ -80,10 +80,10 @@ def test_metrics_over_the_rows_of_two_steps(
         state, (metrics, scalars) = step(state, placed)
         reported.add(metrics)
         norms.append(float(scalars["learning/raw_grad_norm"]))
-    found = reported.means()
+    result = reported.means()
     for name, value in expected(batches).items():
-        assert found[name] == pytest.approx(value, rel=1e-5), name
-    assert found["worst_norm"] == pytest.approx(max(norms))
+        assert result[name] == pytest.approx(value, rel=1e-5), name
+    assert result["worst_norm"] == pytest.approx(max(norms))
     spread = reported.histograms()["x/spread"]
     values = np.concatenate([batch.x for batch in batches])
     np.testing.assert_array_equal(
@@ -120,14 +120,14 @@ def test_metrics_over_the_batches_of_an_evaluation(tiny: SimpleNamespace, start:
     numbers = Numbers.HParams.config(percore_batch_size=1.0)
     program = EvalProgram(task, partitioner, make_input(numbers, partitioner), "numbers")
     recorder = Recorder()
-    found = program.run(partitioner.init_fn(task)(), 0, recorder)
+    result = program.run(partitioner.init_fn(task)(), 0, recorder)
     n = np.arange(11.0)
-    assert found["mean"] == pytest.approx((n**2 / 2).mean())
-    assert found["weighted"] == pytest.approx(np.average(n**2 / 2, weights=n))
-    assert found["x/max"] == 10.0
-    assert found["smooth_loss"] == pytest.approx(found["loss"])
+    assert result["mean"] == pytest.approx((n**2 / 2).mean())
+    assert result["weighted"] == pytest.approx(np.average(n**2 / 2, weights=n))
+    assert result["x/max"] == 10.0
+    assert result["smooth_loss"] == pytest.approx(result["loss"])
     # Only training steps have a gradient.
-    assert "worst_norm" not in found
+    assert "worst_norm" not in result
     assert recorder.histograms_of["numbers"]["x/spread"].counts.sum() == 2 * 11
 
 

@@ -32,9 +32,9 @@ def summarize(request: pytest.FixtureRequest, start: Any) -> Any:
 
 def test_histograms_equal_those_of_numpy(summarize: Any):
     w = np.random.default_rng(0).normal(size=(16, 30)).astype(np.float32)
-    found = summarize(layer={"w": w, "count": np.arange(8)}, half=jnp.asarray(w, jnp.bfloat16))
-    assert set(found) == {"vars/layer/w", "vars/half"}  # whole numbers are no weights
-    spread = found["vars/layer/w"]
+    result = summarize(layer={"w": w, "count": np.arange(8)}, half=jnp.asarray(w, jnp.bfloat16))
+    assert set(result) == {"vars/layer/w", "vars/half"}  # whole numbers are no weights
+    spread = result["vars/layer/w"]
     # NumPy's buckets hold their lower edge and ours their upper one: the same, turned round.
     counts, _ = np.histogram(-w, bins=-spread.edges[::-1])
     np.testing.assert_array_equal(spread.counts, counts[::-1])
@@ -42,7 +42,7 @@ def test_histograms_equal_those_of_numpy(summarize: Any):
     assert spread.edges[-2] < w.max() <= spread.edges[-1]
     assert spread.norm == pytest.approx(np.linalg.norm(w), rel=1e-6)
     assert spread.sum == pytest.approx(w.sum(dtype=np.float64), rel=1e-4)
-    assert found["vars/half"].counts.sum() == w.size
+    assert result["vars/half"].counts.sum() == w.size
 
 
 def test_equal_numbers_fall_into_one_bucket_and_nan_makes_it_non_finite(summarize: Any):

@@ -48,8 +48,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     with CheckpointManager(folder / "checkpoints", policy=policy) as manager:
         for step, loss in ((10, 1.5), (20, 2.5)):
-            found = {"heldout/accuracy": 0.5, "heldout/loss": loss}
-            manager.record_evaluation(step, found)
+            result = {"heldout/accuracy": 0.5, "heldout/loss": loss}
+            manager.record_evaluation(step, result)
             state = jax.tree.map(jnp.asarray, STATE)
             manager.save(step, state, input_states={"train": {"at": step}}, metadata={"by": "me"})
     return folder
@@ -88,12 +88,12 @@ def restored(folder: Path, step: int):
 
 
 def assert_is_step(folder: Path, step: int) -> None:
-    found = restored(folder, step)
-    for ours, expected in zip(jax.tree.leaves(found.state), jax.tree.leaves(STATE), strict=True):
+    result = restored(folder, step)
+    for ours, expected in zip(jax.tree.leaves(result.state), jax.tree.leaves(STATE), strict=True):
         assert ours.dtype == expected.dtype
         assert np.asarray(ours).tobytes() == expected.tobytes()
-    assert found.input_states == {"train": {"at": step}}
-    assert found.metadata == {"by": "me"}
+    assert result.input_states == {"train": {"at": step}}
+    assert result.metadata == {"by": "me"}
 
 
 @pytest.mark.parametrize("folder", [".", "checkpoints"])

@@ -89,9 +89,9 @@ def test_exported_files_have_permissions_by_umask(by_hand, tmp_path, umask, mode
         export_model(tmp_path, *by_hand, max_shard_bytes=1)
     finally:
         os.umask(before)
-    found = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
-    assert {name.split("-")[0].split(".")[0] for name in found} == {"config", "model"}
-    assert set(found.values()) == {mode}, found
+    result = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()}
+    assert {name.split("-")[0].split(".")[0] for name in result} == {"config", "model"}
+    assert set(result.values()) == {mode}, result
 
 
 def test_llama_with_a_window_is_exported_as_mistral(by_hand, tmp_path):

@@ -66,13 +66,13 @@ def test_decoder_equals_the_processors_of_transformers(
     write(tmp_path, None if is_config_json else content, **(content if is_config_json else {}))
     decoder = build(decoder_config(tmp_path))
     rows = RowsSoFar(jnp.asarray(ids), jnp.full(3, 3), jnp.int32(6))
-    found = process_logits(decoder.all_processors(), jnp.asarray(logits), rows)
+    result = process_logits(decoder.all_processors(), jnp.asarray(logits), rows)
     assert (decoder.temperature > 0) == bool(content.get("do_sample"))
     if decoder.temperature == 0:  # Others may exclude tokens, but never the most likely one.
-        np.testing.assert_array_equal(jnp.argmax(found, -1), np.argmax(expected, -1))
+        np.testing.assert_array_equal(jnp.argmax(result, -1), np.argmax(expected, -1))
     else:
-        np.testing.assert_array_equal(found == -np.inf, expected == -np.inf)
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
+        np.testing.assert_array_equal(result == -np.inf, expected == -np.inf)
+        np.testing.assert_allclose(result, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -46,8 +46,10 @@ from layerkit.layers.transformer.residual_adapters import (
 def test_import_of_the_package_imports_no_hugging_face_library():
     code = "import sys, layerkit, layerkit.models, layerkit.interop.hugging_face;"
     code += "print(sorted({'safetensors', 'transformers', 'torch'} & set(sys.modules)))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout == "[]\n"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "[]\n"
 
 
 def test_t5_activation_and_start_token_are_those_of_transformers(configs):
@@ -415,8 +417,8 @@ def test_weights_have_the_sharding_and_dtype_of_like(make_folder, family, axis, 
 
     like = jax.tree.map(place, jax.eval_shape(model.init, jax.random.key(0)))
     sharded, whole = load_weights(folder, model, like=like), load_weights(folder, model)
-    for ours, wanted, plain in zip(*map(jax.tree.leaves, (sharded, like, whole)), strict=True):
-        assert (ours.sharding, ours.dtype) == (wanted.sharding, np.float16)
+    for ours, required, plain in zip(*map(jax.tree.leaves, (sharded, like, whole)), strict=True):
+        assert (ours.sharding, ours.dtype) == (required.sharding, np.float16)
         np.testing.assert_array_equal(ours, np.asarray(plain).astype(np.float16))
 
 
@@ -555,11 +557,11 @@ def test_host_memory_holds_one_slice_and_one_block(monkeypatch):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     layers = 64
-    found = read_with_peak(monkeypatch, layers, place)
+    result = read_with_peak(monkeypatch, layers, place)
     layer = 4 * 128 * 512
     # Beside the slice of all layers: the block, its transpose, and the table of tensors.
-    assert found["peak"] < layers * layer / 8 + 2 * layer + 500_000
-    assert found["peak"] < found["all"] / 16
+    assert result["peak"] < layers * layer / 8 + 2 * layer + 500_000
+    assert result["peak"] < result["all"] / 16
 
 
 @pytest.mark.parametrize("kind", ["lora", "adapter"])

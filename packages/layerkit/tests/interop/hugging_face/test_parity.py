@@ -610,8 +610,8 @@ def test_activations_are_those_of_transformers():
     inputs = np.linspace(-8, 8, 65, dtype=np.float32)
     for spelling, activation in ACTIVATIONS.items():
         expected = transformers.activations.ACT2FN[spelling](torch.tensor(inputs)).numpy()
-        found = build(activation).apply({}, jnp.asarray(inputs))
-        np.testing.assert_allclose(found, expected, atol=2e-6, err_msg=spelling)
+        result = build(activation).apply({}, jnp.asarray(inputs))
+        np.testing.assert_allclose(result, expected, atol=2e-6, err_msg=spelling)
 
 
 def name_of(case):
@@ -842,7 +842,7 @@ def test_modules_of_multi_token_prediction_agree(family, sizes, parity_table, tm
 
     def logits_of(model):
         lm = model.lm
-        hidden, found = lm.hidden(jnp.asarray(ids))[:, :length], []
+        hidden, result = lm.hidden(jnp.asarray(ids))[:, :length], []
         for depth, module in enumerate(lm.mtp.layers, start=1):
             hidden = module(
                 hidden,
@@ -850,10 +850,10 @@ def test_modules_of_multi_token_prediction_agree(family, sizes, parity_table, tm
                 mask=AttentionMask.causal_mask(2, length),
                 positions=jnp.broadcast_to(jnp.arange(length), (2, length)),
             )
-            found.append(lm.softmax.logits(hidden))
-        return found
+            result.append(lm.softmax.logits(hidden))
+        return result
 
-    found = build(config).apply(variables, method=logits_of)
+    result = build(config).apply(variables, method=logits_of)
     with torch.no_grad():
         hidden = theirs.model(torch.tensor(ids)).last_hidden_state[:, :length]
         for depth in (1, 2):
@@ -865,7 +865,7 @@ def test_modules_of_multi_token_prediction_agree(family, sizes, parity_table, tm
                 input_ids=torch.tensor(ids[:, depth : length + depth]),
             )
             expected = theirs.lm_head(hidden).numpy()
-            error = float(np.abs(found[depth - 1] - expected).max() / np.abs(expected).max())
+            error = float(np.abs(result[depth - 1] - expected).max() / np.abs(expected).max())
             parity_table.append((made.model_type, f"multi-token prediction {depth}", error))
             assert error <= TOLERANCE
 
@@ -884,8 +884,8 @@ def test_the_text_of_a_model_of_text_and_images_is_exported(tmp_path):
     export_model(tmp_path / "text", *model, tokenizer_folder=tmp_path / "both")
     text, ids = transformers.Llama4ForCausalLM.from_pretrained(tmp_path / "text"), inputs(9)
     with torch.no_grad():
-        expected, found = (one(torch.tensor(ids)).logits.numpy() for one in (both, text.eval()))
-    np.testing.assert_array_equal(found, expected)
+        expected, result = (one(torch.tensor(ids)).logits.numpy() for one in (both, text.eval()))
+    np.testing.assert_array_equal(result, expected)
 
 
 ENCODERS = ["Bert", "Roberta", "ModernBert"]

@@ -195,21 +195,21 @@ def test_tensor_of_integers_raises(raises, make_folder, dtype):
 
 
 @pytest.mark.parametrize(
-    ("number", "dtype", "wanted"),
+    ("number", "dtype", "required"),
     [
         (np.nan, np.float32, None),
         (np.inf, ml_dtypes.bfloat16, None),
         (1e5, np.float32, "float16"),
     ],
 )
-def test_tensor_that_is_not_finite_raises(raises, make_folder, number, dtype, wanted):
+def test_tensor_that_is_not_finite_raises(raises, make_folder, number, dtype, required):
     def change(tensors):
         tensors["model.layers.1.mlp.up_proj.weight"][2, 3] = number
 
     folder = make_folder("llama", change=change, dtype=dtype)
-    field = "tensor model.layers.1.mlp.up_proj.weight" + (f" in {wanted}" if wanted else "")
+    field = "tensor model.layers.1.mlp.up_proj.weight" + (f" in {required}" if required else "")
     with raises(TensorMismatchError, field=field):
-        import_model(folder, dtype=wanted)
+        import_model(folder, dtype=required)
 
 
 @pytest.mark.parametrize(

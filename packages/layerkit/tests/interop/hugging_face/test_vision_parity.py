@@ -50,8 +50,8 @@ def test_logits_of_ViT_equal_those_of_transformers(tmp_path, parity_table):
     model.save_pretrained(tmp_path)
     ours, variables = import_model(tmp_path)
     batch = NestedMap(inputs=PIXELS, labels=np.zeros(3, np.int32))
-    found = build(ours).apply(variables, batch, method="compute_predictions").logits
-    error = largest_difference(found, model(torch.tensor(PIXELS.transpose(0, 3, 1, 2))).logits)
+    result = build(ours).apply(variables, batch, method="compute_predictions").logits
+    error = largest_difference(result, model(torch.tensor(PIXELS.transpose(0, 3, 1, 2))).logits)
     parity_table.append(("vit", "plain", error))
     assert error < 1e-5
 
@@ -73,16 +73,16 @@ def test_vectors_and_losses_equal_those_of_transformers(case, tmp_path, parity_t
     model.save_pretrained(tmp_path / "theirs")
     ours, variables = import_model(tmp_path / "theirs", repeated=name == "CLIPModel")
     batch = NestedMap(images=PIXELS, ids=IDS)
-    found = build(ours).apply(variables, batch, method="compute_predictions")
+    result = build(ours).apply(variables, batch, method="compute_predictions")
     images = torch.tensor(PIXELS.transpose(0, 3, 1, 2))
     expected = model(pixel_values=images, input_ids=torch.tensor(IDS), return_loss=True)
-    pairs = ((found.images, expected.image_embeds), (found.texts, expected.text_embeds))
+    pairs = ((result.images, expected.image_embeds), (result.texts, expected.text_embeds))
     for vectors, theirs in pairs:
         unit = vectors / np.linalg.norm(vectors, axis=-1, keepdims=True)
         error = largest_difference(unit, theirs)
         parity_table.append((model.config.model_type, case, error))
         assert error < 1e-5
-    mean = np.mean(found.per_example_loss)
+    mean = np.mean(result.per_example_loss)
     np.testing.assert_allclose(mean, expected.loss.item(), rtol=1e-5)
     export_model(tmp_path / "ours", ours, variables)
     again = type(model).from_pretrained(tmp_path / "ours").state_dict()

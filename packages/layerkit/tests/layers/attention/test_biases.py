@@ -30,13 +30,13 @@ def test_buckets_are_those_of_transformers(num_buckets, max_distance, bidirectio
         num_buckets=num_buckets,
         max_distance=max_distance,
     ).numpy()
-    found = relative_buckets(
+    result = relative_buckets(
         jnp.asarray(distances),
         num_buckets=num_buckets,
         max_distance=max_distance,
         bidirectional=bidirectional,
     )
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])

@@ -76,9 +76,9 @@ def test_equals_separate_projections_with_the_same_weights(kv_heads):
     moved = combined_weights(weights)
     shapes = jax.eval_shape(combined.init, jax.random.key(0))
     assert jax.tree.map(jnp.shape, moved) == jax.tree.map(jnp.shape, shapes)
-    (_, out), found = value_and_gradients(combined)(moved, X)
+    (_, out), result = value_and_gradients(combined)(moved, X)
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-6 * np.abs(expected).max())
-    close(found, combined_weights(gradients))
+    close(result, combined_weights(gradients))
 
 
 def test_weight_is_split_over_devices_by_groups():

@@ -297,8 +297,8 @@ def test_logits_of_praxis_scaled_after_the_bias_equal_those_of_a_smaller_bias(pr
     weights["relative_bias"] = {"w": wrb.T / math.sqrt(dim)}
     bias = RelativeBias.HParams.config(num_buckets=4, max_distance=6)
     layer = MultiHeadAttention(input_dims=4, num_heads=2, dim_per_head=dim, relative_bias_tpl=bias)
-    found = run(layer, {"params": weights}, jnp.array(case["x"]))
-    np.testing.assert_allclose(found, case["outputs"], rtol=1e-4, atol=1e-5)
+    result = run(layer, {"params": weights}, jnp.array(case["x"]))
+    np.testing.assert_allclose(result, case["outputs"], rtol=1e-4, atol=1e-5)
 
 
 def test_fixed_sink_without_a_scale_equals_the_extra_logit_of_praxis(praxis):
@@ -306,10 +306,10 @@ def test_fixed_sink_without_a_scale_equals_the_extra_logit_of_praxis(praxis):
     variables, x = {"params": weights_of(case["weights"])}, jnp.array(case["x"])
     sizes = {"input_dims": 4, "num_heads": 2, "dim_per_head": 3}
     layer = MultiHeadAttention(**sizes, logit_scale=1.0, sink_logit=0.5)
-    found = run(layer, variables, x)
-    np.testing.assert_allclose(found, case["outputs"], rtol=1e-4, atol=1e-5)
+    result = run(layer, variables, x)
+    np.testing.assert_allclose(result, case["outputs"], rtol=1e-4, atol=1e-5)
     without = run(layer.clone(sink_logit=None), variables, x)
-    assert np.abs(found - without).max() > 0.01
+    assert np.abs(result - without).max() > 0.01
 
 
 class LinearAttention(MultiHeadAttention):

@@ -352,16 +352,16 @@ def test_cache_in_int8_holds_rounded_keys_and_values(fields):
     for name in ("key", "value"):
         value = caches[0][name][:, :, :5]
         scale = np.abs(value).max(axis=-1, keepdims=True) / np.float32(127)
-        found = caches[1][name]
-        assert (found.dtype, found.shape) == (np.int8, caches[0][name].shape)
+        result = caches[1][name]
+        assert (result.dtype, result.shape) == (np.int8, caches[0][name].shape)
         np.testing.assert_allclose(caches[1][f"{name}_scale"][:, :, :5], scale, rtol=1e-5)
-        np.testing.assert_allclose(found[:, :, :5] * scale, value, atol=0.51 * scale.max())
-        assert not np.any(found[:, :, 5:])
+        np.testing.assert_allclose(result[:, :, :5] * scale, value, atol=0.51 * scale.max())
+        assert not np.any(result[:, :, 5:])
 
 
 def test_steps_with_a_cache_in_int8_are_near_whole_rows():
     layer = make(rotary_tpl=ROTARY, cache_format="int8")
     weights, x = drawn_weights(layer), inputs()
     expected = np.asarray(whole(layer, weights, x))
-    found = np.asarray(in_chunks(layer, weights, x, [3, 1, 1, 1]))
-    assert 0 < np.abs(found - expected).max() < 0.02 * np.abs(expected).max()
+    result = np.asarray(in_chunks(layer, weights, x, [3, 1, 1, 1]))
+    assert 0 < np.abs(result - expected).max() < 0.02 * np.abs(expected).max()

@@ -90,9 +90,9 @@ def test_values_and_gradients_equal_the_plain_product(name):
         gradient = jax.grad(loss, argnums=(1, 2), has_aux=True)
         return jax.jit(lambda x, w: gradient(product, x, w))(X, W)
 
-    found = run(lambda x, w: apply(LAYERS[name], matmul, x, w))
+    result = run(lambda x, w: apply(LAYERS[name], matmul, x, w))
     expected = run(lambda x, w: jnp.einsum("bti,io->bto", x, w))
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), found, expected)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), result, expected)
 
 
 def test_transposed_inputs_of_weight_gradients_are_copied_on_a_single_cpu():
@@ -118,10 +118,10 @@ def test_product_on_a_single_cpu_has_derivatives_of_both_modes(wrap):
         w = jnp.stack([W] * BATCH) if wrap is jax.vmap else W
         return lambda t: product(t * X, jnp.cos(t) * w)
 
-    found = function(lambda x, w: apply(LAYERS["one device"], matmul, x, w))
+    result = function(lambda x, w: apply(LAYERS["one device"], matmul, x, w))
     expected = function(jnp.matmul)
     for differentiate in (jax.jacfwd, jax.jacrev):
-        a, b = (jax.jit(differentiate(jax.jacrev(one)))(0.3) for one in (found, expected))
+        a, b = (jax.jit(differentiate(jax.jacrev(one)))(0.3) for one in (result, expected))
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 
@@ -212,10 +212,10 @@ def test_gradient_of_a_bias_is_summed_in_float32():
     random = np.random.default_rng(0)
     given = jnp.asarray(random.normal(0.5, 1.0, (8, 2048, 32)), jnp.bfloat16)
     bias = jnp.zeros(32, jnp.bfloat16)
-    (found,) = jax.vjp(lambda bias: add_bias(jnp.zeros_like(given), bias), bias)[1](given)
-    assert found.dtype == jnp.bfloat16
+    (result,) = jax.vjp(lambda bias: add_bias(jnp.zeros_like(given), bias), bias)[1](given)
+    assert result.dtype == jnp.bfloat16
     expected = np.asarray(given, np.float64).sum((0, 1))
-    np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=2.0**-8)
+    np.testing.assert_allclose(np.asarray(result, np.float64), expected, rtol=2.0**-8)
 
 
 def test_backward_pass_of_the_output_projection_keeps_its_input_unchanged():

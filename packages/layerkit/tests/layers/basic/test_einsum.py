@@ -47,9 +47,9 @@ def test_values_and_gradients_equal_einsum(equation):
         both = lambda w, x: (function(w, x), jax.grad(value, argnums=(0, 1))(w, x))  # noqa: E731
         return jax.jit(both)(w, x)
 
-    found = run(lambda w, x: layer.apply({"params": {"w": w}}, x))
+    result = run(lambda w, x: layer.apply({"params": {"w": w}}, x))
     expected = run(lambda w, x: jnp.einsum(equation, x, w))
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), found, expected)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), result, expected)
 
 
 @pytest.mark.parametrize(

@@ -67,8 +67,8 @@ def test_every_activation_is_tested():
 
 def test_sine_of_relu_is_sine_relu_of_praxis(praxis):
     case = praxis("sine_relu")
-    found = activations.SineOfReLU().apply({}, case["x"])
-    np.testing.assert_allclose(found, case["outputs"], rtol=1e-5, atol=1e-7)
+    result = activations.SineOfReLU().apply({}, case["x"])
+    np.testing.assert_allclose(result, case["outputs"], rtol=1e-5, atol=1e-7)
 
 
 # No zeros, where the slope of some functions is undefined.
@@ -112,12 +112,12 @@ def test_gradients_equal_those_of_the_formula(layer, plain, dtype):
 
     # A slope in bfloat16 has 8 bits, and so has each step of the gradient of the formula.
     close = {"rtol": 1e-6, "atol": 1e-6} if dtype == jnp.float32 else {"rtol": 0.03, "atol": 0.06}
-    found, expected = layer.apply({}, x), plain(x)
-    np.testing.assert_array_equal(found, expected)
-    found = jax.grad(total(lambda x: layer.apply({}, x)))(x)
+    result, expected = layer.apply({}, x), plain(x)
+    np.testing.assert_array_equal(result, expected)
+    result = jax.grad(total(lambda x: layer.apply({}, x)))(x)
     expected = jax.grad(total(plain))(x)
-    assert found.dtype == dtype
-    np.testing.assert_allclose(found.astype(jnp.float32), expected.astype(jnp.float32), **close)
+    assert result.dtype == dtype
+    np.testing.assert_allclose(result.astype(jnp.float32), expected.astype(jnp.float32), **close)
 
 
 # One activation in the ordinary tests.
@@ -138,10 +138,10 @@ def test_forward_mode_second_order_and_vmap_equal_those_of_the_formula(layer, pl
         return jax.jacfwd(jax.grad(lambda x: jnp.sum(function(x) * tangent)))(x)
 
     close = {"rtol": 1e-5, "atol": 1e-6}
-    for found, expected in zip(
+    for result, expected in zip(
         jax.jvp(function, (x,), (tangent,)), jax.jvp(plain, (x,), (tangent,)), strict=True
     ):
-        np.testing.assert_allclose(found, expected, **close)
+        np.testing.assert_allclose(result, expected, **close)
     np.testing.assert_allclose(second_order(function), second_order(plain), **close)
     slopes = jax.vmap(jax.grad(function))(x)
     np.testing.assert_allclose(slopes, jax.vmap(jax.grad(plain))(x), **close)
@@ -166,13 +166,13 @@ def test_gate_equals_its_formula_and_keeps_two_arrays(layer, plain, limit, offse
     def gated(gate, factor):
         return layer.apply({}, gate, factor, limit=limit, offset=offset, method="gate")
 
-    found, backward = jax.vjp(gated, gate, factor)
+    result, backward = jax.vjp(gated, gate, factor)
     expected, plain_backward = jax.vjp(formula, gate, factor)
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(result, expected)
     assert num_kept(backward) == 2
-    for found, expected in zip(backward(factor), plain_backward(factor), strict=True):
+    for result, expected in zip(backward(factor), plain_backward(factor), strict=True):
         # Saturated elements lose digits, in 1 - tanh² for example; factors are up to 40.
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
+        np.testing.assert_allclose(result, expected, rtol=1e-5, atol=2e-5)
 
 
 def test_gate_of_an_activation_with_fprop_calls_it():
@@ -196,8 +196,8 @@ def test_checkpoint_and_scan_keep_the_gradient():
     expected = jax.grad(lambda x: steps(x, jax.nn.gelu))(X)
     policy = jax.checkpoint_policies.nothing_saveable
     for body in (apply, jax.checkpoint(apply), jax.checkpoint(apply, policy=policy)):
-        found = jax.grad(lambda x, body=body: steps(x, body))(X)
-        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+        result = jax.grad(lambda x, body=body: steps(x, body))(X)
+        np.testing.assert_allclose(result, expected, rtol=1e-6, atol=1e-6)
 
 
 ONES = np.ones((16, 8, 32), np.float32)
@@ -282,12 +282,12 @@ def test_droppath_drops_the_whole_branch_of_an_example(by_argument):
     layer = StochasticResidual(rate=0.0 if by_argument else 0.25, train=True)
     fields = {"rate": jnp.float32(0.25)} if by_argument else {}
     x = np.arange(4096, dtype=np.float32)[:, None, None] * np.ones((1, 2, 3), np.float32)
-    found = np.asarray(add(layer, x, np.full_like(x, 3.0), **fields)) - x
-    assert set(np.unique(found)) == {0.0, 4.0}  # 3 / (1 - 1/4)
-    assert np.all(found == found[:, :1, :1])
+    result = np.asarray(add(layer, x, np.full_like(x, 3.0), **fields)) - x
+    assert set(np.unique(result)) == {0.0, 4.0}  # 3 / (1 - 1/4)
+    assert np.all(result == result[:, :1, :1])
     # The deviation of the share that is kept is √(3/16 / 4096) < 0.007.
-    assert abs(np.mean(found == 4.0) - 0.75) < 0.03
-    assert np.any(found != np.asarray(add(layer, x, np.full_like(x, 3.0), seed=1, **fields)) - x)
+    assert abs(np.mean(result == 4.0) - 0.75) < 0.03
+    assert np.any(result != np.asarray(add(layer, x, np.full_like(x, 3.0), seed=1, **fields)) - x)
 
 
 def test_droppath_is_a_sum_in_evaluation_or_at_rate_zero():

@@ -49,8 +49,8 @@ def test_outputs_equal_the_module_and_init_needs_no_inputs():
         "params": variables["params"]["module"],
         "batch_stats": variables[NON_TRAINABLE]["batch_stats"],
     }
-    found, expected = jax.jit(layer.apply)(variables, X), jax.jit(Block().apply)(inner, X)
-    np.testing.assert_array_equal(found, expected)
+    result, expected = jax.jit(layer.apply)(variables, X), jax.jit(Block().apply)(inner, X)
+    np.testing.assert_array_equal(result, expected)
 
 
 def test_training_updates_statistics_and_draws_random_numbers(raises):

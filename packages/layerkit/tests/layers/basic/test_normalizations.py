@@ -119,8 +119,8 @@ def test_layer_norm_without_scale_equals_praxis(praxis, use_bias):
     case = praxis("layer_norm_without_scale_" + ("bias" if use_bias else "plain"))
     layer = LayerNorm(dims=4, use_scale=False, use_bias=use_bias)
     assert layer.init(KEY)["params"].keys() == case["weights"].keys()
-    found = layer.apply({"params": case["weights"]}, case["x"])
-    np.testing.assert_allclose(found, case["outputs"], rtol=1e-5, atol=1e-6)
+    result = layer.apply({"params": case["weights"]}, case["x"])
+    np.testing.assert_allclose(result, case["outputs"], rtol=1e-5, atol=1e-6)
 
 
 def plain_norm(layer, weights, x):
@@ -167,9 +167,9 @@ def made(norm, fields, weights, dtype=jnp.float32):
     return function, formula, jax.tree.map(jnp.asarray, weights), jnp.asarray(X, dtype)
 
 
-def assert_trees_close(found, expected, **close):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_trees_close(result, expected, **close):
+    assert jax.tree.structure(result) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_allclose(one.astype(jnp.float32), other.astype(jnp.float32), **close)
 
@@ -182,10 +182,10 @@ def test_gradients_equal_those_of_the_formula(norm, fields, weights, dtype):
     def total(function):
         return lambda *args: jnp.sum(function(*args).astype(jnp.float32) * FACTORS)
 
-    found, expected = (jax.jit(jax.grad(total(f), argnums=(0, 1)))(weights, x) for f in functions)
+    result, expected = (jax.jit(jax.grad(total(f), argnums=(0, 1)))(weights, x) for f in functions)
     # Gradients of bfloat16 inputs are rounded once to 8 bits.
     tolerance = 1e-5 if dtype == jnp.float32 else 0.01
-    assert_trees_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert_trees_close(result, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("norm", "fields", "weights"), FIRST_OF_CLASS)
@@ -208,8 +208,8 @@ def test_forward_mode_and_second_order_equal_those_of_the_formula(norm, fields, 
             jax.grad(along, argnums=(0, 1))(weights, x),
         )
 
-    found, expected = (jax.jit(orders(f))(weights, x) for f in functions)
-    assert_trees_close(found, expected, rtol=1e-4, atol=1e-4)
+    result, expected = (jax.jit(orders(f))(weights, x) for f in functions)
+    assert_trees_close(result, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("norm", "fields", "weights"), FIRST_OF_CLASS)

@@ -156,13 +156,13 @@ def test_min_timescale_of_praxis_is_its_inverse_here(praxis):
     # Praxis multiplies the frequencies by min_timescale=2 of 1000: periods of 0.5 to 250.
     case = praxis("min_timescale")
     layer = PositionalEmbedding(dims=6, min_timescale=1 / 2, max_timescale=1000 / 2**2)
-    found = layer.apply({}, case["positions"])
-    np.testing.assert_allclose(found, case["outputs"], rtol=1e-4, atol=1e-5)
+    result = layer.apply({}, case["positions"])
+    np.testing.assert_allclose(result, case["outputs"], rtol=1e-4, atol=1e-5)
 
 
 def test_positions_of_patches_of_praxis_are_centred(praxis):
     # Of a grid of 3 by 2 patches, with exponents i/n instead of i/(n - 1).
     rows, columns = np.divmod(np.arange(6)[None], 2)
     layer = PositionalEmbedding2D(dims=8, max_timescale=10_000 ** (1 - 4 / 8))
-    found = layer.apply({}, rows - 3 / 2, columns - 2 / 2)
-    np.testing.assert_allclose(found, praxis("positions_2d")["outputs"], rtol=1e-5, atol=1e-6)
+    result = layer.apply({}, rows - 3 / 2, columns - 2 / 2)
+    np.testing.assert_allclose(result, praxis("positions_2d")["outputs"], rtol=1e-5, atol=1e-6)

@@ -28,18 +28,18 @@ def softmax_of(case, **fields):
 def test_soft_targets_equal_praxis(praxis):
     case = praxis("soft_targets")
     run = softmax_of(case)
-    found = run(case["x"], weights=case["weights"], class_probabilities=case["targets"])
-    np.testing.assert_allclose(found.per_token_xent, case["per_token"], rtol=1e-5)
-    np.testing.assert_allclose([found.xent, found.loss], case["xent"], rtol=1e-5)
+    result = run(case["x"], weights=case["weights"], class_probabilities=case["targets"])
+    np.testing.assert_allclose(result.per_token_xent, case["per_token"], rtol=1e-5)
+    np.testing.assert_allclose([result.xent, result.loss], case["xent"], rtol=1e-5)
 
 
 def test_smoothing_over_the_other_classes_equals_praxis(praxis):
     case = praxis("label_smoothing")
     # Praxis moves 0.1 to the other four of five classes: 0.125 to all of them is the same.
     run = softmax_of(case, label_smoothing=0.1 * 5 / 4)
-    found = run(case["x"], case["ids"], case["weights"])
-    np.testing.assert_allclose(found.per_token_loss, case["per_token"], rtol=1e-5)
-    np.testing.assert_allclose(found.loss, case["loss"], rtol=1e-5)
+    result = run(case["x"], case["ids"], case["weights"])
+    np.testing.assert_allclose(result.per_token_loss, case["per_token"], rtol=1e-5)
+    np.testing.assert_allclose(result.loss, case["loss"], rtol=1e-5)
 
 
 @pytest.mark.parametrize("chunk_size", [None, 2])
@@ -47,11 +47,11 @@ def test_entropy_loss_equals_praxis(praxis, chunk_size):
     case = praxis("entropy_loss")
     plain = softmax_of(case, chunk_size=chunk_size)(case["x"], IDS, case["weights"])
     run = softmax_of(case, chunk_size=chunk_size, entropy_loss_weight=0.25)
-    found = run(case["x"], IDS, case["weights"])
+    result = run(case["x"], IDS, case["weights"])
     np.testing.assert_allclose(
-        found.loss - plain.loss, 0.25 * case["avg_entropy_loss"], rtol=1e-4, atol=1e-6
+        result.loss - plain.loss, 0.25 * case["avg_entropy_loss"], rtol=1e-4, atol=1e-6
     )
-    np.testing.assert_array_equal(found.xent, plain.xent)
+    np.testing.assert_array_equal(result.xent, plain.xent)
 
 
 def test_certain_targets_equal_labels():
@@ -68,9 +68,9 @@ def test_certain_targets_equal_labels():
         gradient = jax.grad(lambda x: jnp.sum(function(x).loss))
         return jax.jit(lambda x: (function(x), gradient(x)))(logits)
 
-    (expected, gradient), (found, soft_gradient) = map(with_gradient, (losses, soft_losses))
+    (expected, gradient), (result, soft_gradient) = map(with_gradient, (losses, soft_losses))
     for name, value in expected._asdict().items():
-        np.testing.assert_allclose(getattr(found, name), value, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(getattr(result, name), value, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(gradient, soft_gradient, rtol=1e-4, atol=1e-6)
 
 

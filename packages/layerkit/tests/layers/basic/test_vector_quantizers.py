@@ -46,8 +46,8 @@ def test_outputs_losses_and_gradients_equal_praxis(praxis, name):
         aux = sum(leaf.sum() for leaf in jax.tree.leaves(reports.get(AUX_LOSS, {})))
         return jnp.sum(vectors * case["cotangent"]) + aux, (vectors, codes, aux, reports)
 
-    (_, found), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, case["x"])
-    vectors, codes, aux, reports = found
+    (_, result), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(params, case["x"])
+    vectors, codes, aux, reports = result
     mask = is_token[..., None]
     np.testing.assert_allclose(vectors, case["outputs"] * mask, atol=1e-6)
     np.testing.assert_array_equal(codes, case["z_codes"] * mask)

@@ -34,8 +34,8 @@ def params_of(weights):
 def run(layer, variables, x, **options):
     """Return (output, auxiliary losses)."""
     apply = jax.jit(partial(layer.apply, mutable=[AUX_LOSS]))
-    found, updates = apply(variables, x, **options)
-    return found, updates.get(AUX_LOSS, {})
+    result, updates = apply(variables, x, **options)
+    return result, updates.get(AUX_LOSS, {})
 
 
 @pytest.mark.parametrize("train", [True, False])
@@ -52,8 +52,8 @@ def test_expert_choice_equals_praxis(praxis, name, capacity_factor, train):
         activation_tpl=Config(ReLU),
         train=train,
     )
-    found, _ = run(layer, params_of(case["weights"]), case["x"], is_token=case["paddings"] == 0)
-    np.testing.assert_allclose(found, case["outputs"], rtol=1e-5, atol=1e-6)
+    result, _ = run(layer, params_of(case["weights"]), case["x"], is_token=case["paddings"] == 0)
+    np.testing.assert_allclose(result, case["outputs"], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["capped_top2", "capped_top2_without_padding"])
@@ -71,8 +71,8 @@ def test_capped_router_and_loss_of_groups_equal_praxis(praxis, name):
         router_z_weight=0.0,
         train=True,
     )
-    found, losses = run(layer, params_of(case["weights"]), case["x"], is_token=is_token)
-    np.testing.assert_allclose(found, case["outputs"], rtol=1e-5, atol=1e-6)
+    result, losses = run(layer, params_of(case["weights"]), case["x"], is_token=is_token)
+    np.testing.assert_allclose(result, case["outputs"], rtol=1e-5, atol=1e-6)
     if is_token is None:  # Praxis divides by the size of the group, padding included
         np.testing.assert_allclose(losses["load_balance_loss"][0], case["aux_loss"], rtol=1e-5)
 
@@ -92,11 +92,11 @@ def test_padding_takes_no_slot_of_a_token():
     variables = layer.init(KEY)
     is_token = np.arange(8) < np.array([[5], [0]])
     apply = jax.jit(layer.apply)
-    found = apply(variables, X, is_token=is_token)
+    result = apply(variables, X, is_token=is_token)
     poisoned = np.where(is_token[..., None], X, np.float32(100.0))
     other = apply(variables, poisoned, is_token=is_token)
-    np.testing.assert_array_equal(found, other)
-    assert np.all(np.asarray(found)[~is_token] == 0)
+    np.testing.assert_array_equal(result, other)
+    assert np.all(np.asarray(result)[~is_token] == 0)
 
 
 def test_expert_choice_balances_without_a_loss():
@@ -134,11 +134,11 @@ def test_dropout_drops_hidden_activations_of_experts_as_in_praxis(praxis, kind, 
     one = jnp.eye(dims)[None]
     weights = {"params": {"router": {"w": jnp.zeros((dims, 1))}, "up": one, "down": one}}
     x = jnp.ones((4, 16, dims))
-    found, _ = run(layer, weights, x, rngs={"random": KEY})
-    found = np.asarray(found)
-    np.testing.assert_allclose(np.unique(found), case["values"], rtol=1e-6)
+    result, _ = run(layer, weights, x, rngs={"random": KEY})
+    result = np.asarray(result)
+    np.testing.assert_allclose(np.unique(result), case["values"], rtol=1e-6)
     # 4096 draws: five standard deviations are 0.034.
-    for kept in (np.mean(found != 0), case["kept"]):
+    for kept in (np.mean(result != 0), case["kept"]):
         assert abs(kept - 0.75) < 0.034
     np.testing.assert_allclose(run(layer.clone(train=False), weights, x)[0], x, rtol=1e-6)
 

@@ -55,8 +55,8 @@ def compiled(layer, devices, axes):
 
 def rows_of(program, opcode):
     """Return the shapes `[rows, dims]` of the results of collectives; TPUs split dims in two."""
-    found = re.findall(rf"= .*?\w+\[(\d+),([\d,]+)\]\S*\)? {opcode}(?:-start)?\(", program)
-    return [(int(rows), np.prod([int(d) for d in dims.split(",")])) for rows, dims in found]
+    result = re.findall(rf"= .*?\w+\[(\d+),([\d,]+)\]\S*\)? {opcode}(?:-start)?\(", program)
+    return [(int(rows), np.prod([int(d) for d in dims.split(",")])) for rows, dims in result]
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
@@ -66,9 +66,9 @@ def test_exchange_sends_rows_of_choices_and_counts_only(absent_devices, platform
     # To the experts and back, and so the gradients. A device has 256 tokens with 2 choices; the
     # GPU's blocks of rows need room for the ends of two groups.
     tokens = BATCH * LENGTH // DEVICES
-    found = rows_of(program, "ragged-all-to-all")
-    assert len(found) == 4
-    assert all(dims == DIMS and tokens * CHOICES <= rows <= 640 for rows, dims in found), found
+    result = rows_of(program, "ragged-all-to-all")
+    assert len(result) == 4
+    assert all(dims == DIMS and tokens * CHOICES <= rows <= 640 for rows, dims in result), result
     assert KERNEL[platform] in program
     # Tokens are not gathered, and sums not scattered: only counts, and gradients of the router.
     assert "reduce-scatter" not in program and "all-reduce-scatter" not in program

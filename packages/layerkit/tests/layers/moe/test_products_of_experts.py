@@ -67,8 +67,8 @@ def results(layer, params, state):
     return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(params, state, X)
 
 
-def assert_close(found, expected):
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=3e-5), found, expected)
+def assert_close(result, expected):
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=3e-5), result, expected)
 
 
 # Scales of fp8 and adapters in the ordinary tests, and both together on a mesh.
@@ -81,11 +81,11 @@ def assert_close(found, expected):
 )
 def test_products_of_dropless_experts_equal_those_of_a_full_capacity(name):
     layer, params, state = make(dot_tpl=DOTS[name])
-    found = results(layer, params, state)
+    result = results(layer, params, state)
     full = layer.clone(capacity_factor=float(EXPERTS))
-    assert_close(found, results(full, params, state))
+    assert_close(result, results(full, params, state))
     if name.endswith("fp8"):
-        changed = jax.tree.map(lambda a, b: np.any(a != b), found[0][1], state)
+        changed = jax.tree.map(lambda a, b: np.any(a != b), result[0][1], state)
         assert all(jax.tree.leaves(changed))
 
 

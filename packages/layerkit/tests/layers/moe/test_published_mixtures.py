@@ -61,8 +61,8 @@ def check(block, layer, variables):
     assert jax.tree.map(jnp.shape, variables) == jax.tree.map(
         jnp.shape, jax.eval_shape(layer.init, jax.random.key(0))
     )
-    found = jax.jit(layer.apply)(variables, X)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    result = jax.jit(layer.apply)(variables, X)
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_layer_equals_mixtral():

@@ -102,17 +102,17 @@ def expected():
     return results
 
 
-def assert_close(found, expected):
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), found, expected)
+def assert_close(result, expected):
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5), result, expected)
 
 
 def check(expected, axes, fields, rules=DEFAULT_RULES):
     """Compare with one device; return the gradients of weights and the text of the program."""
     layer, weights = make(**fields)
     run, arguments = compiled_on(bind(axes, rules), layer, weights)
-    found = run(*arguments)
-    assert_close(found, expected(fields))
-    return found[0][0]["params"], run.as_text()
+    result = run(*arguments)
+    assert_close(result, expected(fields))
+    return result[0][0]["params"], run.as_text()
 
 
 def exchanges(program):

@@ -148,8 +148,8 @@ def by_loops(
 def test_outputs_equal_loops(fields, reference):
     layer = make(**fields)
     variables = drawn_weights(layer)
-    found = jax.jit(layer.apply)(variables, X)
-    np.testing.assert_allclose(found, by_loops(variables["params"], X, **reference), atol=1e-5)
+    result = jax.jit(layer.apply)(variables, X)
+    np.testing.assert_allclose(result, by_loops(variables["params"], X, **reference), atol=1e-5)
 
 
 def test_capacity_drops_the_same_choices_as_loops():

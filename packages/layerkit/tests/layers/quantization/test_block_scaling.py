@@ -46,8 +46,8 @@ def on_device(kind, platform):
 def test_leading_axes_are_tokens(dot):
     x, w = draw(0, 2, 6, 64), draw(1, 64, 4)
     multiply = jax.jit(lambda x, w: dot().apply({}, x, w))
-    found = multiply(x, w)
-    np.testing.assert_array_equal(found.reshape(12, 4), multiply(x.reshape(12, 64), w))
+    result = multiply(x, w)
+    np.testing.assert_array_equal(result.reshape(12, 4), multiply(x.reshape(12, 64), w))
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -55,10 +55,10 @@ def test_leading_axes_are_tokens(dot):
 def test_layer_is_near_the_exact_product(dot, least, most, dtype):
     layer, variables = make_linear(dot, fprop_dtype=dtype)
     x = jax.random.normal(jax.random.key(1), (4, 8, 64), dtype)
-    found = jax.jit(layer.apply)(variables, x)
-    assert found.dtype == dtype
+    result = jax.jit(layer.apply)(variables, x)
+    assert result.dtype == dtype
     reference = np.asarray(layer.clone(dot_tpl=None).apply(variables, x), np.float64)
-    error = np.square(np.asarray(found, np.float64) - reference).mean()
+    error = np.square(np.asarray(result, np.float64) - reference).mean()
     assert least < np.sqrt(error / np.square(reference).mean()) < most
 
 

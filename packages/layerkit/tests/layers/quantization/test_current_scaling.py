@@ -61,18 +61,18 @@ def multiply_and_differentiate(x, w, g, scheme):
 @SCHEMES
 def test_output_and_gradients_equal_numpy(scheme):
     x, w, g = draw(0, 24, 16), draw(1, 16, 32), draw(2, 24, 32)
-    found = multiply_and_differentiate(x, w, g, scheme)
-    for ours, theirs in zip(found, expected(x, w, g, scheme), strict=True):
+    result = multiply_and_differentiate(x, w, g, scheme)
+    for ours, theirs in zip(result, expected(x, w, g, scheme), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5 * np.abs(theirs).max())
 
 
 @SCHEMES
 def test_group_of_weights_equals_its_members(scheme):
     x, w, g = draw(0, 3, 8, 16), draw(1, 3, 16, 4), draw(2, 3, 8, 4)
-    found = multiply_and_differentiate(x, w, g, scheme)
+    result = multiply_and_differentiate(x, w, g, scheme)
     for member in range(3):
         own = multiply_and_differentiate(x[member], w[member], g[member], scheme)
-        for ours, theirs in zip(found, own, strict=True):
+        for ours, theirs in zip(result, own, strict=True):
             np.testing.assert_allclose(ours[member], theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -94,9 +94,9 @@ def test_rows_of_each_group_equal_numpy(scheme, implementation):
 
     y, of_rows, of_w = multiply_and_differentiate(rows, w, g)
     for group, part in ((0, slice(0, 8)), (2, slice(8, 32))):
-        found = y[part], of_rows[part], of_w[group]
+        result = y[part], of_rows[part], of_w[group]
         for ours, theirs in zip(
-            found, expected(rows[part], w[group], g[part], scheme), strict=True
+            result, expected(rows[part], w[group], g[part], scheme), strict=True
         ):
             np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5 * np.abs(theirs).max())
     assert not np.any(of_w[1])
@@ -105,10 +105,10 @@ def test_rows_of_each_group_equal_numpy(scheme, implementation):
 @SCHEMES
 def test_leading_axes_are_tokens(scheme):
     x, w, g = draw(0, 2, 6, 16), draw(1, 16, 4), draw(2, 2, 6, 4)
-    found, _, of_w = multiply_and_differentiate(x, w, g, scheme)
+    result, _, of_w = multiply_and_differentiate(x, w, g, scheme)
     rows = x.reshape(12, 16), w, g.reshape(12, 4)
     own, _, own_of_w = multiply_and_differentiate(*rows, scheme)
-    np.testing.assert_allclose(found.reshape(12, 4), own, rtol=1e-6)
+    np.testing.assert_allclose(result.reshape(12, 4), own, rtol=1e-6)
     np.testing.assert_allclose(of_w, own_of_w, rtol=1e-5, atol=1e-5)
 
 
@@ -119,11 +119,11 @@ def test_layer_is_near_the_exact_product(name, dtype):
     exact = Linear(input_dims=64, output_dims=32, fprop_dtype=dtype)
     layer = exact.clone(dot_tpl=cls.HParams.config())
     variables, x = exact.init(jax.random.key(0)), jnp.asarray(draw(3, 4, 8, 64), dtype)
-    found = jax.jit(layer.apply)(variables, x)
-    assert found.dtype == dtype
+    result = jax.jit(layer.apply)(variables, x)
+    assert result.dtype == dtype
     reference = np.asarray(exact.apply(variables, x), np.float64)
     error = np.sqrt(
-        np.mean((np.asarray(found, np.float64) - reference) ** 2) / np.mean(reference**2)
+        np.mean((np.asarray(result, np.float64) - reference) ** 2) / np.mean(reference**2)
     )
     # The root mean square error of rounding: a 16th at most in e4m3, half of a 127th in int8.
     assert 1e-3 < error < (0.04 if name == "fp8" else 0.015)
@@ -137,5 +137,5 @@ def test_zeros_and_values_that_are_not_finite(scheme):
     assert not np.any(multiply(np.where(x > 1, np.float32(1e-36), 0), w, scheme))
     for value in (np.nan, np.inf):
         x[2, 3] = value
-        found = np.asarray(multiply(x, w, scheme))
-        assert not np.isfinite(found[2]).any()
+        result = np.asarray(multiply(x, w, scheme))
+        assert not np.isfinite(result[2]).any()

@@ -77,8 +77,8 @@ def test_steps_equal_flax(dtype):
         outputs, of_params, of_x, state = run({"w": w}, state, x)
         (of_w, their_state, their_of_x), their_outputs = their_step(w, their_state, x)
         expected = (their_outputs, of_w, their_of_x, their_state["Op_0"])
-        found = (outputs, of_params["w"], of_x, state["dot"])
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        result = (outputs, of_params["w"], of_x, state["dot"])
+        jax.tree.map(np.testing.assert_array_equal, result, expected)
     assert all(state["dot"][f"{tensor}_scale"] != 1.0 for tensor in TENSORS)
 
 
@@ -109,9 +109,9 @@ def test_group_of_weights_is_multiplied_in_one_product():
     w = jax.random.normal(jax.random.key(1), (3, 16, 8))
     variables = dot.init(KEY)
     run = jax.jit(dot.apply)
-    found = run(variables, x, w)
+    result = run(variables, x, w)
     each = np.stack([run(variables, x[i], w[i]) for i in range(3)])
-    np.testing.assert_allclose(found, each, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(result, each, rtol=1e-6, atol=1e-6)
 
 
 class Twice(BaseLayer):
@@ -179,10 +179,10 @@ def test_repeated_layers_have_separate_scales_with_and_without_remat():
         repeat = Repeat(sub_tpl=Block.HParams.config(), num_repeats=3, remat=remat)
         _, shapes = split(jax.eval_shape(repeat.init, KEY))
         assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, stack(stacked_state))
-        found = train_step(repeat)(stack(stacked_params), stack(stacked_state), x)
-        np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-5)
+        result = train_step(repeat)(stack(stacked_params), stack(stacked_state), x)
+        np.testing.assert_allclose(result[0], expected[0], rtol=1e-5, atol=1e-5)
         last = stack([expected[3][f"block_{i}"] for i in range(3)])
-        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), found[3], last)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), result[3], last)
     boxed = jax.eval_shape(repeat.init_boxed, KEY)[OVERWRITE_WITH_GRADIENT]
     axes = logical_axes(boxed)["sub"]["linear"]["dot"]
     assert axes["input_scale"] == ("layers", None)
@@ -251,8 +251,8 @@ def test_step_on_a_mesh_equals_one_device():
     expected = train_step(layer)(*split(variables), x)
     rows = jax.device_put(x, bound.sharding(("batch", None, None)))
     placed = split(jax.device_put(variables, places))
-    found = train_step(layer.clone(sharding=bound))(*placed, rows)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
+    result = train_step(layer.clone(sharding=bound))(*placed, rows)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6), result, expected)
 
 
 def test_zero_and_non_finite_updates_are_ignored():

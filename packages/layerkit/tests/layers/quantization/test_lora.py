@@ -86,8 +86,8 @@ def test_outputs_equal_their_formula(name):
         w.shape,
     )
     expected = np.einsum(equation, x, np.asarray(w) + (ALPHA / RANK) * delta)
-    found = jax.jit(layer.apply)({PARAMS: params}, x)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    result = jax.jit(layer.apply)({PARAMS: params}, x)
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -115,14 +115,14 @@ def test_initial_adapters_do_not_change_outputs(name, has_magnitude):
     plain = config.Instantiate()
     variables, base = jax.jit(lambda key: (adapted.init(key), plain.init(key)))(KEY)
     # A base checkpoint fits in by its paths, and all that it lacks are adapters.
-    found, known = (flatten_dict(tree[PARAMS], sep="/") for tree in (variables, base))
-    assert all(found[path].shape == x.shape for path, x in known.items())
+    result, known = (flatten_dict(tree[PARAMS], sep="/") for tree in (variables, base))
+    assert all(result[path].shape == x.shape for path, x in known.items())
     adapter = {"dot/lora_a", "dot/lora_b"} | ({"dot/lora_magnitude"} if has_magnitude else set())
-    assert found.keys() - known.keys() == adapter
-    restored = {PARAMS: unflatten_dict({**found, **known}, sep="/")}
+    assert result.keys() - known.keys() == adapter
+    restored = {PARAMS: unflatten_dict({**result, **known}, sep="/")}
     both = jax.jit(lambda a, b: (adapted.apply(a, x), plain.apply(b, x)))(restored, base)
     np.testing.assert_allclose(*both, rtol=1e-6 * has_magnitude)
-    assert float(jnp.abs(found["dot/lora_a"]).max()) > 0
+    assert float(jnp.abs(result["dot/lora_a"]).max()) > 0
 
 
 @pytest.mark.parametrize(
@@ -196,8 +196,8 @@ def test_only_matching_layers_are_adapted():
     stack.set(hidden_dims=12, num_heads=2)
     layer = add_lora(stack, only=r".*\.(query|value)_tpl").Instantiate()
     flat = flatten_dict(jax.eval_shape(layer.init, KEY)[PARAMS])
-    found = {path[-3] for path in flat if path[-1] == "lora_a"}
-    assert found == {"query", "value"}
+    result = {path[-3] for path in flat if path[-1] == "lora_a"}
+    assert result == {"query", "value"}
     names = ["/".join(path) for path in flat]
     assert sum(bool(re.fullmatch(LORA_WEIGHTS, name)) for name in names) == 4
 
@@ -210,9 +210,9 @@ def test_combined_projection_has_one_adapter():
     shapes = jax.tree.map(jnp.shape, variables[PARAMS]["dot"])
     assert shapes == {"lora_a": (8, RANK), "lora_b": (RANK, 2, 4, 3)}
     expected = jax.jit(adapted.Instantiate().apply)(variables, X)
-    found = jax.jit(config.Instantiate().apply)(merge_lora(adapted, variables), X)
+    result = jax.jit(config.Instantiate().apply)(merge_lora(adapted, variables), X)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), result, expected
     )
 
 

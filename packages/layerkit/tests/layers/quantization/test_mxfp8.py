@@ -29,13 +29,13 @@ def draw(seed, *shape):
 
 def rounded(x):
     """Return `x` rounded to e4m3 with a power of two for each 32 numbers of the last axis."""
-    found = np.empty(x.shape)
+    result = np.empty(x.shape)
     for start in range(0, x.shape[-1], 32):
         block = x[..., start : start + 32]
         scale = 2.0 ** np.ceil(np.log2(np.abs(block).max(axis=-1, keepdims=True) / 448.0))
         values = (block / scale).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
-        found[..., start : start + 32] = values.astype(np.float64) * scale
-    return found
+        result[..., start : start + 32] = values.astype(np.float64) * scale
+    return result
 
 
 def expected(x, w, g):
@@ -50,8 +50,8 @@ def expected(x, w, g):
 )
 def test_output_and_gradients_equal_numpy(tokens, dims, out_dims):
     x, w, g = draw(0, tokens, dims), draw(1, dims, out_dims), draw(2, tokens, out_dims)
-    found = multiply_and_differentiate(x, w, g)
-    for ours, theirs in zip(found, expected(x, w, g), strict=True):
+    result = multiply_and_differentiate(x, w, g)
+    for ours, theirs in zip(result, expected(x, w, g), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max())
 
 
@@ -59,8 +59,8 @@ def test_group_of_weights_equals_its_members():
     x, w, g = draw(0, 3, 8, 64), draw(1, 3, 64, 32), draw(2, 3, 8, 32)
     y, of_x, of_w = multiply_and_differentiate(x, w, g)
     for member in range(3):
-        found = y[member], of_x[member], of_w[member]
-        for ours, theirs in zip(found, expected(x[member], w[member], g[member]), strict=True):
+        result = y[member], of_x[member], of_w[member]
+        for ours, theirs in zip(result, expected(x[member], w[member], g[member]), strict=True):
             np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max())
 
 
@@ -80,6 +80,6 @@ def test_zeros_and_values_that_are_not_finite():
     assert not np.any(multiply(np.zeros_like(x), w))
     for value in (np.nan, np.inf):
         x[2, 3] = value
-        found = np.asarray(multiply(x, w))
-        assert not np.isfinite(found[2]).any()
-        assert np.isfinite(found[[0, 1, 3]]).all()
+        result = np.asarray(multiply(x, w))
+        assert not np.isfinite(result[2]).any()
+        assert np.isfinite(result[[0, 1, 3]]).all()

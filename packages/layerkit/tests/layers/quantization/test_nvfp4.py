@@ -24,7 +24,7 @@ def draw(seed, *shape):
 def rounded(x, rows, columns):
     """Return a matrix rounded to e2m1 with an e4m3 scale for each block of rows × columns."""
     tensor = np.abs(x).max() / (6.0 * 448.0)
-    found = np.empty(x.shape)
+    result = np.empty(x.shape)
     for i in range(0, x.shape[0], rows):
         for j in range(0, x.shape[1], columns):
             block = x[i : i + rows, j : j + columns].astype(np.float64)
@@ -32,8 +32,8 @@ def rounded(x, rows, columns):
             scale = float(np.float32(largest / 6.0).astype(ml_dtypes.float8_e4m3fn)) * tensor
             values = np.clip(block / scale, -6.0, 6.0).astype(np.float32)
             values = values.astype(ml_dtypes.float4_e2m1fn).astype(np.float64)
-            found[i : i + rows, j : j + columns] = values * scale
-    return found
+            result[i : i + rows, j : j + columns] = values * scale
+    return result
 
 
 def rotated(x):
@@ -89,10 +89,10 @@ def test_output_and_gradients_equal_numpy(tokens, dims, out_dims):
 def test_group_of_weights_equals_its_members():
     x, w, g = draw(0, 3, 8, 64), draw(1, 3, 64, 32), draw(2, 3, 8, 32)
     x *= np.array([1, 100, 1e-3], np.float32)[:, None, None]  # a scale for each member
-    found = multiply_and_differentiate(x, w, g)
+    result = multiply_and_differentiate(x, w, g)
     for member in range(3):
         expected = gradients(x[member], w[member], g[member])
-        for ours, theirs in zip(found, expected, strict=True):
+        for ours, theirs in zip(result, expected, strict=True):
             np.testing.assert_allclose(ours[member], theirs, rtol=1e-5)
 
 

@@ -44,8 +44,8 @@ def variables_of(config):
 def logits(config, variables):
     ids = jnp.arange(10, dtype=jnp.int32).reshape(2, 5)
     model = config.Instantiate()
-    found: jax.Array = jax.jit(lambda v: model.apply(v, ids, method="logits"))(variables)
-    return found
+    result: jax.Array = jax.jit(lambda v: model.apply(v, ids, method="logits"))(variables)
+    return result
 
 
 @pytest.mark.parametrize(("weight_format", "stack"), CASES)
@@ -73,9 +73,9 @@ def test_weights_of_experts_are_stored_in_integers():
     exact, x = variables_of(config), jax.random.normal(KEY, (2, 6, 8))
     stored, variables = quantize_model(config, exact, weight_format="int8")
     assert variables[PARAMS]["up_scale"].shape == (4, 1, 16)
-    found = jax.jit(stored.Instantiate().apply)(variables, x)
+    result = jax.jit(stored.Instantiate().apply)(variables, x)
     reference = jax.jit(config.Instantiate().apply)(exact, x)
-    np.testing.assert_allclose(found, reference, atol=0.02 * np.abs(reference).max())
+    np.testing.assert_allclose(result, reference, atol=0.02 * np.abs(reference).max())
 
 
 def test_random_weights_have_about_the_declared_distribution():
@@ -135,6 +135,6 @@ def test_functions_are_read_one_by_one():
 
     readers = jax.tree_util.tree_map_with_path(reader, variables)
     expected = quantize_model(config, variables, weight_format="int8")[1]
-    found = quantize_model(config, readers, weight_format="int8")[1]
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    result = quantize_model(config, readers, weight_format="int8")[1]
+    jax.tree.map(np.testing.assert_array_equal, result, expected)
     assert len(read) == len(jax.tree.leaves(variables))

@@ -31,5 +31,5 @@ def test_outputs_are_the_sum_of_both_mixers_with_their_factors():
     inputs = {"mask": AttentionMask.causal_mask(2, 5), "positions": row_positions(2, 5)}
     attended = attention.apply({PARAMS: params["attention"]}, FACTORS[0] * X, **inputs)
     mixed = recurrent.apply({PARAMS: params["recurrent"]}, FACTORS[2] * X, **inputs)
-    found = layer.apply({PARAMS: params}, X, **inputs)
-    np.testing.assert_allclose(found, FACTORS[1] * attended + FACTORS[3] * mixed, atol=1e-5)
+    result = layer.apply({PARAMS: params}, X, **inputs)
+    np.testing.assert_allclose(result, FACTORS[1] * attended + FACTORS[3] * mixed, atol=1e-5)

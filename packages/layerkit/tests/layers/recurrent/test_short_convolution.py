@@ -36,8 +36,8 @@ def test_outputs_equal_numpy(bound):
     w, b = params["conv"]["w"][:, 0], params["conv"]["b"][0]
     mixed = b + sum(w[tap] * read[:, tap : tap + LENGTH] for tap in range(3))
     expected = after * mixed @ params["output"]["w"][0] + params["output"]["b"]
-    found = jax.jit(lambda x: layer(x, mask=AttentionMask.causal_mask(2, LENGTH)))(X)
-    np.testing.assert_allclose(found, expected, atol=1e-4)
+    result = jax.jit(lambda x: layer(x, mask=AttentionMask.causal_mask(2, LENGTH)))(X)
+    np.testing.assert_allclose(result, expected, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -175,5 +175,5 @@ def test_layers_of_one_branch_equal_a_layer_of_both():
         cached, _ = apart.apply({**variables, **cache}, x, method="extend_step", **more)
         return apart.apply(variables, x, **inputs), cached
 
-    for found in run(split):
-        np.testing.assert_allclose(found, expected, atol=1e-6)
+    for result in run(split):
+        np.testing.assert_allclose(result, expected, atol=1e-6)

@@ -60,8 +60,8 @@ def test_padding_has_no_effect():
     layer = TransformerFeedForward(input_dims=DIMS, hidden_dims=12)
     variables = layer.init(KEY)
     is_token = jnp.arange(6)[None] < jnp.array([[6], [2], [0]])
-    found = layer.apply(variables, X, is_token=is_token)
-    np.testing.assert_array_equal(found, layer.apply(variables, X))
+    result = layer.apply(variables, X, is_token=is_token)
+    np.testing.assert_array_equal(result, layer.apply(variables, X))
 
 
 def test_dropout_acts_on_the_hidden_activation():

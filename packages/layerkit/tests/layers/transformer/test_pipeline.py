@@ -81,9 +81,9 @@ def loss(outputs, aux):
     return jnp.sum(jnp.sin(outputs)) + sum(jnp.sum(value) for value in jax.tree.leaves(aux))
 
 
-def check_close(found, expected):
+def check_close(result, expected):
     np.testing.assert_allclose(
-        found, expected, rtol=0.0, atol=1e-5 * max(1, np.max(np.abs(expected)))
+        result, expected, rtol=0.0, atol=1e-5 * max(1, np.max(np.abs(expected)))
     )
 
 
@@ -216,9 +216,9 @@ def test_stages_rounds_and_microbatches_have_different_random_numbers():
     layer = Pipeline.HParams.config(stage_tpl=Mark.HParams.config(), **fields).Instantiate()
     each = {"column": np.arange(6)}
     run = jax.jit(lambda x: layer.apply({}, x, per_copy=each, rngs={"random": KEY}))
-    found = np.asarray(run(jnp.zeros((8, 6))))
-    np.testing.assert_array_equal(found[:4], found[4:])  # rows r and r + 4 are one microbatch
-    assert len(np.unique(found[:4])) == 4 * 6 and np.all(found > 0)
+    result = np.asarray(run(jnp.zeros((8, 6))))
+    np.testing.assert_array_equal(result[:4], result[4:])  # rows r and r + 4 are one microbatch
+    assert len(np.unique(result[:4])) == 4 * 6 and np.all(result > 0)
     # The order of `each` is that of the depth, and what is not an array stays what it is.
     assert np.all(layer.apply({}, jnp.zeros((8, 6)), per_copy=each, is_on=False) == 0)
 
@@ -310,8 +310,8 @@ def test_values_and_gradients_on_a_mesh_equal_one_device(mesh, layer):
     arguments = (jax.jit(layer.init)(KEY), *random.normal(size=(2, batch, 5, 8)).astype(np.float32))
     expected = jax.jit(jax.value_and_grad(summed(layer), argnums=(0, 1)))(*arguments)
     run, placed = compiled_on(bound(**mesh), layer, arguments)
-    found = run(*placed)
-    jax.tree.map(check_close, found, expected)
+    result = run(*placed)
+    jax.tree.map(check_close, result, expected)
     # One microbatch of four rows moves on from each device to the next, which has a share of the
     # rows, in the forward pass and in the backward one.
     rows = 4 // (mesh.get("data", 1) * mesh.get("fsdp", 1))

@@ -51,11 +51,11 @@ def test_gradients_on_a_mesh_equal_one_device(first_axis, rules):
         lambda box: bound.sharding(box.axes, shape=box.value.shape), boxed, is_leaf=is_box
     )
     rows = bound.sharding(("batch", None, None), shape=X.shape)
-    found = jax.jit(
+    result = jax.jit(
         functools.partial(gradients, split), in_shardings=(layouts, rows), out_shardings=layouts
     )(variables, X)
     expected = jax.jit(functools.partial(gradients, layer))(variables, X)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), result, expected)
 
 
 def test_init_raises_for_split_features_without_split_stages(raises):

@@ -116,9 +116,9 @@ def moved(tree, source, target):
     return {**result, **shared}
 
 
-def check_close(found, expected):
+def check_close(actual, expected):
     atol = 1e-5 * max(1.0, np.max(np.abs(expected)))
-    np.testing.assert_allclose(found, expected, rtol=0.0, atol=atol)
+    np.testing.assert_allclose(actual, expected, rtol=0.0, atol=atol)
 
 
 def loss_and_gradients(stack, *, has_memory):
@@ -151,13 +151,13 @@ def test_outputs_equal_those_of_the_repeated_stack_on_packed_rows(kind):
     run, run_repeated = (
         loss_and_gradients(stack, has_memory=has_memory) for stack in (pipelined, repeated)
     )
-    found, gradients = run(params, x, memory)
+    actual, gradients = run(params, x, memory)
     expected, others = run_repeated(moved(params, pipelined, repeated), x, memory)
-    jax.tree.map(check_close, found, expected)
+    jax.tree.map(check_close, actual, expected)
     jax.tree.map(check_close, moved(gradients[0], pipelined, repeated), others[0])
     jax.tree.map(check_close, gradients[1:], others[1:])
     assert has_memory == bool(np.any(gradients[2]))
-    assert (kind == "circular") == bool(found[1][1] > 0)  # the auxiliary loss
+    assert (kind == "circular") == bool(actual[1][1] > 0)  # the auxiliary loss
 
 
 @pytest.mark.parametrize(("policy", "kept"), [("full", (5, 2, 2)), ("residual", (5, 3, 2, 2))])

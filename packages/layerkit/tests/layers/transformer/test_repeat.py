@@ -281,21 +281,21 @@ def test_stacked_shape_equals_a_longer_repeat(remat):
 
     def run(layer, variables):
         def loss(params):
-            found, updates = layer.apply(
+            actual, updates = layer.apply(
                 {**variables, "params": params}, X, mutable=[AUX_LOSS, SUMMARIES, NON_TRAINABLE]
             )
-            return jnp.sum(jnp.sin(found)), updates
+            return jnp.sum(jnp.sin(actual)), updates
 
         return jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
 
     (value, updates), gradients = run(grid, stacked)
     (expected, flat_updates), flat_gradients = run(flat, variables)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
-    for found, wanted in ((updates, flat_updates), (gradients, flat_gradients)):
+    for actual, required in ((updates, flat_updates), (gradients, flat_gradients)):
         jax.tree.map(
             lambda a, b: np.testing.assert_allclose(a.reshape(b.shape), b, rtol=1e-4, atol=1e-6),
-            found,
-            wanted,
+            actual,
+            required,
         )
     assert updates[AUX_LOSS]["sub"]["half"][0].shape == (2, 3)
 
@@ -310,8 +310,8 @@ def test_scanned_arguments_differ_between_copies(shape):
     for copy, shift in zip(w, shifts, strict=True):
         expected = expected @ copy + shift
     run = lambda v: layer.apply(v, "fprop", X, per_copy={"shift": shifts}, method="run")  # noqa: E731
-    found = jax.jit(run)(variables)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    actual = jax.jit(run)(variables)
+    np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_carry_has_the_sharding_of_the_rules(raises):

@@ -46,8 +46,8 @@ def test_outputs_equal_their_formula_and_start_at_zero():
     variables = layer.init(KEY)
     np.testing.assert_array_equal(layer.apply(variables, X), X)
     params = drawn(variables[PARAMS])
-    found = layer.apply({PARAMS: params}, X)
-    np.testing.assert_allclose(found, by_hand(params, np.asarray(X)), rtol=1e-4, atol=1e-5)
+    result = layer.apply({PARAMS: params}, X)
+    np.testing.assert_allclose(result, by_hand(params, np.asarray(X)), rtol=1e-4, atol=1e-5)
     axes = logical_axes(layer.init_boxed(KEY))[PARAMS]
     assert axes["down"] == {"linear": {"w": ("embed", None)}, "bias": {"b": (None,)}}
     assert axes["up"] == {"linear": {"w": (None, "embed")}, "bias": {"b": ("embed",)}}
@@ -73,8 +73,8 @@ def test_adapter_follows_the_branch(adapted, plain, x):
     base = {name: value for name, value in params.items() if name != "adapter"}
     branch = np.asarray(plain.apply({PARAMS: base}, x))
     expected = by_hand(params["adapter"], branch)
-    found = adapted.apply({PARAMS: params}, x)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    result = adapted.apply({PARAMS: params}, x)
+    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_adapted_model_keeps_weights_and_initial_outputs():
@@ -88,15 +88,15 @@ def test_adapted_model_keeps_weights_and_initial_outputs():
     for adapted in (layer.feed_forward_tpl, output):
         adapted.adapter_tpl.bottleneck_dims = 4
     adapted, model = config.Instantiate(), plain.Instantiate()
-    found, base = (
+    result, base = (
         flatten_dict(jax.tree.map(jnp.shape, jax.eval_shape(layer.init, KEY)[PARAMS]), sep="/")
         for layer in (adapted, model)
     )
-    assert base.items() <= found.items()
-    new = found.keys() - base.keys()
+    assert base.items() <= result.items()
+    new = result.keys() - base.keys()
     assert len(new) == 8
-    assert {name for name in found if re.fullmatch(RESIDUAL_ADAPTER_WEIGHTS, name)} == new
-    assert found["repeat/sub/feed_forward/adapter/down/linear/w"] == (2, 8, 4)
+    assert {name for name in result if re.fullmatch(RESIDUAL_ADAPTER_WEIGHTS, name)} == new
+    assert result["repeat/sub/feed_forward/adapter/down/linear/w"] == (2, 8, 4)
 
 
 @pytest.mark.parametrize("name", ["row", "token"])
@@ -104,11 +104,11 @@ def test_adapters_of_tasks_equal_praxis(praxis, name):
     case = praxis(f"adapter_by_{name}")
     # The scale of Praxis' norm is stored minus 1, as here.
     layer = MultitaskResidualAdapter(input_dims=4, bottleneck_dims=3, num_tasks=3)
-    found = layer.apply({"params": case["weights"]}, case["x"], case["tasks"])
-    np.testing.assert_allclose(found, case["outputs"], rtol=1e-5, atol=1e-6)
+    result = layer.apply({"params": case["weights"]}, case["x"], case["tasks"])
+    np.testing.assert_allclose(result, case["outputs"], rtol=1e-5, atol=1e-6)
     plain = layer.clone(add_residual=False)
-    found = plain.apply({"params": case["weights"]}, case["x"], case["tasks"])
-    np.testing.assert_allclose(found, case["outputs"] - case["x"], rtol=1e-4, atol=1e-5)
+    result = plain.apply({"params": case["weights"]}, case["x"], case["tasks"])
+    np.testing.assert_allclose(result, case["outputs"] - case["x"], rtol=1e-4, atol=1e-5)
 
 
 def test_adapters_of_tasks_change_nothing_at_first():

@@ -108,12 +108,12 @@ def check_equal(stack, extra, sharding):
     variables = jax.tree.map(lambda x: random.normal(0.0, 0.3, x.shape).astype(np.float32), shapes)
     expected = jax.jit(value_and_gradients(stack, extra))(variables, X)
     program, places, rows = compiled_on(sharding, stack, extra, variables)
-    found = program(jax.device_put(variables, places), jax.device_put(X, rows))
+    result = program(jax.device_put(variables, places), jax.device_put(X, rows))
 
     def check(a, b):
         np.testing.assert_allclose(a, b, rtol=0.0, atol=2e-5 * max(1.0, np.abs(b).max()))
 
-    jax.tree.map(check, found, expected)
+    jax.tree.map(check, result, expected)
 
 
 @pytest.mark.parametrize("is_parallel", [False, True])

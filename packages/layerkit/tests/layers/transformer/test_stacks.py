@@ -182,8 +182,8 @@ def row(request):
 def test_scan_equals_unrolled_stack(row):
     fields, extra, layer, params, (outputs, gradients) = row
     scan = make(StackedTransformerRepeated, **fields, remat="projections")
-    found, (of_weights, *others) = values_and_gradients(scan, moved(params, layer, scan), extra)
-    assert_close(found, outputs)
+    actual, (of_weights, *others) = values_and_gradients(scan, moved(params, layer, scan), extra)
+    assert_close(actual, outputs)
     assert_close(moved(of_weights, scan, layer), gradients[0])
     assert_close(others, list(gradients[1:]))
 
@@ -223,13 +223,13 @@ def decoded(layer, params, extra):
             mutable=[CACHE],
         )
 
-    state, found = init_cache(variables), []
+    state, actual = init_cache(variables), []
     for position in range(LENGTH):
         new = slice(position, position + 1)
         new_bias = None if bias is None else bias[:, :, new]
         output, state = extend(state, X[:, new], jnp.int32(position), new_bias)
-        found.append(output)
-    return jnp.concatenate(found, axis=1)
+        actual.append(output)
+    return jnp.concatenate(actual, axis=1)
 
 
 def test_cached_steps_of_an_unrolled_stack_equal_fprop():
@@ -320,9 +320,9 @@ def test_shared_bias_is_one_table_of_all_layers():
     copies = {name: dict(params[name]) for name in ("layers_0", "layers_1")}
     for copy in copies.values():
         copy["attention"] = {**copy["attention"], "relative_bias": params["relative_bias"]}
-    found, gradients = values_and_gradients(layer, params, {})
+    actual, gradients = values_and_gradients(layer, params, {})
     expected, apart_gradients = values_and_gradients(apart, copies, {})
-    assert_close(found, expected)
+    assert_close(actual, expected)
     tables = [apart_gradients[0][name]["attention"]["relative_bias"]["w"] for name in copies]
     assert_close(gradients[0]["relative_bias"]["w"], tables[0] + tables[1])
 

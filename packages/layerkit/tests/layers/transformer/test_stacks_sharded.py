@@ -101,14 +101,14 @@ def test_values_and_gradients_equal_one_device(case, shape, axes):
         in_shardings=(places, rows),
         out_shardings=((None, rows), (places, rows)),
     )
-    found = run(variables, X)
+    result = run(variables, X)
 
     def check(a, b):
         np.testing.assert_allclose(a, b, rtol=0.0, atol=1e-5 * max(1.0, np.max(np.abs(b))))
 
-    jax.tree.map(check, found, expected)
+    jax.tree.map(check, result, expected)
     whole, part = (
-        sum(size(leaf) for leaf in jax.tree.leaves(found[1][0]))
+        sum(size(leaf) for leaf in jax.tree.leaves(result[1][0]))
         for size in (lambda leaf: leaf.size, lambda leaf: leaf.addressable_shards[0].data.size)
     )
     assert part < 0.4 * whole

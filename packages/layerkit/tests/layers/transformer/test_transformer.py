@@ -162,15 +162,15 @@ def test_cross_attention_runs_between_attention_and_feed_forward(policy):
             x = before(x + read(x)) if policy == "post" else x + after(read(before(x)))
         return x
 
-    found = run(layer, variables, **WITH_MEMORY)
-    np.testing.assert_allclose(found, expected(variables), rtol=1e-5, atol=1e-5)
+    result = run(layer, variables, **WITH_MEMORY)
+    np.testing.assert_allclose(result, expected(variables), rtol=1e-5, atol=1e-5)
     # Padding of the memory is not read; the rest is.
     padding = MEMORY.at[1, 2:].set(100.0).at[2, 3].set(-100.0)
     np.testing.assert_array_equal(
-        run(layer, variables, **{**WITH_MEMORY, "memory": padding}), found
+        run(layer, variables, **{**WITH_MEMORY, "memory": padding}), result
     )
     other = run(layer, variables, **{**WITH_MEMORY, "memory": MEMORY.at[1, 1].add(1.0)})
-    np.testing.assert_array_equal(np.any(other != found, axis=(1, 2)), [False, True, False])
+    np.testing.assert_array_equal(np.any(other != result, axis=(1, 2)), [False, True, False])
 
 
 # Each policy once; what is done with a branch is the same code for all of them.
@@ -216,13 +216,13 @@ def test_cached_steps_equal_fprop(fields):
             mutable=[CACHE],
         )
 
-    found, position = [], 0
+    result, position = [], 0
     for width in (4, 1, 1):
         new = slice(position, position + width)
         output, state = extend(state, X[:, new], bias[:, :, new], jnp.int32(position))
-        found.append(output)
+        result.append(output)
         position += width
-    np.testing.assert_allclose(jnp.concatenate(found, axis=1), expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(jnp.concatenate(result, axis=1), expected, rtol=1e-4, atol=1e-5)
 
 
 class TokensAlone(BaseLayer):
@@ -240,8 +240,8 @@ def test_feed_forward_receives_paddings():
     variables = random_weights(layer)
     variables["params"]["attention"]["output"]["w"] *= 0.0
     packed = AttentionMask.causal_mask(BATCH, LENGTH, segment_ids=SEGMENTS)
-    found = run(layer, variables, mask=packed) - X
-    np.testing.assert_allclose(found, np.tile((SEGMENTS != 0)[..., None], DIMS), atol=1e-6)
+    result = run(layer, variables, mask=packed) - X
+    np.testing.assert_allclose(result, np.tile((SEGMENTS != 0)[..., None], DIMS), atol=1e-6)
 
 
 class PlainFeedForward(BaseLayer):
@@ -350,8 +350,8 @@ def test_feed_forward_residual_weight_equals_praxis(praxis):
     rows, length = case["x"].shape[:2]
     mask = AttentionMask.causal_mask(rows, length)
     positions = jnp.tile(jnp.arange(length), (rows, 1))
-    found = run(layer, {"params": weights}, case["x"], mask=mask, positions=positions)
-    np.testing.assert_allclose(found, case["outputs"], rtol=1e-5, atol=1e-6)
+    result = run(layer, {"params": weights}, case["x"], mask=mask, positions=positions)
+    np.testing.assert_allclose(result, case["outputs"], rtol=1e-5, atol=1e-6)
 
 
 def test_layer_without_a_memory_skips_cross_attention_if_allowed():

@@ -88,8 +88,8 @@ def test_transposed_convolution_equals_pytorch(ours, theirs):
         stride=2,
         **theirs,
     )
-    found = layer.apply({"params": params}, x)
-    np.testing.assert_allclose(found, expected.numpy().transpose(0, 2, 3, 1), atol=1e-5)
+    result = layer.apply({"params": params}, x)
+    np.testing.assert_allclose(result, expected.numpy().transpose(0, 2, 3, 1), atol=1e-5)
 
 
 def test_transposed_convolution_with_same_padding_multiplies_sizes():
@@ -101,11 +101,11 @@ def test_convolution_normalizes_and_activates():
     layer = build(ConvBNAct.HParams.config(**SIZES)).clone(train=True)
     x = jax.random.normal(KEY, (4, 8, 8, 4))
     variables = jax.jit(layer.init)(KEY)
-    found, state = jax.jit(partial(layer.apply, mutable=["non_trainable"]))(variables, x)
+    result, state = jax.jit(partial(layer.apply, mutable=["non_trainable"]))(variables, x)
     plain = Conv(**SIZES).apply({"params": {"w": variables["params"]["w"]}}, x)
     mean, variance = jnp.mean(plain, (0, 1, 2)), jnp.var(plain, (0, 1, 2))
     expected = jnp.maximum((plain - mean) / jnp.sqrt(variance + 1e-3), 0)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(result, expected, atol=1e-5)
     np.testing.assert_allclose(state["non_trainable"]["bn"]["moving_mean"], 0.001 * mean, atol=1e-6)
 
 
@@ -172,9 +172,9 @@ def test_images_of_bytes_are_read_as_numbers():
     x = np.random.default_rng(0).integers(0, 256, (2, 4, 4, 4)).astype(np.uint8)
     for layer in (Conv(**SIZES), Pooling(), GlobalPooling(kind="max")):
         variables = layer.init(KEY, x)
-        found = layer.apply(variables, x)
-        np.testing.assert_array_equal(found, layer.apply(variables, x.astype(np.float32)))
-        assert found.dtype == jnp.float32
+        result = layer.apply(variables, x)
+        np.testing.assert_array_equal(result, layer.apply(variables, x.astype(np.float32)))
+        assert result.dtype == jnp.float32
 
 
 @pytest.mark.parametrize("fields", [{}, {"num_groups": 4, "dilations": 2}], ids=["dense", "groups"])
@@ -198,9 +198,9 @@ def test_convolution_on_a_mesh_has_the_values_and_gradients_of_one_device(fields
     rows = jax.device_put(x, bound.sharding(("batch", None, None)))
     split = layer.clone(sharding=bound)
     with jax.set_mesh(mesh):
-        found = jax.jit(lambda *arrays: run(split, *arrays))(weights, rows)
+        result = jax.jit(lambda *arrays: run(split, *arrays))(weights, rows)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, expected
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), result, expected
     )
 
 
@@ -210,5 +210,5 @@ def test_sum_over_the_window_equals_a_convolution_in_groups(length):
     strides, padding, dilations = (2,), ((-1, 2),), (3,)
     names = {"dimension_numbers": ("N0C", "0IO", "N0C"), "feature_group_count": 2}
     expected = jax.lax.conv_general_dilated(x, w, strides, padding, None, dilations, **names)
-    found = jax.jit(sum_windows, static_argnums=(2, 3, 4, 5))(x, w, strides, padding, dilations, 2)
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    result = jax.jit(sum_windows, static_argnums=(2, 3, 4, 5))(x, w, strides, padding, dilations, 2)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-5)

@@ -47,9 +47,9 @@ def test_training_and_gradients_equal_praxis(praxis, kind):
     )
     np.testing.assert_allclose(outputs, case["outputs"], atol=1e-5)
     np.testing.assert_allclose(of_x, case["gradient_of_x"], atol=1e-4)
-    for found, theirs in ((of_params, case["gradients"]), (moved, case["state"])):
+    for result, theirs in ((of_params, case["gradients"]), (moved, case["state"])):
         expected = flatten_dict(read(theirs))
-        for path, value in flatten_dict(found).items():
+        for path, value in flatten_dict(result).items():
             np.testing.assert_allclose(value, expected.pop(path), atol=1e-4, err_msg=path)
         assert not expected
 
@@ -113,11 +113,11 @@ def test_evaluation_and_training_equal_transformers(kind):
     variables = jax.tree.map(np.array, variables)  # PyTorch changes its statistics in place.
     for is_training in (False, True):
         expected = theirs.train(is_training)(rows).last_hidden_state
-        found, updates = model.clone(train=is_training).apply(
+        result, updates = model.clone(train=is_training).apply(
             variables, images, mutable=[NON_TRAINABLE]
         )
         expected = expected.detach().numpy().transpose(0, 2, 3, 1)
-        np.testing.assert_allclose(found, expected, atol=2e-5)
+        np.testing.assert_allclose(result, expected, atol=2e-5)
     # PyTorch averages n/(n - 1) times the variance of n values: here 4 · 16 · 16.
     moved = read_torch(theirs.state_dict())[NON_TRAINABLE]["entryflow_conv"]["bn"]
     ours = updates[NON_TRAINABLE]["entryflow_conv"]["bn"]

@@ -172,10 +172,10 @@ def test_sinusoids_follow_rows_and_columns():
         return layer.apply(layer.init(key), IMAGES, **options)[1]
 
     state = capture(KEY)
-    [found] = state["intermediates"]["position"]["__call__"]
+    [result] = state["intermediates"]["position"]["__call__"]
     table = PositionalEmbedding2D(dims=8)
     expected = table.apply({}, jnp.array([[0, 0, 1, 1, 2, 2]]), jnp.array([[0, 1, 0, 1, 0, 1]]))
-    np.testing.assert_array_equal(found, expected)
+    np.testing.assert_array_equal(result, expected)
 
 
 def test_attention_pooling_equals_that_of_pytorch():
@@ -197,8 +197,8 @@ def test_attention_pooling_equals_that_of_pytorch():
     x = np.random.default_rng(0).normal(size=(3, 5, 8)).astype(np.float32)
     probe = torch.tensor(np.array(params["probe"])).expand(3, 1, 8)
     expected, _ = theirs(probe, torch.tensor(x), torch.tensor(x))
-    found = layer.apply({"params": params}, x)
-    np.testing.assert_allclose(found, expected[:, 0].detach().numpy(), atol=1e-5)
+    result = layer.apply({"params": params}, x)
+    np.testing.assert_allclose(result, expected[:, 0].detach().numpy(), atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,9 @@ def test_values_and_gradients_equal_attention_with_all_keys(case):
 
         return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(QUERY, KEY, VALUE)
 
-    found = run(dot_product_attention)
+    result = run(dot_product_attention)
     close = partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
-    jax.tree.map(close, found, run(xla_attention))
+    jax.tree.map(close, result, run(xla_attention))
 
 
 def test_no_products_with_keys_after_a_block_are_computed():

@@ -232,8 +232,8 @@ def test_each_way_uses_its_collective_and_no_other(way, collective):
     text = compiled(
         draw(kv_heads=HEADS), mask=MASKS["causal"](), sharding=sharding, context_parallel=way
     )
-    found = set(re.findall(r"(all-gather|collective-permute|all-to-all)(?:-start)?\(", text))
-    assert found == {collective}
+    result = set(re.findall(r"(all-gather|collective-permute|all-to-all)(?:-start)?\(", text))
+    assert result == {collective}
 
 
 @pytest.mark.parametrize("way", ["all_gather", "ring", "ulysses"])

@@ -116,11 +116,11 @@ def test_a_mask_of_one_row_applies_to_all_rows(caplog):
     caplog.set_level("INFO", "layerkit")
     mask = AttentionMask.causal_mask(1, LENGTH, segment_ids=SEGMENTS[:1])
     options = AttentionOptions(mask=mask.split_chunks(48).within(5))
-    found, expected = (
+    result, expected = (
         jax.jit(lambda *x, attend=attend: attend(*x, options))(QUERY, KEY, VALUE)
         for attend in (dot_product_attention, xla_attention)
     )
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    np.testing.assert_allclose(result, expected, atol=1e-5)
     assert caplog.messages[-1] == "attention by local blocks of 64 queries and 68 keys"
 
 

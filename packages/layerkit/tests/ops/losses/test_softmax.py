@@ -174,9 +174,9 @@ def test_no_label_of_logits_that_are_nan_is_correct():
 def test_integers_of_every_width_are_labels(num_classes, dtype):
     labels = np.array([1, 100], dtype)
     logits = jax.random.normal(jax.random.key(0), (2, num_classes))
-    found, expected = cross_entropy(logits, labels), cross_entropy(logits, labels.astype(np.int32))
-    assert np.isfinite(found.loss).all()
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    result, expected = cross_entropy(logits, labels), cross_entropy(logits, labels.astype(np.int32))
+    assert np.isfinite(result.loss).all()
+    jax.tree.map(np.testing.assert_array_equal, result, expected)
 
 
 def test_weighted_mean_equals_its_formula_in_float32():

@@ -86,8 +86,8 @@ def test_gradients_return_to_the_senders():
         return jax.grad(loss)(rows)
 
     was_sent = np.arange(ROWS) < counts.sum(axis=1, keepdims=True)
-    found = on_devices(gradient)(counts, rows)
-    np.testing.assert_allclose(found, np.where(was_sent[..., None], np.cos(rows), 0.0), atol=1e-6)
+    result = on_devices(gradient)(counts, rows)
+    np.testing.assert_allclose(result, np.where(was_sent[..., None], np.cos(rows), 0.0), atol=1e-6)
 
 
 CALL = {"name": "auto", "platform": "tpu", "num_devices": 8, "num_choices": 2}

@@ -66,12 +66,12 @@ def test_unused_rows_of_fp8_products_with_a_bias_are_zero(platform):
             layer.bind(variables), rows, w, product, {}, name="up", bias=bias
         )
 
-    found = run(rows, w, bias)
+    result = run(rows, w, bias)
     used = sum(sizes)
-    np.testing.assert_array_equal(found[used:], 0.0)
+    np.testing.assert_array_equal(result[used:], 0.0)
     of_row = group_of_row(sizes)
     expected = jnp.einsum("ri,rio->ro", rows[:used], w[of_row]) + bias[of_row]
-    np.testing.assert_allclose(found[:used], expected, atol=0.5)
+    np.testing.assert_allclose(result[:used], expected, atol=0.5)
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ def test_values_and_gradients_equal_one_product_per_group(matmul, block, dims):
         products = jnp.einsum("ri,rio->ro", rows[:used], w[group_of_row(sizes)])
         return jnp.sum(probe[:used] * jnp.sin(products))
 
-    found, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(rows, w)
+    result, gradients = jax.jit(jax.value_and_grad(loss, (0, 1)))(rows, w)
     expected, (rows_gradient, w_gradient) = jax.jit(jax.value_and_grad(reference, (0, 1)))(rows, w)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(result, expected, rtol=1e-5)
     np.testing.assert_allclose(gradients[0][:used], rows_gradient[:used], atol=5e-5)
     np.testing.assert_allclose(gradients[1], w_gradient, atol=5e-5)
 
@@ -176,8 +176,8 @@ def test_batched_loop_is_as_long_as_the_longest():
         return pull(jnp.ones_like(out))[0]
 
     batched = jax.vmap(gradient)
-    found = jax.jit(batched)(rows, w, sizes)
-    np.testing.assert_array_equal(found[:, :, 0, 0], sizes)
+    result = jax.jit(batched)(rows, w, sizes)
+    np.testing.assert_array_equal(result[:, :, 0, 0], sizes)
     # Were the iterations counted for each, all of the sums would be copied at every iteration.
     traced = str(jax.make_jaxpr(batched)(rows, w, sizes))
     loops = [line for line in traced.splitlines() if "= while[" in line]
@@ -241,7 +241,7 @@ def test_products_under_vmap_equal_separate_calls(matmul, block):
         return jnp.sum(jnp.sin(jnp.where(is_used, product, 0.0)))
 
     gradients = jax.grad(loss, (0, 1) if matmul is BLOCKS else 1)
-    found = jax.jit(jax.vmap(gradients))(rows, w, sizes)
+    result = jax.jit(jax.vmap(gradients))(rows, w, sizes)
     alone = [jax.jit(gradients)(rows[i], w[i], sizes[i]) for i in range(2)]
     expected = jax.tree.map(lambda *each: np.stack(each), *alone)
-    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), found, expected)
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), result, expected)

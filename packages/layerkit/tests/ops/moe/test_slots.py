@@ -36,8 +36,8 @@ def layouts():
     [(16, 1.0, 4), (16, 2.0, 4), (16, 2.1, 4), (16, 2.5, 8), (2, 0.5, 4), (1024, 1.25, 160)],
 )
 def test_capacity_is_rounded_up_to_a_multiple_of_4(group_size, capacity_factor, expected):
-    found = capacity_of(group_size, num_experts=8, capacity_factor=capacity_factor)
-    assert found == expected
+    result = capacity_of(group_size, num_experts=8, capacity_factor=capacity_factor)
+    assert result == expected
 
 
 def test_capacity_slots_equal_a_loop():
@@ -66,8 +66,8 @@ def test_sorted_slots_hold_every_choice_of_local_experts(block, first):
     assert ends[-1] <= len(slots.choice_of_slot)
     for expert in range(here):
         rows = slots.choice_of_slot[starts[expert] : ends[expert]]
-        wanted = np.flatnonzero(experts.ravel() == expert)
-        np.testing.assert_array_equal(rows[rows < TOKENS * CHOICES], wanted)
+        required = np.flatnonzero(experts.ravel() == expert)
+        np.testing.assert_array_equal(rows[rows < TOKENS * CHOICES], required)
     assert np.sum(slots.choice_of_slot < TOKENS * CHOICES) == np.sum(
         (experts >= 0) & (experts < here)
     )
@@ -108,8 +108,8 @@ def test_rows_and_gradients_equal_one_hot_matrices():
             np.einsum("tkr,rd->tkd", seats, rows),
             np.einsum("tkr,tkd->rd", seats, of_choices),
         )
-        found = there_and_back(slots, tokens, rows, of_choices)
-        for a, b in zip(found, expected, strict=True):
+        result = there_and_back(slots, tokens, rows, of_choices)
+        for a, b in zip(result, expected, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-5)
 
 
@@ -123,8 +123,8 @@ def test_slots_can_be_mapped_over_groups():
 
     alone = jax.jit(jax.grad(there_and_back))
     expected = np.stack([alone(*pair) for pair in zip(tokens, experts, strict=True)])
-    found = jax.jit(jax.vmap(jax.grad(there_and_back)))(tokens, experts)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    result = jax.jit(jax.vmap(jax.grad(there_and_back)))(tokens, experts)
+    np.testing.assert_allclose(result, expected, atol=1e-5)
 
 
 def test_weighted_sum_accumulates_in_float32():

@@ -121,8 +121,8 @@ def test_blocks_of_other_documents_are_skipped():
     inputs = draw()
     poisoned = [x.at[0, 16:].set(jnp.nan) for x in inputs]
     gradients = jax.jit(jax.value_and_grad(first_block, (0, 1, 2)))
-    (clean, expected), (found, ours) = gradients(*inputs), gradients(*poisoned)
-    assert found == clean
+    (clean, expected), (result, ours) = gradients(*inputs), gradients(*poisoned)
+    assert result == clean
     for a, b in zip(ours, expected, strict=True):
         np.testing.assert_array_equal(a[0, :16], b[0, :16])
 
@@ -135,16 +135,16 @@ def test_overlapping_blocks_include_every_equal_segment(data):
         np.array(data.draw(st.lists(st.integers(0, 4), min_size=size, max_size=size)), np.int32)
         for size in (12, 8)
     ]
-    found = overlapping_blocks(*(jnp.asarray(row[None]) for row in rows), blocks=(4, 2))
-    for block, (first, last) in zip(rows[0].reshape(3, 4), np.asarray(found[0]), strict=True):
+    result = overlapping_blocks(*(jnp.asarray(row[None]) for row in rows), blocks=(4, 2))
+    for block, (first, last) in zip(rows[0].reshape(3, 4), np.asarray(result[0]), strict=True):
         equal = [i for i, other in enumerate(rows[1].reshape(4, 2)) if set(block) & set(other)]
         assert all(first <= i < last for i in equal)
 
 
 def test_ascending_segments_overlap_in_their_own_blocks_alone():
     row = jnp.array([[1, 1, 1, 1, 2, 2, 3, 3]])
-    found = overlapping_blocks(row, row, blocks=(2, 2))
-    np.testing.assert_array_equal(found, [[[0, 2], [0, 2], [2, 3], [3, 4]]])
+    result = overlapping_blocks(row, row, blocks=(2, 2))
+    np.testing.assert_array_equal(result, [[[0, 2], [0, 2], [2, 3], [3, 4]]])
 
 
 def test_no_array_grows_with_the_square_of_the_length():

@@ -37,16 +37,16 @@ def read_all(folder: Path) -> None:
 @pytest.mark.parametrize("case", ["stacked_zarr", "stacked_ocdbt"])
 @pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/checkpoint_00000006"])
 def test_job_checkpoints_and_step_of_paxml_are_found(pax: Any, case: str, place: str):
-    found = find(epath.Path(pax.folder / case / place))
-    assert list(found.steps) == [6]
-    assert str(found.directory) == str(pax.folder / case / "checkpoints")
+    actual = find(epath.Path(pax.folder / case / place))
+    assert list(actual.steps) == [6]
+    assert str(actual.directory) == str(pax.folder / case / "checkpoints")
 
 
 def test_step_without_state_folder_is_read(pax: Any, tmp_path: Path):
     # Paxml before version 1.0 wrote the arrays into the step folder.
     shutil.copytree(pax.folder / "stacked_zarr" / STATE, tmp_path / "checkpoint_00000006")
-    found = find(epath.Path(tmp_path))
-    assert open_arrays(found.steps[6]).specs[SCALE.replace(".", "/")].shape == (8,)
+    actual = find(epath.Path(tmp_path))
+    assert open_arrays(actual.steps[6]).specs[SCALE.replace(".", "/")].shape == (8,)
 
 
 def test_step_that_paxml_did_not_save_is_an_error(raises, pax: Any):

@@ -47,12 +47,12 @@ class Store(http.server.BaseHTTPRequestHandler):
             return
         files = [path for path in self.folder.rglob("*") if path.is_file()]
         names = sorted(str(path.relative_to(self.folder)) for path in files)
-        found = [
+        result = [
             {"name": name, "size": "0", "generation": "1"}
             for name in names
             if name.startswith(query.get("prefix", "")) and name >= query.get("startOffset", "")
         ]
-        self.reply(json.dumps({"items": found}).encode())
+        self.reply(json.dumps({"items": result}).encode())
 
     def reply(self, body: bytes | None) -> None:
         status, headers = (404 if body is None else 200), {"x-goog-generation": "1"}

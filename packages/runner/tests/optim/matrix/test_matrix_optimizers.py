@@ -316,7 +316,7 @@ def test_updates_equal_their_definitions(
     params, *gradients = [random_like(boxes, seed) for seed in range(1 + STEPS)]
     optimizer = optimizer.clone().set(weight_decay=DECAY, mask=decays)
     fields = {"clip_per_tensor_norm": 1.0} if repeated else {}
-    found = flatten_dict(trained(optimizer, boxes, gradients, params, **fields))
+    result = flatten_dict(trained(optimizer, boxes, gradients, params, **fields))
     num_matrices = 0
     for path, weight in flatten_dict(params).items():
         grads = [flatten_dict(tree)[path] for tree in gradients]
@@ -328,10 +328,10 @@ def test_updates_equal_their_definitions(
             for grad in grads:
                 updates, state = adamw.update(jnp.float32(grad), state, expected)
                 expected = optax.apply_updates(expected, updates)
-            np.testing.assert_allclose(found[path], expected, atol=1e-5, err_msg="/".join(path))
+            np.testing.assert_allclose(result[path], expected, atol=1e-5, err_msg="/".join(path))
             continue
         columns = zip(*(matrices_of(path, grad) for grad in grads), strict=True)
-        first, last = matrices_of(path, weight), matrices_of(path, found[path])
+        first, last = matrices_of(path, weight), matrices_of(path, result[path])
         for w, ours, column in zip(first, last, columns, strict=True):
             rule = reference(w.shape)
             for grad in column:
@@ -418,9 +418,9 @@ def test_state_in_bfloat16_changes_weights_little(optimizer: Any):
         Partial(bfloat16_state, optimizer=Partial(optimizer)), boxes, gradients, params
     )
     path = ("stack", "repeat", "sub", "attention", "output", "w")
-    first, found, expected = (flatten_dict(tree)[path] for tree in (params, narrow, whole))
+    first, result, expected = (flatten_dict(tree)[path] for tree in (params, narrow, whole))
     change = float(np.linalg.norm(expected - first))
-    assert float(np.linalg.norm(found - expected)) < 0.2 * change
+    assert float(np.linalg.norm(result - expected)) < 0.2 * change
 
 
 def test_report_lists_matrices_and_a_weight_that_is_none_is_an_error():

@@ -121,8 +121,8 @@ def test_combined_projection_is_updated_as_separate_ones(options: Any):
 )
 def test_narrow_dtypes_change_updates_little(optimizer: Any):
     grads = random_like(boxes_of(ATTENTION), 0)
-    found, expected = (attention_updates(grads, one) for one in (optimizer, muon(RATE)))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-3), found, expected)
+    result, expected = (attention_updates(grads, one) for one in (optimizer, muon(RATE)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=5e-3), result, expected)
 
 
 @pytest.mark.parametrize("variant", ["normuon", "adamuon"])

@@ -113,8 +113,8 @@ def losses(folder: Path) -> list[float]:
 
 
 def evaluated(folder: Path) -> dict[str, list[int]]:
-    found = read_metrics(folder).evals
-    return {name: [record["step"] for record in series] for name, series in found.items()}
+    result = read_metrics(folder).evals
+    return {name: [record["step"] for record in series] for name, series in result.items()}
 
 
 def test_programs_run_at_their_own_intervals(train: Train, experiment: Any, tmp_path: Path):
@@ -129,9 +129,9 @@ def test_programs_run_at_their_own_intervals(train: Train, experiment: Any, tmp_
     train("job", overrides=(override,), **fields)
     folder = tmp_path / "job"
     assert evaluated(folder) == {"points": [2, 4, 6], "averaged": [2, 4, 6], "norm": [5, 6]}
-    found = read_metrics(folder).evals
-    assert found["averaged"][-1]["loss"] != found["points"][-1]["loss"]
-    assert found["norm"][-1]["largest"] > 0
+    result = read_metrics(folder).evals
+    assert result["averaged"][-1]["loss"] != result["points"][-1]["loss"]
+    assert result["norm"][-1]["largest"] > 0
     decoded = sorted(path.name for path in (folder / "decode" / "often").glob("*.jsonl"))
     assert decoded == ["step_00000003.jsonl", "step_00000006.jsonl"]
     text = config_text(resolve(experiment(**fields), (override,)))

@@ -182,11 +182,11 @@ def test_between_summaries_the_host_reads_one_number_that_was_copied_ahead(start
     program, state, _ = started(report=report, summary_interval_steps=4, num_train_steps=100)
     program.programs[0]._is_on_cpu = False  # On a CPU, results are in the memory of the host.
     run(program, state, range(1, 11))
-    for step, found in enumerate(reads, 1):
+    for step, result in enumerate(reads, 1):
         if step in (1, 4, 8):
-            assert len(found) > 1
+            assert len(result) > 1
         else:
-            assert found == {f"[1]['{IS_VALID}']": 1}
+            assert result == {f"[1]['{IS_VALID}']": 1}
 
 
 def test_bad_step_between_summaries_is_reported_with_its_number(started: Any):
@@ -239,11 +239,11 @@ def test_metrics_of_the_task_cover_the_steps_since_the_last_summary(started: Any
     program, state, recorder = started(metrics=metrics, summary_interval_steps=3)
     run(program, state, range(1, 8))
     assert list(recorder.metrics) == [1, 3, 6]
-    for found, span in zip(
+    for result, span in zip(
         recorder.metrics.values(), (each[:1], each[1:3], each[3:6]), strict=True
     ):
-        assert found["smooth"] == pytest.approx(sum(span) / len(span))
-        assert found["worst"] == pytest.approx(max(span))
+        assert result["smooth"] == pytest.approx(sum(span) / len(span))
+        assert result["worst"] == pytest.approx(max(span))
     counts = [list(recorder.weights[step]["y"].counts) for step in (1, 3, 6)]
     assert counts == [[1, 0, 0], [0, 1, 1], [1, 1, 1]]
 

@@ -72,9 +72,9 @@ class Patient(Executor):
         return super().run(state, step)
 
     def evaluate(self, state: TrainState, step: int, programs: Any = None) -> Any:
-        found = super().evaluate(state, step, programs)
-        self.loss = found.get("held", {}).get("loss", self.loss)
-        return found
+        result = super().evaluate(state, step, programs)
+        self.loss = result.get("held", {}).get("loss", self.loss)
+        return result
 
     def is_over(self, step: int) -> bool:
         return super().is_over(step) or self.loss < self.good_enough
@@ -149,16 +149,16 @@ def train(
 
 def reference(num_steps: int, turns: tuple[str, ...]) -> list[tuple[str, float]]:
     """Return the data set and the loss of each step, computed by NumPy."""
-    w, read, found = np.ones(2), dict.fromkeys(ROWS, 0), []
+    w, read, result = np.ones(2), dict.fromkeys(ROWS, 0), []
     for step in range(num_steps):
         name = turns[step % len(turns)]
         rows = np.arange(read[name], read[name] + ROWS[name]) % NUM_ROWS[name]
         read[name] += ROWS[name]
         x, y = np.stack([rows % 5, np.ones_like(rows)], axis=1), rows % 3
         errors = x @ w - y
-        found.append((name, float(np.mean(0.5 * errors**2))))
+        result.append((name, float(np.mean(0.5 * errors**2))))
         w = w - LEARNING_RATE * errors @ x / len(rows)
-    return found
+    return result
 
 
 TURNS = ("few", "few", "many")
@@ -206,7 +206,7 @@ def test_every_program_is_summarized_whatever_the_interval(train: Any, tmp_path:
 def test_the_next_batches_of_each_program_are_evaluated(train: Any, tmp_path: Path):
     train("job", EVAL_SKIP_TRAIN=False)
     seen = read_metrics(tmp_path / "job")
-    at_2 = {n: r["loss"] for n, found in seen.evals.items() for r in found if r["step"] == 2}
+    at_2 = {n: r["loss"] for n, result in seen.evals.items() for r in result if r["step"] == 2}
     # Step 3, the first on `many`, trains on the batch that was evaluated at step 2.
     assert at_2["train/many"] == pytest.approx(records(tmp_path / "job")[3]["loss"])
     assert at_2.keys() == {"train/few", "train/many", "held"}

@@ -44,9 +44,9 @@ def test_differences_of_a_recorded_run_and_the_experiment(resolved: Any, tmp_pat
     write_config(epath.Path(tmp_path), resolved(DIMS=4), RunOptions(), report=lambda line: None)
     _, there = recorded_side(str(tmp_path))
     assert differences(resolved_side(resolved(DIMS=4))[1], there) == {}
-    found = differences(resolved_side(resolved())[1], there)
-    assert list(found) == ["experiment.DIMS", "task.model.dims"]
-    assert all(values == {"here": 2, "there": 4} for values in found.values())
+    result = differences(resolved_side(resolved())[1], there)
+    assert list(result) == ["experiment.DIMS", "task.model.dims"]
+    assert all(values == {"here": 2, "there": 4} for values in result.values())
 
 
 def test_values_of_different_types_differ():

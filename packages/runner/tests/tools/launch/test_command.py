@@ -108,7 +108,7 @@ def test_missing_program_is_an_error(tmp_path: Path, capsys, monkeypatch):
 
 def documented() -> list[list[str]]:
     """Return the `runner launch` commands of the docs, with the variables of the pages replaced."""
-    found = []
+    result = []
     for page in sorted((DOCS / "launch").glob("*.md")):
         variables: dict[str, str] = {}
         for block in re.findall(r"^```bash\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
@@ -118,8 +118,8 @@ def documented() -> list[list[str]]:
                     line = line.replace(f"${name}", value)
                 if line.startswith("runner launch ") and "KIND" not in line:
                     words = shlex.split(line, comments=True)[2:]
-                    found.append([word for word in words if word != "--dry_run"])
-    return found
+                    result.append([word for word in words if word != "--dry_run"])
+    return result
 
 
 def test_docs_have_commands_of_every_kind():

@@ -50,9 +50,9 @@ def test_extras_are_those_of_the_packages():
 
 
 def test_jobset_runs_a_valid_command_that_fits_its_pods():
-    found = yaml.safe_load((RECIPE.parent / "jobset.yaml").read_text())
-    name = found["metadata"]["name"]
-    (job,) = found["spec"]["replicatedJobs"]
+    result = yaml.safe_load((RECIPE.parent / "jobset.yaml").read_text())
+    name = result["metadata"]["name"]
+    (job,) = result["spec"]["replicatedJobs"]
     spec = job["template"]["spec"]
     (rule,) = spec["podFailurePolicy"]["rules"]
     assert tuple(rule["onExitCodes"]["values"]) == local.FINAL_EXIT_CODES

@@ -17,55 +17,55 @@ needs_cuda = pytest.mark.skipif(
 )
 
 
-def state_and_batch(found):
+def state_and_batch(result):
     kinds = ("weights", "non_trainable", "averages", "optimizer", "batch")
-    return sum(found["memory"][kind] for kind in kinds)
+    return sum(result["memory"][kind] for kind in kinds)
 
 
-def unread(found):
+def unread(result):
     """Bytes of the fields of a batch that the model does not read."""
-    sizes = {tensor["path"]: tensor["bytes_per_device"] for tensor in found["tensors"]}
+    sizes = {tensor["path"]: tensor["bytes_per_device"] for tensor in result["tensors"]}
     return sizes["batch/paddings"]
 
 
 @needs_cuda
 def test_plan_of_gpus_in_two_nodes_counts_memory_and_slow_traffic(plan_json):
-    found = plan_json("--target=h100x16", "--fdl.MESH=[1,8,1]", "--fdl.SLICES=[2,1,1]")
-    assert (found["target"], found["num_devices"], found["num_slices"]) == ("h100x16", 16, 2)
-    assert found["device"]["peak_flops"] == 989.4e12
-    assert found["fits"] is True
+    result = plan_json("--target=h100x16", "--fdl.MESH=[1,8,1]", "--fdl.SLICES=[2,1,1]")
+    assert (result["target"], result["num_devices"], result["num_slices"]) == ("h100x16", 16, 2)
+    assert result["device"]["peak_flops"] == 989.4e12
+    assert result["fits"] is True
     # Layouts of GPUs have no padding, so the compiler counts the bytes of the shards.
-    assert found["memory"]["arguments"] == state_and_batch(found) - unread(found)
-    assert found["memory"]["temporaries"] > 0
-    for traffic in found["collectives"]:
+    assert result["memory"]["arguments"] == state_and_batch(result) - unread(result)
+    assert result["memory"]["temporaries"] > 0
+    for traffic in result["collectives"]:
         crosses = "data" in traffic["axes"] or traffic["axes"] == "mixed"
         assert (traffic["bytes_slow"] > 0) == crosses, traffic
-    assert {"fsdp", "data"} <= {each["axes"] for each in found["collectives"]}
-    assert any("softmax" in each["name"] for each in found["live"]["largest"])
-    assert [note for note in found["notes"] if "compiled without a GPU" in note]
+    assert {"fsdp", "data"} <= {each["axes"] for each in result["collectives"]}
+    assert any("softmax" in each["name"] for each in result["live"]["largest"])
+    assert [note for note in result["notes"] if "compiled without a GPU" in note]
 
 
 @needs_tpu
 def test_plan_of_tpus_in_two_slices_counts_slow_traffic(plan_json):
-    found = plan_json("--target=v5e:2x2*2", "--fdl.MESH=[1,4,1]", "--fdl.SLICES=[2,1,1]")
-    assert (found["num_devices"], found["num_slices"]) == (8, 2)
-    assert found["device"]["device_kind"] == "TPU v5 lite"
-    assert found["fits"] is True
+    result = plan_json("--target=v5e:2x2*2", "--fdl.MESH=[1,4,1]", "--fdl.SLICES=[2,1,1]")
+    assert (result["num_devices"], result["num_slices"]) == (8, 2)
+    assert result["device"]["device_kind"] == "TPU v5 lite"
+    assert result["fits"] is True
     # Each device adds up its part of the gradients with that of its partner in the other slice.
-    slow = sum(each["bytes_slow"] for each in found["collectives"])
-    assert slow >= found["memory"]["weights"]
-    assert [each for each in found["collectives"] if each["axes"] == "fsdp"]
+    slow = sum(each["bytes_slow"] for each in result["collectives"])
+    assert slow >= result["memory"]["weights"]
+    assert [each for each in result["collectives"] if each["axes"] == "fsdp"]
 
 
 @needs_tpu
 def test_step_that_is_too_large_for_a_tpu_does_not_fit(plan_json):
-    found = plan_json(
+    result = plan_json(
         *("--target=v5e:1x1", "--fdl.MESH=[1,1,1]", "--fdl.MODEL_DIMS=16384"),
         *("--fdl.PERCORE_BATCH_SIZE=65536", "--fdl.NUM_LAYERS=2"),
     )
-    assert found["fits"] is False
-    assert "HBM" in found["refusal"]
-    assert found["memory"]["peak"] > found["device"]["memory_bytes"]
+    assert result["fits"] is False
+    assert "HBM" in result["refusal"]
+    assert result["memory"]["peak"] > result["device"]["memory_bytes"]
 
 
 @needs_tpu
@@ -79,11 +79,11 @@ def test_compiler_flags_change_the_program(plan_json):
     assert not [line for line in plain["notes"] if line.startswith(begin)]
     # Weights are gathered by all-gathers, which send half of what all-reduces send.
     before, after = (
-        {each["kind"] for each in found["collectives"]} for found in (plain, with_flags)
+        {each["kind"] for each in result["collectives"]} for result in (plain, with_flags)
     )
     assert (before, after) == ({"all-reduce"}, {"all-reduce", "all-gather"})
     sent = [
-        sum(each["bytes_sent"] for each in found["collectives"]) for found in (plain, with_flags)
+        sum(each["bytes_sent"] for each in result["collectives"]) for result in (plain, with_flags)
     ]
     assert sent[1] < 0.75 * sent[0]
 

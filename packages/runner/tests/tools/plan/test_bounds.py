@@ -58,19 +58,19 @@ def bounds(*, compute=0.0, memory=0.0, fast=0.0, slow=0.0, device=H100):
     ],
 )
 def test_step_time_is_bounded_by_the_slowest_resource(seconds, limited_by, step, no_overlap):
-    found = bounds(**seconds)
-    assert found.limited_by == limited_by
-    assert found.step_seconds == pytest.approx(step)
-    assert found.step_seconds_no_overlap == pytest.approx(no_overlap)
-    assert found.tokens_per_sec == pytest.approx(1200 / step)
-    assert found.tokens_per_sec_no_overlap == pytest.approx(1200 / no_overlap)
-    assert found.mfu == pytest.approx(0.4 / step)
-    assert found.mfu_no_overlap == pytest.approx(0.4 / no_overlap)
+    result = bounds(**seconds)
+    assert result.limited_by == limited_by
+    assert result.step_seconds == pytest.approx(step)
+    assert result.step_seconds_no_overlap == pytest.approx(no_overlap)
+    assert result.tokens_per_sec == pytest.approx(1200 / step)
+    assert result.tokens_per_sec_no_overlap == pytest.approx(1200 / no_overlap)
+    assert result.mfu == pytest.approx(0.4 / step)
+    assert result.mfu_no_overlap == pytest.approx(0.4 / no_overlap)
 
 
 def test_unknown_device_figures_leave_times_none():
-    found = bounds(compute=0.5, slow=1, device=device_kind("cpu"))
-    figures = dataclasses.asdict(found)
+    result = bounds(compute=0.5, slow=1, device=device_kind("cpu"))
+    figures = dataclasses.asdict(result)
     del figures["work"]
     # Nothing is sent within the slice, nor moved in memory, which takes no time anywhere.
     assert {name for name, value in figures.items() if value is not None} == {
@@ -151,16 +151,16 @@ def pipelined(resolved, **fields):
 )
 def test_pipeline_plan_of_a_task(small_lm, fields, microbatches, repeats):
     resolved = pipelined(resolve(small_lm(NUM_LAYERS=4)), **fields)
-    (found,) = pipeline_plans(resolved.task, rows=32)
-    assert (found.num_stages, found.num_microbatches) == (fields["num_stages"], microbatches)
-    assert (found.circular_repeats, found.rows_per_microbatch) == (repeats, 32 // microbatches)
+    (result,) = pipeline_plans(resolved.task, rows=32)
+    assert (result.num_stages, result.num_microbatches) == (fields["num_stages"], microbatches)
+    assert (result.circular_repeats, result.rows_per_microbatch) == (repeats, 32 // microbatches)
     # A stage works in as many ticks as it has pieces; in all others it idles.
     schedule = PipelineSchedule(fields["num_stages"], microbatches, repeats)
     ticks = schedule.ticks_of_work()
-    assert found.num_ticks == ticks.max() + 1
+    assert result.num_ticks == ticks.max() + 1
     working = {len(set(ticks[..., stage].ravel())) for stage in range(fields["num_stages"])}
     assert working == {microbatches * repeats}
-    assert found.bubble_fraction == pytest.approx(1 - microbatches * repeats / found.num_ticks)
+    assert result.bubble_fraction == pytest.approx(1 - microbatches * repeats / result.num_ticks)
 
 
 def test_model_flops_are_those_of_the_layers_alone(small_lm):

@@ -82,8 +82,8 @@ def test_loops_of_known_length_multiply():
         x = lax.ppermute(x, "data", [(0, 1), (1, 0)])
         return lax.scan(inner, x, length=5)[0], None
 
-    found = traffic(lambda x: lax.scan(outer, x, length=3)[0], make_mesh())
-    assert found == [
+    result = traffic(lambda x: lax.scan(outer, x, length=3)[0], make_mesh())
+    assert result == [
         Traffic("all-reduce", "fsdp", 3 * 5, 3 * 5 * 128, is_exact=True),
         Traffic("collective-permute", "data", 3, 3 * 128, is_exact=True),
     ]
@@ -180,8 +180,8 @@ TWO_SLICES = [0, 0, 0, 0, 1, 1, 1, 1]
 )
 def test_bytes_that_leave_a_slice(line, axes, sent, slow):
     text = program(f"ROOT %r = {line}, to_apply=%add")
-    (found,) = collective_traffic(text, {"data": 2, "fsdp": 4}, slices=TWO_SLICES)
-    assert (found.axes, found.bytes_sent, found.bytes_slow) == (axes, sent, slow)
+    (result,) = collective_traffic(text, {"data": 2, "fsdp": 4}, slices=TWO_SLICES)
+    assert (result.axes, result.bytes_sent, result.bytes_slow) == (axes, sent, slow)
 
 
 def test_send_of_a_tpu_counts_as_its_collective():

@@ -50,24 +50,24 @@ ENTRY %main (x: f32[4]) -> f32[4] {
 
 
 def test_counts_are_handed_down_from_all_callers():
-    found = {each.name: each for each in instructions(PROGRAM)}
-    assert "unused.1" not in found
-    assert found["choice"].executions == 1
-    assert found["choice"].is_exact
+    result = {each.name: each for each in instructions(PROGRAM)}
+    assert "unused.1" not in result
+    assert result["choice"].executions == 1
+    assert result["choice"].is_exact
     # Three times from the call, three from the inner loop, whose length is not known.
-    assert found["worked"].executions == 3 + 3
-    assert not found["worked"].is_exact
-    assert found["called"].executions == 3
-    assert found["called"].is_exact
+    assert result["worked"].executions == 3 + 3
+    assert not result["worked"].is_exact
+    assert result["called"].executions == 3
+    assert result["called"].is_exact
     # Once asynchronously, and in each of two branches.
-    assert found["branched"].executions == 1 + 2
-    assert not found["branched"].is_exact
+    assert result["branched"].executions == 1 + 2
+    assert not result["branched"].is_exact
 
 
 def test_types_with_brackets_and_comments_are_read():
-    found = {each.name: each for each in instructions(PROGRAM)}
-    assert found["p.2"].type == "(s32[], /*index=1*/f32[4]{0:T(128)})"
-    assert found["p.2"].opcode == "parameter"
+    result = {each.name: each for each in instructions(PROGRAM)}
+    assert result["p.2"].type == "(s32[], /*index=1*/f32[4]{0:T(128)})"
+    assert result["p.2"].opcode == "parameter"
 
 
 LOOP = """%condition (state: (s32[], f32[4])) -> pred[] {

@@ -41,6 +41,6 @@ def test_peak_memory_of_a_run_matches_its_plan(experiment_folder, rows, remat):
         text=True,
         check=True,
     )
-    found = json.loads(result.stdout.splitlines()[-1])
-    assert found["weights"] > 90e6
-    assert found["grown"] == pytest.approx(found["predicted"], rel=0.15)
+    actual = json.loads(result.stdout.splitlines()[-1])
+    assert actual["weights"] > 90e6
+    assert actual["grown"] == pytest.approx(actual["predicted"], rel=0.15)

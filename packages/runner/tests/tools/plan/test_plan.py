@@ -104,9 +104,9 @@ def test_plan_describes_model_batch_and_tensors(plan_of):
 def test_traffic_of_repeated_layers_grows_with_their_number(small_lm):
     def gathers(num_layers):
         plan = make_plan(resolve(small_lm(NUM_LAYERS=num_layers, MESH=[1, 4, 1])), devices)
-        (found,) = [each for each in plan.collectives if each.kind == "all-gather"]
-        assert found.axes == "fsdp"
-        return found
+        (result,) = [each for each in plan.collectives if each.kind == "all-gather"]
+        assert result.axes == "fsdp"
+        return result
 
     devices = jax.devices("cpu")[:4]
     # Forward and again backward, each layer's six matrices of 16·16 or 16·32 floats are gathered

@@ -36,8 +36,8 @@ NODES_32 = SpmdPartitioner(ici_mesh_shape=[1, 8, 1], dcn_mesh_shape=[1, 32, 1])
     ],
 )
 def test_target_is_completed_from_the_mesh(partitioner, flags, described, num_slices):
-    found = planned_target(partitioner, **flags)
-    assert (found.describe(), found.num_slices) == (described, num_slices)
+    result = planned_target(partitioner, **flags)
+    assert (result.describe(), result.num_slices) == (described, num_slices)
 
 
 @pytest.mark.parametrize(

@@ -82,18 +82,18 @@ def test_neighbors_move_slices_between_data_and_fsdp_alone():
 def test_search_ranks_candidates_that_fit_first(tunable_lm):
     own = make_plan(resolve(tunable_lm()), jax.devices("cpu")[:8]).memory.peak
     usable = round(0.8 * own)
-    found = searched(tunable_lm(), memory=usable, compilations=5)
-    assert found.compilations == len(found.ranked) == 5
-    assert found.limit == "5 compilations (--max_compilations)"
-    (as_it_is,) = [each for each in found.ranked if not each.flags]
+    result = searched(tunable_lm(), memory=usable, compilations=5)
+    assert result.compilations == len(result.ranked) == 5
+    assert result.limit == "5 compilations (--max_compilations)"
+    (as_it_is,) = [each for each in result.ranked if not each.flags]
     assert (as_it_is.peak, as_it_is.fits) == (own, False)
-    fits = [each.fits for each in found.ranked]
+    fits = [each.fits for each in result.ranked]
     assert fits == sorted(fits, reverse=True)
-    best = found.ranked[0]
+    best = result.ranked[0]
     assert best.fits is True
     assert best.peak <= usable
-    assert json.loads(json.dumps(dataclasses.asdict(found)))["ranked"][0]["flags"] == best.flags
-    assert "with an H100's peak_flops, memory_bandwidth" in search_page(found)
+    assert json.loads(json.dumps(dataclasses.asdict(result)))["ranked"][0]["flags"] == best.flags
+    assert "with an H100's peak_flops, memory_bandwidth" in search_page(result)
 
 
 @pytest.mark.slow
@@ -102,13 +102,13 @@ def test_flags_of_the_best_candidate_make_its_plan(tunable_lm):
     from layerkit_runner.config.flags import parse_flags
     from layerkit_runner.config.requests import parse_fields
 
-    found = searched(tunable_lm(NUM_LAYERS=2), memory=300_000)
-    assert found.command[0] == "--fdl.NUM_LAYERS=2"
-    overrides = parse_flags(["--exp=x", "--mode=plan", *found.command]).overrides
+    result = searched(tunable_lm(NUM_LAYERS=2), memory=300_000)
+    assert result.command[0] == "--fdl.NUM_LAYERS=2"
+    overrides = parse_flags(["--exp=x", "--mode=plan", *result.command]).overrides
     fields = parse_fields("TunableLm", experiment_fields(tunable_lm), overrides)
     resolved = resolve(tunable_lm(**fields), [each for each in overrides if each.is_deep])
     plan = make_plan(resolved, jax.devices("cpu")[:8])
-    best = found.ranked[0]
+    best = result.ranked[0]
     assert (plan.memory.peak, plan.mesh) == (best.peak, best.mesh)
 
 
@@ -133,10 +133,10 @@ def test_axis_that_splits_no_weight_is_not_ranked_best(tunable_lm):
             partitioner.rules = DEFAULT_RULES.replace(**dict.fromkeys(names))
             return partitioner
 
-    found = searched(Unsplit(POLICY="full"))
-    own = next(each for each in found.ranked if not each.flags)
+    result = searched(Unsplit(POLICY="full"))
+    own = next(each for each in result.ranked if not each.flags)
     assert (own.bounds.work.fast_bytes, own.bounds.work.slow_bytes) == (0, 0)
-    assert found.ranked[0].mesh["tensor"] < 8
+    assert result.ranked[0].mesh["tensor"] < 8
 
 
 @pytest.mark.slow
@@ -147,9 +147,9 @@ def test_candidate_whose_state_exceeds_the_memory_is_not_compiled(tunable_lm):
     own = make_plan(resolve(experiment), jax.devices("cpu")[:8])
     state = own.memory.weights + own.memory.optimizer
     # Half as much fsdp is about twice the state of each device, unless tensor splits it instead.
-    found = searched(experiment, memory=round(1.3 * state), compilations=6)
-    assert found.left_out["weights and optimizer state alone exceed the memory"] >= 1
-    assert all(each.mesh["data"] == 1 for each in found.ranked)
+    result = searched(experiment, memory=round(1.3 * state), compilations=6)
+    assert result.left_out["weights and optimizer state alone exceed the memory"] >= 1
+    assert all(each.mesh["data"] == 1 for each in result.ranked)
 
 
 def test_state_that_exceeds_the_memory_is_an_error_before_compilation(tunable_lm):
@@ -167,9 +167,9 @@ def test_search_under_pmap_raises(raises, tunable_lm):
 
 @pytest.mark.slow
 def test_search_from_the_command_line(plan_json, tmp_path):
-    found = plan_json("--search", "--fdl.NUM_LAYERS=2", "--max_compilations=2")
-    assert (found["compilations"], len(found["ranked"])) == (2, 2)
-    assert found["command"][0] == "--fdl.NUM_LAYERS=2"
+    result = plan_json("--search", "--fdl.NUM_LAYERS=2", "--max_compilations=2")
+    assert (result["compilations"], len(result["ranked"])) == (2, 2)
+    assert result["command"][0] == "--fdl.NUM_LAYERS=2"
     assert list(tmp_path.iterdir()) == []
 
 

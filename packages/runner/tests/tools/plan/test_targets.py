@@ -19,11 +19,11 @@ from layerkit_runner.tools.plan.hardware import device_kind, parse_target
     ],
 )
 def test_target_is_parsed(text, kind, num_devices, num_slices, topology):
-    found = parse_target(text)
-    assert found.kind is device_kind(kind)
-    assert (found.num_devices, found.num_slices) == (num_devices, num_slices)
-    assert found.topology == topology
-    assert parse_target(found.describe()) == found
+    result = parse_target(text)
+    assert result.kind is device_kind(kind)
+    assert (result.num_devices, result.num_slices) == (num_devices, num_slices)
+    assert result.topology == topology
+    assert parse_target(result.describe()) == result
 
 
 @pytest.mark.parametrize(

@@ -309,8 +309,8 @@ def test_data_set_of_a_base_in_the_same_file_is_inherited():
     ],
 )
 def test_constant_without_a_field_is_listed_with_the_reason(body, message):
-    (found,) = told(f"class X(TransformerLmSpmdAdam):\n  {body}\n")
-    assert message in found
+    (result,) = told(f"class X(TransformerLmSpmdAdam):\n  {body}\n")
+    assert message in result
 
 
 def test_sharded_adafactor_has_its_recipe():

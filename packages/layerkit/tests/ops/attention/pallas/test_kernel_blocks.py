@@ -23,12 +23,12 @@ def test_default_blocks_of_a_tpu_reach_its_kernel(kind, expected):
     query = jax.ShapeDtypeStruct((1, 4096, 2, 64), jnp.bfloat16)
     kernel = SplashAttention(1.0, device_kind=kind).kernel(query, query, None)
     sizes = kernel.kwargs["block_sizes"]
-    found = KernelBlocks(
+    result = KernelBlocks(
         (sizes.block_q, sizes.block_kv),
         (sizes.block_q_dq, sizes.block_kv_dq),
         (sizes.block_q_dkv, sizes.block_kv_dkv),
     )
-    assert found == expected
+    assert result == expected
 
 
 @pytest.mark.parametrize("kind", ["TPU v5p", "TPU v6 lite"])
