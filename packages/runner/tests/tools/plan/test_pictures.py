@@ -91,6 +91,15 @@ def test_inputs_that_the_step_does_not_read_take_no_part_in_the_peak(plan_of):
     assert memory_parts(dataclasses.replace(plan, memory=memory))["padding of inputs"] == 20
 
 
+def test_bar_of_the_bound_has_another_color(plan_of):
+    plan = plan_of("spmd").plan
+    seconds = {"compute_seconds": 1.0, "memory_seconds": 2.0, "step_seconds": 2.0}
+    bounds = dataclasses.replace(plan.bounds, limited_by="memory", **seconds)
+    rows = _view("a", dataclasses.replace(plan, bounds=bounds))["bounds"]
+    colors = {row["label"]: row["parts"][0]["color"] for row in rows}
+    assert colors == {"compute": 0, "memory": 1}
+
+
 def test_flops_of_layers_are_divided_by_pass(plan_of):
     layers = plan_of("spmd").plan.layers
     # 64 tokens, 3 layers, 16 × 32 weights, 2 FLOPs for each multiply-add, on 8 devices.

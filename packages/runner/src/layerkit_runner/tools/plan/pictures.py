@@ -97,7 +97,7 @@ def _view(name: str, plan: Plan) -> dict[str, Any]:
     """Return what the template shows of a plan."""
     memory, usable = plan.memory, plan.device and plan.device.usable_bytes
     top = memory.peak - memory.temporaries + max(plan.live.bytes if plan.live else [0])
-    seconds = plan.bounds.seconds if plan.bounds else {}
+    seconds, limit = (plan.bounds.seconds, plan.bounds.limited_by) if plan.bounds else ({}, "")
     sums = {layer: sum(by_pass.values()) for layer, by_pass in plan.layers.items()}
     flops = sum(sums.values()) or 1
     weights = [tensor for tensor in plan.tensors if tensor.kind == "weights"]
@@ -117,7 +117,7 @@ def _view(name: str, plan: Plan) -> dict[str, Any]:
         "memory": _bar("peak", size_text(memory.peak), memory_parts(plan), size_text),
         "memory_rows": [*memory_rows(plan)],
         "bounds": [
-            _bar(row, f"{text}, {remark}", {row: time}, seconds_text)
+            _bar(row, f"{text}, {remark}", {row: time}, seconds_text, first_color=row == limit)
             for row, text, remark in bound_rows(plan)
             if (time := seconds.get(row))
         ],
@@ -138,12 +138,17 @@ def _view(name: str, plan: Plan) -> dict[str, Any]:
 
 
 def _bar(
-    label: str, note: str, parts: Mapping[str, float], text: Callable[[float], str]
+    label: str,
+    note: str,
+    parts: Mapping[str, float],
+    text: Callable[[float], str],
+    *,
+    first_color: int = 0,
 ) -> dict[str, Any]:
     """Return a row of the macro `stacked_bars`."""
     colored = [
         {"name": name, "color": color, "value": value, "text": f"{name} {text(value)}"}
-        for color, (name, value) in enumerate(parts.items())
+        for color, (name, value) in enumerate(parts.items(), first_color)
     ]
     return {"label": label, "note": note, "parts": [part for part in colored if part["value"]]}
 
