@@ -93,7 +93,7 @@ def test_failed_optional_observer_is_reported_once_closed_and_removed():
         (
             "message",
             "BrokenOutside failed and was removed; the run continues. "
-            f"OSError: bucket not found (test_base.py:{line_of('bucket not result')})",
+            f"OSError: bucket not found (test_base.py:{line_of('bucket not found')})",
         ),
         ("train", 2, {"loss": 1.0}),
     ]
