@@ -269,10 +269,10 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--wait_steps", type=int, default=200, help="training steps of --wait")
     args = parser.parse_args()
-    expected = args.readers or list(CONTESTS)
-    args.names = [n for n in CONTESTS if any(n.startswith(begin) for begin in expected)]
+    prefixes = args.readers or list(CONTESTS)
+    args.names = [n for n in CONTESTS if any(n.startswith(begin) for begin in prefixes)]
     if not args.names:
-        parser.error(f"--readers {expected}: expected prefixes of {list(CONTESTS)}")
+        parser.error(f"--readers {prefixes}: expected prefixes of {list(CONTESTS)}")
     return args
 
 

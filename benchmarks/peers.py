@@ -133,7 +133,7 @@ def write_inputs(folder: Path, sizes: dict[str, Any]) -> None:
 
 
 def start(command: Sequence[str]) -> subprocess.Popen[str]:
-    """Start a worker, which calls `serve`."""
+    """Start a worker, which reads and prints lines."""
     # The workers share the memory of a GPU.
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", **os.environ}
     return subprocess.Popen(

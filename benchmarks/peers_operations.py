@@ -2,8 +2,8 @@
 
 The step is that of `peers.py`. Each operation is timed alone, forward and backward, in one process
 of each framework; the processes take turns. The table has the least milliseconds of an operation,
-times its number in a step, and their sum beside the time of a whole step: what the sum lacks or has
-too much is done between operations, or saved by fusion.
+times its number in a step, and their sum. A step of `peers.py` takes longer by what is done between
+operations, and less by what is saved by fusion.
 
     python benchmarks/peers_operations.py --torch=PYTHON
     python benchmarks/peers_operations.py --torch=PYTHON --dims 512 --mlp 2048 --heads 8

@@ -33,13 +33,13 @@ PAGES = pytest.mark.parametrize(
 @PAGES
 def test_every_documented_test_exists(page: str, fewest: int):
     named, path = 0, Path()
-    for result in TEST.finditer(page):
-        if result[1]:
-            is_of_root = result[1].startswith(("integration_tests/", "packages/"))
-            path = (ROOT if is_of_root else OF_THE_RUNNER) / result[1]
-            assert path.is_file(), result[0]
-        if result[2]:
-            assert f"\ndef {result[2]}(" in path.read_text(), f"{path}: {result[2]}"
+    for match in TEST.finditer(page):
+        if match[1]:
+            is_of_root = match[1].startswith(("integration_tests/", "packages/"))
+            path = (ROOT if is_of_root else OF_THE_RUNNER) / match[1]
+            assert path.is_file(), match[0]
+        if match[2]:
+            assert f"\ndef {match[2]}(" in path.read_text(), f"{path}: {match[2]}"
             named += 1
     assert named >= fewest
 

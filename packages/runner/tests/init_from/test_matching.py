@@ -31,7 +31,7 @@ class Names:
     leaves: Mapping[tuple[str, ...], LeafSpec]
     step: int | None = 3
 
-    def read(self, expected: Any) -> Any:
+    def read(self, like: Any) -> Any:
         raise AssertionError("names are compared before anything is read")
 
 

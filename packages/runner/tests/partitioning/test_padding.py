@@ -342,7 +342,7 @@ def test_decoding_equals_that_of_one_device(arrangements: Any, alone: Run):
 @pytest.mark.slow  # the next one restores on another mesh
 @pytest.mark.parametrize(
     "shapes",
-    [[None], pytest.param([[1, 1, 4], None, [1, 1, 1]], marks=pytest.mark.slow)],
+    [[None], [[1, 1, 4], None, [1, 1, 1]]],
     ids=["pmap", "tensor 4, pmap, one"],
 )
 def test_checkpoints_restore_on_other_meshes_and_back(

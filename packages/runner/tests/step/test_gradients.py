@@ -38,10 +38,10 @@ def test_accumulated_step_equals_that_of_the_whole_batch(tiny: SimpleNamespace, 
     """With four, one microbatch has no weight at all; clipping sees the sum."""
     fields = {"aux": 0.5, "learner": {"clip_global_norm": 0.7}}
     whole, (metrics, scalars) = step(tiny, 1, unequal_rows(), **fields)
-    state, (result, found_scalars) = step(tiny, microbatches, unequal_rows(), **fields)
+    state, (result, result_scalars) = step(tiny, microbatches, unequal_rows(), **fields)
     assert float(scalars["learning/raw_grad_norm"]) > 1.0
-    assert scalars.keys() == found_scalars.keys()
-    for a, b in ((state, whole), (result, metrics), (found_scalars, scalars)):
+    assert scalars.keys() == result_scalars.keys()
+    for a, b in ((state, whole), (result, metrics), (result_scalars, scalars)):
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-6, atol=1e-7), a, b)
 
 
