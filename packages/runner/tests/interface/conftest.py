@@ -30,7 +30,8 @@ def run(lines: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> layerkit
     """Return a finished run of four steps."""
     folder = tmp_path_factory.mktemp("interface") / "job"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib", None)  # A loss curve takes seconds.
+        for name in ("matplotlib", "matplotlib.figure"):  # A loss curve takes seconds.
+            patch.setitem(sys.modules, name, None)
         return layerkit_runner.train(lines.LinesLm, job_log_dir=folder)
 
 

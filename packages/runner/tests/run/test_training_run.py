@@ -92,7 +92,8 @@ def finished(
     """Return the folder of a finished run of four steps, which tests copy, and its output."""
     folder, printed = tmp_path_factory.mktemp("finished") / "job", io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setitem(sys.modules, "matplotlib", None)  # A loss curve takes seconds.
+        for name in ("matplotlib", "matplotlib.figure"):  # A loss curve takes seconds.
+            patch.setitem(sys.modules, name, None)
         assert run_train(resolve(experiment()), options(folder)) == 0
     return folder, printed.getvalue()
 
