@@ -77,8 +77,8 @@ print(json.dumps([read, newest.step, [is_restored(one) for one in restored]]))
 @pytest.mark.parametrize(
     ("count", "state_format"),
     [
-        (1, "tensorstore"),
-        pytest.param(2, "tensorstore", marks=pytest.mark.slow),
+        pytest.param(1, "tensorstore", marks=pytest.mark.slow),
+        (2, "tensorstore"),
         pytest.param(2, "msgpack", marks=pytest.mark.slow),
     ],
 )

@@ -157,6 +157,14 @@ def test_outputs_without_ids_are_decoded_and_the_loss_curve_names_the_metric(
         assert 'sample (points): {"example": 0, ' in capsys.readouterr().out
 
 
+def test_drawing_that_has_begun_ends_with_the_run(experiment: Any, tmp_path: Path):
+    job = start_job("train", resolve(experiment()), options(tmp_path / "job"))
+    curve = LossCurve(job, "token", interval=0)
+    curve.redraw()
+    curve.close()
+    assert curve._drawing is not None and curve._drawing.returncode is not None
+
+
 @pytest.mark.slow  # another test draws the whole curve
 @pytest.mark.usefixtures("matplotlib")
 def test_another_process_redraws_the_curve_and_its_failure_has_no_effect(
@@ -172,10 +180,6 @@ def test_another_process_redraws_the_curve_and_its_failure_has_no_effect(
     curve.redraw()
     assert curve._drawing is not None and curve._drawing.wait() == 0
     assert picture.read_bytes() == expected
-    ended = LossCurve(job, "token", interval=0)
-    ended.redraw()
-    ended.close()  # as a run that fails
-    assert ended._drawing is not None and ended._drawing.returncode is not None
     monkeypatch.setattr(sys, "executable", "/no/such/program")
     curve.redraw()
     early = LossCurve(job, "token")

@@ -36,16 +36,21 @@ def test_page_of_a_pmap_experiment(runner):
     assert len(lines) < 45
 
 
-@pytest.mark.slow  # other errors of the command are in test_cli.py
+# One error in the ordinary tests.
+FURTHER_ERRORS = [
+    (["--xla_flags_preset=tpu_fsdp"], "--xla_flags_preset='tpu_fsdp'"),
+    (["--fdl.task.train.save_max_to_keep=0"], "save_max_to_keep=0"),
+    (["--search", "--html=a.html"], "--html='a.html'. Expected a plan without --search"),
+    (["--html=a.html", "--compare=a.json"], "--compare='a.json'"),
+    (["--fdl.MESH=[1,1]"], "--fdl.partitioner.ici_mesh_shape=[1, 1]"),
+]
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
         (["--num_devices=4"], "the mesh needs 8 devices, but there are 4 (cpu)"),
-        (["--xla_flags_preset=tpu_fsdp"], "--xla_flags_preset='tpu_fsdp'"),
-        (["--fdl.task.train.save_max_to_keep=0"], "save_max_to_keep=0"),
-        (["--search", "--html=a.html"], "--html='a.html'. Expected a plan without --search"),
-        (["--html=a.html", "--compare=a.json"], "--compare='a.json'"),
-        (["--fdl.MESH=[1,1]"], "--fdl.partitioner.ici_mesh_shape=[1, 1]"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in FURTHER_ERRORS),
     ],
 )
 def test_invalid_flags_and_fields_end_with_exit_code_2(runner, tmp_path, flags, named):
