@@ -98,7 +98,7 @@ def stored(layers, stack):
         "circular": ("pipeline/body/", numbers.reshape(2, 2, LAYERS // 4)),
     }[stack]
     rng = np.random.default_rng(4)
-    actual = {
+    arrays = {
         "lm/final_ln/scale": rng.normal(size=DIMS),
         "lm/final_ln/bias": rng.normal(size=DIMS),
         "lm/softmax/logits_ffn/linear/w": rng.normal(size=(DIMS, VOCAB)),
@@ -107,8 +107,8 @@ def stored(layers, stack):
     for name in layers[0]:
         for block in range(blocks.shape[-1]):
             path = f"lm/transformer/{prefix}x_layers_{block}/{name}"
-            actual[path] = stacked(name, blocks[..., block])
-    return actual
+            arrays[path] = stacked(name, blocks[..., block])
+    return arrays
 
 
 def read_whole(source, stored, shape):

@@ -121,9 +121,9 @@ def test_greedy_decoding_equals_repeated_forward_passes(asked, stack):
     assert len(set(expected[IS_DRAWN])) >= 6  # not one token repeated
     np.testing.assert_array_equal(outputs.ids, expected)
     np.testing.assert_array_equal(outputs.lengths, [9, 6, 7, 0])
-    result = np.where(IS_DRAWN[:, 1:], log_probs_of(logits, expected), 0.0)
-    np.testing.assert_allclose(outputs.log_probs[:, 1:], result, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(outputs.scores, np.sum(result, axis=1), rtol=1e-4, atol=1e-5)
+    log_probs = np.where(IS_DRAWN[:, 1:], log_probs_of(logits, expected), 0.0)
+    np.testing.assert_allclose(outputs.log_probs[:, 1:], log_probs, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(outputs.scores, np.sum(log_probs, axis=1), rtol=1e-4, atol=1e-5)
 
 
 SEVERAL = {

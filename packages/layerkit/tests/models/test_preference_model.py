@@ -233,9 +233,11 @@ def test_decode_continues_prompts_with_the_policy():
     )
     lm = LanguageModel.HParams.config(lm_tpl=model.lm_tpl, decoder=decoder)
     prompts = NestedMap(ids=jnp.array([[3, 4], [5, 0]]), prompt_lengths=jnp.array([2, 1]))
-    decode = functools.partial(jax.jit, static_argnums=0)(
-        lambda model, params: model.apply({PARAMS: params}, prompts, method="decode")
-    )
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def decode(model, params):
+        return model.apply({PARAMS: params}, prompts, method="decode")
+
     result = decode(model, params)
     expected = decode(build(lm), {"lm": params["lm"]})
     np.testing.assert_array_equal(result.ids, expected.ids)

@@ -50,9 +50,9 @@ def test_arguments_are_split_if_their_first_axis_is_the_batch():
     assert [leaf.shape for leaf in arguments.by_row] == [(6, 3), (6, 3)]
     assert [leaf.shape for leaf in arguments.shared] == [(1, 2), ()]
     halves = [leaf[:3] for leaf in arguments.by_row]
-    (found_bias, name), result = arguments.replace(halves, [bias + 1, scale])
+    (new_bias, name), result = arguments.replace(halves, [bias + 1, scale])
     assert name == "name" and result["mask"].causal and result["scale"] is scale
-    np.testing.assert_array_equal(found_bias, bias + 1)
+    np.testing.assert_array_equal(new_bias, bias + 1)
     np.testing.assert_array_equal(result["mask"].query_positions, mask.query_positions[:3])
 
 

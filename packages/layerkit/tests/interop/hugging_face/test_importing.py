@@ -200,7 +200,7 @@ def test_copy_of_a_tied_tensor_raises_unless_it_is_equal(raises, make_folder):
         import_model(make_folder("gpt2", change=differ))
 
 
-# The families whose tables have other copies, and one whose table is that of Llama.
+# Families whose tables name their copies differently; most others name them as Llama does.
 OWN_COPIES = ("gpt2", "llama", "gpt_neox", "mamba2", "t5", "bart", "bert", "whisper")
 TIED = [
     pytest.param(family, marks=[pytest.mark.slow] * (family.model_type not in OWN_COPIES))

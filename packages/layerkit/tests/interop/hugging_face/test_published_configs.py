@@ -734,7 +734,7 @@ def parameters_of(content):
     return sum(math.prod(weight.shape) for weight in anatomy.weights.values())
 
 
-# Models of the same kind and of many layers.
+# Models of many layers, whose families have smaller models in the ordinary tests.
 LARGER = ("gemma-4-e4b", "gemma-4-26b-a4b", "gemma-4-31b", "Qwen2.5-VL-7B")
 
 

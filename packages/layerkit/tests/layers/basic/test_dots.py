@@ -118,10 +118,10 @@ def test_product_on_a_single_cpu_has_derivatives_of_both_modes(wrap):
         w = jnp.stack([W] * BATCH) if wrap is jax.vmap else W
         return lambda t: product(t * X, jnp.cos(t) * w)
 
-    result = function(lambda x, w: apply(LAYERS["one device"], matmul, x, w))
-    expected = function(jnp.matmul)
+    ours = function(lambda x, w: apply(LAYERS["one device"], matmul, x, w))
+    plain = function(jnp.matmul)
     for differentiate in (jax.jacfwd, jax.jacrev):
-        a, b = (jax.jit(differentiate(jax.jacrev(one)))(0.3) for one in (result, expected))
+        a, b = (jax.jit(differentiate(jax.jacrev(one)))(0.3) for one in (ours, plain))
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
 

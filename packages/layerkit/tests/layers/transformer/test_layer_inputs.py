@@ -48,7 +48,7 @@ def network(num_layers: int = 7, **stack: Any) -> Any:
 
 
 def draw(model: Any) -> Any:
-    """Return weights like those of `init`, but without compiling anything."""
+    """Return random weights, none of them zero, without compiling `init`."""
     random = np.random.default_rng(1)
     shapes = jax.eval_shape(model.init, jax.random.key(0))
     return jax.tree.map(lambda w: random.normal(0.0, 0.3, w.shape).astype(w.dtype), shapes)

@@ -281,10 +281,10 @@ def test_stacked_shape_equals_a_longer_repeat(remat):
 
     def run(layer, variables):
         def loss(params):
-            actual, updates = layer.apply(
+            outputs, updates = layer.apply(
                 {**variables, "params": params}, X, mutable=[AUX_LOSS, SUMMARIES, NON_TRAINABLE]
             )
-            return jnp.sum(jnp.sin(actual)), updates
+            return jnp.sum(jnp.sin(outputs)), updates
 
         return jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
 

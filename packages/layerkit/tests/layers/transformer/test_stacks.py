@@ -223,13 +223,13 @@ def decoded(layer, params, extra):
             mutable=[CACHE],
         )
 
-    state, actual = init_cache(variables), []
+    state, outputs = init_cache(variables), []
     for position in range(LENGTH):
         new = slice(position, position + 1)
         new_bias = None if bias is None else bias[:, :, new]
         output, state = extend(state, X[:, new], jnp.int32(position), new_bias)
-        actual.append(output)
-    return jnp.concatenate(actual, axis=1)
+        outputs.append(output)
+    return jnp.concatenate(outputs, axis=1)
 
 
 def test_cached_steps_of_an_unrolled_stack_equal_fprop():

@@ -66,8 +66,8 @@ def test_sorted_slots_hold_every_choice_of_local_experts(block, first):
     assert ends[-1] <= len(slots.choice_of_slot)
     for expert in range(here):
         rows = slots.choice_of_slot[starts[expert] : ends[expert]]
-        required = np.flatnonzero(experts.ravel() == expert)
-        np.testing.assert_array_equal(rows[rows < TOKENS * CHOICES], required)
+        expected = np.flatnonzero(experts.ravel() == expert)
+        np.testing.assert_array_equal(rows[rows < TOKENS * CHOICES], expected)
     assert np.sum(slots.choice_of_slot < TOKENS * CHOICES) == np.sum(
         (experts >= 0) & (experts < here)
     )
