@@ -169,8 +169,14 @@ def test_length_may_be_split_over_several_mesh_axes(way):
     check_split(draw(kv_heads=HEADS), way=way, sharding=sharding, mask=MASKS["packed"]())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["all_gather", "ring", "ulysses"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("all_gather", marks=pytest.mark.slow),
+        "ring",
+        pytest.param("ulysses", marks=pytest.mark.slow),
+    ],
+)
 def test_single_key_head_is_replicated_over_tensor(way):
     sharding = bound(tensor=2, context=2)
     check_split(draw(kv_heads=1), way=way, sharding=sharding, mask=MASKS["causal"]())
