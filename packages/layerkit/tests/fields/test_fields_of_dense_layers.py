@@ -277,7 +277,7 @@ TOLERATED = {
 }
 
 
-# They have the most fields.
+# Tracing a change of each of their many fields takes the longest.
 _SLOW = {L.FullSoftmax, L.SharedEmbeddingSoftmax}
 
 

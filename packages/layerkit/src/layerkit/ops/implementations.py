@@ -24,6 +24,7 @@ Requirements = Callable[[Call], Mapping[str, bool]]
 
 # JAX's names of the platforms of live and of planned devices with NVIDIA's kernels.
 GPU_PLATFORMS = ("gpu", "cuda")
+# Names of the kind of a Hopper GPU.
 HOPPER = re.compile(r"NVIDIA G?H\d+")
 _DEVICES = {"gpu": "a GPU", "tpu": "a TPU"}
 

@@ -98,18 +98,7 @@ INERT = {"architectures", "bos_token_id", "eos_token_id", "max_position_embeddin
 INERT_OF = {"gptj": "n_positions"}  # since it has rotary positions
 
 
-# One family of each kind in the ordinary tests.
-KINDS = ("gpt2", "llama", "qwen3_moe", "gemma2", "mamba2", "bert", "t5", "vit")
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=[pytest.mark.slow] * (family.model_type not in KINDS))
-        for family in FAMILIES
-    ],
-    ids=lambda family: family.model_type,
-)
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.model_type)
 def test_each_key_changes_the_config_or_raises(configs, family):
     others = {"silu": "relu", "gelu_new": "relu", "gelu_pytorch_tanh": "relu"}
     content = configs[family.model_type]
