@@ -104,7 +104,7 @@ def jax_operations(sizes: dict[str, int]) -> Iterable[tuple[str, Run]]:
         "cross-entropy": lambda logits: cross_entropy(logits, ids)[0],
     }
 
-    def with_gradients(function: Callable[..., Any], arrays: list[Any]) -> Run:
+    def differentiate(function: Callable[..., Any], arrays: list[Any]) -> Run:
         out = jax.eval_shape(function, *arrays)
 
         def run(cotangent: Any, *arrays: Any) -> Any:
@@ -119,7 +119,7 @@ def jax_operations(sizes: dict[str, int]) -> Iterable[tuple[str, Run]]:
         keys = jax.random.split(jax.random.key(0), len(sides))
         arrays = [jax.random.normal(key, side) for key, side in zip(keys, sides, strict=True)]
         if name != "clipping and AdamW":
-            yield name, with_gradients(functions[name], arrays)
+            yield name, differentiate(functions[name], arrays)
             continue
         yield name, jax_update(arrays)
 
@@ -171,14 +171,14 @@ def torch_operations(sizes: dict[str, int]) -> Iterable[tuple[str, Run]]:
         "cross-entropy": lambda logits: functional.cross_entropy(logits, ids, reduction="none"),
     }
 
-    def with_gradients(function: Callable[..., Any], arrays: list[Any]) -> Run:
+    def differentiate(function: Callable[..., Any], arrays: list[Any]) -> Run:
         cotangent = torch.ones_like(function(*arrays))
         return lambda: torch.autograd.grad(function(*arrays), arrays, cotangent)
 
     for name, sides in shapes(sizes).items():
         arrays = [torch.randn(side, requires_grad=True) for side in sides]
         if name != "clipping and AdamW":
-            yield name, with_gradients(functions[name], arrays)
+            yield name, differentiate(functions[name], arrays)
             continue
         yield name, torch_update(arrays)
 

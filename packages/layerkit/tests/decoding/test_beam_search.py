@@ -75,10 +75,10 @@ def check(outputs, row, prompt, expected):
         np.testing.assert_array_equal(result["ids"], ids + [0] * (len(result["ids"]) - len(ids)))
         assert result["lengths"] == len(ids)
         np.testing.assert_allclose(result["scores"], score, rtol=1e-5)
-        each = np.zeros(len(result["ids"]))
+        log_probs = np.zeros(len(result["ids"]))
         for column in range(len(prompt), len(ids)):
-            each[column] = log_probs_after(ids[:column])[ids[column]]
-        np.testing.assert_allclose(result["log_probs"], each, rtol=1e-4, atol=1e-5)
+            log_probs[column] = log_probs_after(ids[:column])[ids[column]]
+        np.testing.assert_allclose(result["log_probs"], log_probs, rtol=1e-4, atol=1e-5)
 
 
 def all_continuations(prompt, steps, eos_ids, alpha):

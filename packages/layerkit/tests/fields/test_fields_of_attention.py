@@ -180,26 +180,14 @@ EXAMPLES = [
 
 
 # They have the most fields after those of `MultiHeadAttention`.
-_SLOW = {TransformerXLAttention, MultiHeadLatentAttention}
+SLOW = {TransformerXLAttention, MultiHeadLatentAttention}
 
 
-@pytest.mark.parametrize(
-    "example",
-    [
-        pytest.param(
-            example,
-            marks=[pytest.mark.slow] * (example.layer_class in _SLOW),
-            id=example.layer_class.__name__,
-        )
-        for example in EXAMPLES
-    ],
-)
 def test_changing_a_field_has_an_effect(example, sharding):
     assert dead_fields(example, sharding=sharding) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
 def test_ignored_field_raises(example, sharding):
     # Both add a bias to the projection out: one says so of itself, the other of all projections.
     agreeing = {"use_output_bias while use_bias=True"}

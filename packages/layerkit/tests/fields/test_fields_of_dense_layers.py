@@ -262,7 +262,6 @@ BASES = {
 }
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
 def test_changing_a_field_has_an_effect(example, sharding):
     assert dead_fields(example, sharding=sharding) == []
 

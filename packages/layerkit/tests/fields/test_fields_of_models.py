@@ -244,7 +244,7 @@ EXAMPLES = [
 
 
 # Parts of their networks are examples of their own.
-_SLOW = {
+SLOW = {
     M.TransformerLm,
     M.TransformerEncoderDecoder,
     M.ContrastiveModel,
@@ -259,23 +259,11 @@ _SLOW = {
 }
 
 
-@pytest.mark.parametrize(
-    "example",
-    [
-        pytest.param(
-            example,
-            marks=[pytest.mark.slow] * (example.layer_class in _SLOW),
-            id=example.layer_class.__name__,
-        )
-        for example in EXAMPLES
-    ],
-)
 def test_changing_a_field_has_an_effect(example, sharding):
     assert dead_fields(example, sharding=sharding) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
 def test_ignored_field_raises(example, sharding):
     assert ignored_fields(example, sharding=sharding) == []
 

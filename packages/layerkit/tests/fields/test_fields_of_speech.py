@@ -118,26 +118,14 @@ EXAMPLES = [
 ]
 
 
-_SLOW = {L.Conformer, L.ConformerEncoder, L.SpeechTransformerEncoder}
+SLOW = {L.Conformer, L.ConformerEncoder, L.SpeechTransformerEncoder}
 
 
-@pytest.mark.parametrize(
-    "example",
-    [
-        pytest.param(
-            example,
-            marks=[pytest.mark.slow] * (example.layer_class in _SLOW),
-            id=example.layer_class.__name__,
-        )
-        for example in EXAMPLES
-    ],
-)
 def test_changing_a_field_has_an_effect(example, sharding):
     assert dead_fields(example, sharding=sharding) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
 def test_ignored_field_raises(example, sharding):
     # Masks of frames are bounded by the smaller of both limits, and noise needs training.
     assert ignored_fields(example, sharding=sharding) == []

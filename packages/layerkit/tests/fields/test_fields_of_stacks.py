@@ -332,7 +332,7 @@ EXAMPLES = [
 
 # Most of their fields are those of `ExpertChoiceFeedForward`, `StackedTransformer`, `Repeat` and
 # `Pipeline`.
-_SLOW = {
+SLOW = {
     L.MoeFeedForward,
     L.NormalizedMoeFeedForward,
     L.StackedTransformerRepeated,
@@ -340,23 +340,11 @@ _SLOW = {
 }
 
 
-@pytest.mark.parametrize(
-    "example",
-    [
-        pytest.param(
-            example,
-            marks=[pytest.mark.slow] * (example.layer_class in _SLOW),
-            id=example.layer_class.__name__,
-        )
-        for example in EXAMPLES
-    ],
-)
 def test_changing_a_field_has_an_effect(example, sharding):
     assert set(dead_fields(example, sharding=sharding)) <= {UNSEEN}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
 def test_ignored_field_raises(example, sharding):
     # One stage streams nothing; how many there are is a matter of the mesh.
     tolerated = ("stream_inputs while num_stages=1", UNSEEN)

@@ -128,13 +128,11 @@ EXAMPLES = [
 ]
 
 
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
 def test_changing_a_field_has_an_effect(example, sharding):
     assert dead_fields(example, sharding=sharding) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.layer_class.__name__)
 def test_ignored_field_raises(example, sharding):
     assert ignored_fields(example, sharding=sharding) == []
 

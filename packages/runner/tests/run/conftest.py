@@ -99,7 +99,7 @@ class Processes:
     def record(self, step: int, name: str = "heldout") -> Path:
         return self.folder / "eval" / name / f"step_{step:08d}.json"
 
-    def in_evaluation(self, step: int, name: str = "heldout") -> dict[str, float]:
+    def read_evaluation(self, step: int, name: str = "heldout") -> dict[str, float]:
         return json.loads(self.record(step, name).read_text())["metrics"]
 
     def evaluated(self, name: str = "heldout") -> list[int]:

@@ -22,7 +22,7 @@ def test_evaluation_beside_a_training_job(processes: Any):
     assert "waiting for a checkpoint after step 6" not in output
     assert processes.evaluated() == [2, 4, 6]
     for step in (2, 4, 6):
-        assert processes.in_evaluation(step) == processes.by_training(step)
+        assert processes.read_evaluation(step) == processes.by_training(step)
     beside = read_metrics(metrics_path(processes.folder, mode="eval")).evals["heldout"]
     assert [line["step"] for line in beside] == [2, 4, 6]
 
@@ -39,7 +39,7 @@ def test_decoding_beside_a_training_job(processes: Any):
     assert output.count("decoded step") == 3
     assert processes.evaluated() == [2, 4, 6]
     for step in (2, 4, 6):
-        assert processes.in_evaluation(step) == processes.by_training(step)
+        assert processes.read_evaluation(step) == processes.by_training(step)
 
 
 @pytest.mark.slow
@@ -79,14 +79,14 @@ def test_a_training_job_that_deletes_checkpoints_at_once(processes: Any):
     steps = processes.evaluated()
     assert steps[-1] == 60
     for step in steps:
-        assert processes.in_evaluation(step) == processes.by_training(step)
+        assert processes.read_evaluation(step) == processes.by_training(step)
 
 
 @pytest.mark.slow
 def test_two_processes_follow_together(processes: Any):
     processes.run()
     outputs = [processes.ended(process) for process in processes.start_two("--mode=eval")]
-    assert processes.in_evaluation(6) == pytest.approx(processes.by_training(6), rel=1e-6)
+    assert processes.read_evaluation(6) == pytest.approx(processes.by_training(6), rel=1e-6)
     assert "heldout: " in outputs[0]
     assert "heldout: " not in outputs[1]
     # One of them is asked to stop, and both leave.

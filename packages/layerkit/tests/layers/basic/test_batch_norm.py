@@ -17,7 +17,7 @@ X = RANDOM.normal(3.0, 2.0, (BATCH, LENGTH, DIMS)).astype(np.float32)
 IS_TOKEN = np.arange(LENGTH) < np.array([6, 3, 1, 0])[:, None]
 
 
-def with_weights(layer):
+def draw_weights(layer):
     """Scale and bias that are seen."""
     variables = layer.init(KEY)
     random = np.random.default_rng(1)
@@ -39,7 +39,7 @@ def train_on(layer, variables, x, **kwargs):
 @pytest.mark.parametrize("is_token", [None, IS_TOKEN], ids=["full", "padded"])
 def test_batch_norm_normalizes_by_batch_statistics_in_training(is_token):
     layer = BatchNorm(dims=DIMS, decay=0.9)
-    variables = with_weights(layer)
+    variables = draw_weights(layer)
     tokens = X.reshape(-1, DIMS) if is_token is None else X[is_token]
     mean, variance = tokens.mean(0, dtype=np.float64), tokens.var(0, dtype=np.float64)
     y, moving = train_on(layer, variables, X, is_token=is_token)
@@ -54,7 +54,7 @@ def test_batch_norm_normalizes_by_batch_statistics_in_training(is_token):
 
 def test_batch_norm_normalizes_by_moving_averages_in_evaluation():
     layer = BatchNorm(dims=DIMS)
-    variables = with_weights(layer)
+    variables = draw_weights(layer)
     mean, variance = X[0, 0], np.square(X[0, 1]) + 0.5
     variables[NON_TRAINABLE] = {"moving_mean": mean, "moving_variance": variance}
     expected = scaled((X - mean) / np.sqrt(variance + 1e-3), variables)
@@ -83,7 +83,7 @@ def test_training_by_updated_moving_averages_equals_praxis(praxis):
 
 def test_batch_norm_keeps_its_averages_for_a_batch_of_padding():
     layer = BatchNorm(dims=DIMS)
-    variables = with_weights(layer)
+    variables = draw_weights(layer)
     y, moving = train_on(layer, variables, X, is_token=np.zeros_like(IS_TOKEN))
     assert not np.any(y)
     jax.tree.map(np.testing.assert_array_equal, moving, variables[NON_TRAINABLE])
@@ -108,7 +108,7 @@ def test_batch_norm_on_a_mesh_uses_the_global_batch():
 @pytest.mark.parametrize("is_token", [None, IS_TOKEN], ids=["full", "padded"])
 def test_group_norm_normalizes_each_example_in_groups(is_token):
     layer = GroupNorm(dims=DIMS, num_groups=2)
-    variables = with_weights(layer)
+    variables = draw_weights(layer)
     expected = np.zeros(X.shape)
     for row in range(BATCH):
         kept = slice(None) if is_token is None else is_token[row]
@@ -126,7 +126,7 @@ def test_group_norm_normalizes_each_example_in_groups(is_token):
 @pytest.mark.parametrize("layer", [BatchNorm(dims=DIMS), GroupNorm(dims=DIMS, num_groups=4)])
 def test_values_of_padding_have_no_effect(layer):
     layer = layer.clone(train=True)
-    variables = with_weights(layer)
+    variables = draw_weights(layer)
     poisoned = np.where(IS_TOKEN[..., None], X, np.nan)
 
     def loss(variables, x):

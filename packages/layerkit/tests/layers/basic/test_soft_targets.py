@@ -64,11 +64,11 @@ def test_certain_targets_equal_labels():
     def soft_losses(logits):
         return soft_cross_entropy(logits, jax.nn.one_hot(IDS, 5), **options)
 
-    def with_gradient(function):
+    def differentiate(function):
         gradient = jax.grad(lambda x: jnp.sum(function(x).loss))
         return jax.jit(lambda x: (function(x), gradient(x)))(logits)
 
-    (expected, gradient), (result, soft_gradient) = map(with_gradient, (losses, soft_losses))
+    (expected, gradient), (result, soft_gradient) = map(differentiate, (losses, soft_losses))
     for name, value in expected._asdict().items():
         np.testing.assert_allclose(getattr(result, name), value, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(gradient, soft_gradient, rtol=1e-4, atol=1e-6)

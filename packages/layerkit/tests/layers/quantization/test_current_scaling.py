@@ -71,8 +71,8 @@ def test_group_of_weights_equals_its_members(scheme):
     x, w, g = draw(0, 3, 8, 16), draw(1, 3, 16, 4), draw(2, 3, 8, 4)
     result = multiply_and_differentiate(x, w, g, scheme)
     for member in range(3):
-        own = multiply_and_differentiate(x[member], w[member], g[member], scheme)
-        for ours, theirs in zip(result, own, strict=True):
+        alone = multiply_and_differentiate(x[member], w[member], g[member], scheme)
+        for ours, theirs in zip(result, alone, strict=True):
             np.testing.assert_allclose(ours[member], theirs, rtol=1e-5, atol=1e-5)
 
 

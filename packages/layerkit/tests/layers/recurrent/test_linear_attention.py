@@ -37,7 +37,7 @@ X = RANDOM.normal(size=(3, 20, DIMS)).astype(np.float32)
 
 
 @functools.cache
-def with_weights(kind, scale=0.3):
+def draw_weights(kind, scale=0.3):
     layer = LAYERS[kind].Instantiate()
     random = np.random.default_rng(1)
     return layer, jax.tree.map(
@@ -54,7 +54,7 @@ def whole(layer, params, x, segments=None):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_rows_equal_separate_rows(kind):
-    layer, params = with_weights(kind)
+    layer, params = draw_weights(kind)
     segments = np.ones((1, 20), np.int32)
     segments[:, 7:17], segments[:, 17:] = 2, 0
     run = jax.jit(lambda x, s=None: whole(layer, params, x, s))
@@ -65,7 +65,7 @@ def test_packed_rows_equal_separate_rows(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_prompt_and_cached_steps_equal_the_whole_rows(kind):
-    layer, params = with_weights(kind)
+    layer, params = draw_weights(kind)
     expected = jax.jit(lambda x: whole(layer, params, x))(X)
     _, state = layer.apply({PARAMS: params}, 3, 20, method="init_cache", mutable=[CACHE])
 
@@ -301,7 +301,7 @@ def test_outputs_and_gradients_equal_those_of_transformers(make):
     ],
 )
 def test_rows_and_heads_split_over_devices_equal_one_device(kind, sizes):
-    layer, params = with_weights(kind)
+    layer, params = draw_weights(kind)
     mesh = Mesh(np.reshape(jax.devices(), sizes), ("data", "fsdp", "tensor", "context"))
     bound = BoundSharding(mesh)
     x = np.random.default_rng(4).normal(size=(4, 48, DIMS)).astype(np.float32)
@@ -329,7 +329,7 @@ def test_rows_and_heads_split_over_devices_equal_one_device(kind, sizes):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_are_float32_in_bfloat16_and_padding_keeps_them(kind):
-    layer, params = with_weights(kind)
+    layer, params = draw_weights(kind)
     narrow = LAYERS[kind].clone(fprop_dtype=jnp.bfloat16).Instantiate()
     segments = np.ones((3, 20), np.int32)
     segments[:, 11:] = 0

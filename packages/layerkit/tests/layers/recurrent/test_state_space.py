@@ -21,7 +21,7 @@ SEGMENTS = np.array([[1] * 5 + [2] * 5 + [0] * 6] * 3)
 SIZES = {"input_dims": DIMS, "num_states": STATES, "step_size": 0.1}
 
 
-def with_weights(layer_class, poles):
+def draw_weights(layer_class, poles):
     layer = layer_class(poles=poles, **SIZES)
     return layer, layer.init(jax.random.key(1))[PARAMS]
 
@@ -74,7 +74,7 @@ def complex_of(params, name):
 
 
 def test_s5_equals_its_recurrence_in_packed_rows():
-    layer, params = with_weights(S5, "legs")
+    layer, params = draw_weights(S5, "legs")
     a, b, c = poles_of("legs", STATES), complex_of(params, "b"), complex_of(params, "c")
     state, expected = np.zeros((3, STATES), np.complex128), np.zeros_like(X)
     for t in range(10):
@@ -88,7 +88,7 @@ def test_s5_equals_its_recurrence_in_packed_rows():
 
 @pytest.mark.parametrize("layer_class", [S4D, S5])
 def test_prompt_and_cached_steps_equal_the_whole_rows(layer_class):
-    layer, params = with_weights(layer_class, "linear")
+    layer, params = draw_weights(layer_class, "linear")
     _, state = layer.apply({PARAMS: params}, 3, LENGTH, method="init_cache", mutable=[CACHE])
     cache, outputs = {**state[CACHE], "num_prompt": jnp.int32(4)}, []
     step = jax.jit(functools.partial(layer.apply, method="extend_step", mutable=[CACHE]))

@@ -72,7 +72,7 @@ def hybrid(**fields):
     return config
 
 
-def with_weights(config):
+def draw_weights(config):
     model = config.Instantiate()
     params = jax.eval_shape(model.init, jax.random.key(0))["params"]
     random = np.random.default_rng(1)
@@ -91,7 +91,7 @@ def with_weights(config):
     ],
 )
 def test_log_probs_of_decoded_rows_of_unequal_lengths_are_those_of_whole_rows(decoder):
-    model, params = with_weights(hybrid(decoder=decoder))
+    model, params = draw_weights(hybrid(decoder=decoder))
     batch = NestedMap(ids=PROMPTS, prompt_lengths=LENGTHS)
     outputs = jax.jit(lambda p: model.apply({"params": p}, batch, method="decode"))(params)
     whole = jax.jit(lambda p, ids: model.bind({"params": p}).lm.logits(ids))(params, outputs.ids)
@@ -107,7 +107,7 @@ def test_log_probs_of_decoded_rows_of_unequal_lengths_are_those_of_whole_rows(de
 
 
 def test_packed_rows_of_a_hybrid_equal_separate_rows():
-    model, params = with_weights(hybrid())
+    model, params = draw_weights(hybrid())
     logits = jax.jit(
         lambda ids, **packing: model.bind({"params": params}).lm.logits(ids, **packing)
     )
@@ -122,7 +122,7 @@ def test_packed_rows_of_a_hybrid_equal_separate_rows():
 def test_speculative_decoding_with_a_state_is_refused(raises):
     config = hybrid(decoder=SpeculativeDecoder(max_decode_steps=STEPS))
     config.lm_tpl.mtp_tpl = MultiTokenPrediction.HParams.config()
-    model, params = with_weights(config)
+    model, params = draw_weights(config)
     batch = NestedMap(ids=PROMPTS, prompt_lengths=LENGTHS)
     with raises(ConfigError, field="decoder", value="SpeculativeDecoder"):
         model.apply({"params": params}, batch, method="decode")
@@ -149,7 +149,7 @@ def test_mixer_rejects_masks_and_prefixes_with_later_tokens(raises):
 def test_layers_of_one_branch_equal_a_layer_of_both():
     """A layer with a mixer alone and one with a feed-forward alone, as in Nemotron-H."""
     mixer = MovingAverage.HParams.config()
-    both, params = with_weights(StackedTransformer.HParams.config(
+    both, params = draw_weights(StackedTransformer.HParams.config(
         input_dims=8, hidden_dims=16, num_layers=1,
         layer_tpl=Transformer.HParams.config(attention_tpl=mixer),
     ))  # fmt: skip

@@ -84,15 +84,15 @@ def test_slot_maps_are_inverse():
 
 
 def test_rows_and_gradients_equal_one_hot_matrices():
-    def with_gradient(move, given, gradient):
+    def differentiate(move, given, gradient):
         moved, pull = jax.vjp(move, given)
         return moved, pull(gradient)[0]
 
     @jax.jit
     def there_and_back(slots, tokens, rows, of_choices):
         return (
-            *with_gradient(lambda a: to_slots(a, slots), tokens, rows),
-            *with_gradient(lambda a: from_slots(a, slots), rows, of_choices),
+            *differentiate(lambda a: to_slots(a, slots), tokens, rows),
+            *differentiate(lambda a: from_slots(a, slots), rows, of_choices),
         )
 
     random = np.random.default_rng(0)

@@ -134,8 +134,8 @@ def test_axis_that_splits_no_weight_is_not_ranked_best(tunable_lm):
             return partitioner
 
     result = searched(Unsplit(POLICY="full"))
-    own = next(each for each in result.ranked if not each.flags)
-    assert (own.bounds.work.fast_bytes, own.bounds.work.slow_bytes) == (0, 0)
+    unchanged = next(plan for plan in result.ranked if not plan.flags)
+    assert (unchanged.bounds.work.fast_bytes, unchanged.bounds.work.slow_bytes) == (0, 0)
     assert result.ranked[0].mesh["tensor"] < 8
 
 
