@@ -35,9 +35,9 @@ from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.start_report import LayerNotes, num_params
-from layerkit_runner.step.step_cost import model_flops_per_step, program_flops
+from layerkit_runner.step.step_cost import model_flops_per_step, scoped_flops
 from layerkit_runner.step.task import SingleTask
-from layerkit_runner.tools.plan.bounds import device_work, step_bounds
+from layerkit_runner.tools.plan.bounds import device_work, layer_flops, step_bounds
 from layerkit_runner.tools.plan.collectives import collective_traffic
 from layerkit_runner.tools.plan.compiling import (
     CompiledStep,
@@ -204,7 +204,10 @@ def predictions(traced: Traced, step: CompiledStep, device: DeviceKind) -> dict[
     rows, length = traced.batch.ids.shape
     flops = model_flops_per_step(traced.resolved.task, traced.batch, rows)
     collectives = collective_traffic(step.hlo_text, dict(mesh.shape), slices=[0] * mesh.size)
-    work = device_work(memory, collectives, flops=program_flops(traced.program.jaxpr) / mesh.size)
+    layers = layer_flops(scoped_flops(traced.program.jaxpr), device, num_devices=mesh.size)
+    work = device_work(
+        memory, collectives, flops=sum(sum(layer.values()) for layer in layers.values())
+    )
     bounds = step_bounds(
         work, device, model_flops_per_device=flops / mesh.size, tokens=rows * length
     )

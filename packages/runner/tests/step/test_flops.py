@@ -13,7 +13,12 @@ from layerkit.base.sharding import BoundSharding
 from layerkit.ops.attention.dot_product import AttentionOptions, dot_product_attention
 from layerkit.ops.attention.masks import AttentionMask
 from layerkit.ops.moe.grouped_matmul import GroupedMatmul, RowGroups
-from layerkit_runner.step.step_cost import forward_flops, program_flops, training_flops
+from layerkit_runner.step.step_cost import (
+    forward_flops,
+    program_flops,
+    scoped_flops,
+    training_flops,
+)
 
 
 def shape(*sizes: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
@@ -231,6 +236,18 @@ def test_only_operations_in_a_scope_of_the_exact_name_are_halved():
     for name in ("causal_attention_2", "non_causal_attention", "attention"):
         assert forward_flops(scoped(square, name), SQUARE) == SQUARE_FLOPS
     assert forward_flops(lambda x: square(scoped(square)(x)), SQUARE) == SQUARE_FLOPS * 1.5
+
+
+def test_products_have_the_wider_dtype_of_their_factors():
+    def products(x, y):
+        narrow = x.astype(jnp.float8_e4m3fn)
+        same = lax.dot(narrow, x.astype(jnp.float8_e5m2), preferred_element_type=jnp.float32)
+        mixed = lax.dot(narrow, y, preferred_element_type=jnp.float32)
+        return same + mixed + lax.dot(x, x)
+
+    program = jax.make_jaxpr(products)(SQUARE, shape(4, 4, dtype=jnp.bfloat16))
+    flops = {dtype: value for (_, dtype), value in scoped_flops(program).items()}
+    assert flops == dict.fromkeys(("float8", "bfloat16", "float32"), SQUARE_FLOPS)
 
 
 def test_causal_attention_by_blocks_of_queries_counts_half():

@@ -71,21 +71,25 @@ def program_flops(program: core.ClosedJaxpr) -> float:
     return sum(scoped_flops(program).values())
 
 
-def scoped_flops(program: core.ClosedJaxpr) -> dict[str, float]:
-    """Return the terms of `program_flops` by their names, such as `transpose(jvp(lm))/softmax`."""
+def scoped_flops(program: core.ClosedJaxpr) -> dict[tuple[str, str], float]:
+    """Return the terms of `program_flops` by their names and the dtypes of their factors.
+
+    A name is that of a scope, such as `transpose(jvp(lm))/softmax`. A dtype is without its format,
+    such as `float8`, the wider one of two, and empty for kernels.
+    """
     # Unused results are not counted, because a compiler removes them.
     jaxpr, _ = dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
-    flops: dict[str, float] = {}
-    for scope, term in _jaxpr_flops(jaxpr, "", share=1.0):
-        flops[scope] = flops.get(scope, 0.0) + term
+    flops: dict[tuple[str, str], float] = {}
+    for scope, dtype, term in _jaxpr_flops(jaxpr, "", share=1.0):
+        flops[scope, dtype] = flops.get((scope, dtype), 0.0) + term
     return flops
 
 
-_Terms = Iterator[tuple[str, float]]
+_Terms = Iterator[tuple[str, str, float]]
 
 
-def _total(terms: Iterable[tuple[str, float]]) -> float:
-    return sum((term for _, term in terms), 0.0)
+def _total(terms: Iterable[tuple[str, str, float]]) -> float:
+    return sum((term for *_, term in terms), 0.0)
 
 
 def _jaxpr_flops(jaxpr: core.Jaxpr, scope: str, *, share: float) -> _Terms:
@@ -95,7 +99,7 @@ def _jaxpr_flops(jaxpr: core.Jaxpr, scope: str, *, share: float) -> _Terms:
 
 
 def _equation_flops(eqn: core.JaxprEqn, outer: str, *, share: float) -> _Terms:
-    """Yield scopes and FLOPs of an equation; `share` of those of its contractions count."""
+    """Yield scopes, dtypes and FLOPs of an equation; `share` of those of its contractions count."""
     # The name stack of an inner jaxpr does not include that of its equation.
     name_stack = str(eqn.source_info.name_stack)
     scope = f"{outer}/{name_stack}"
@@ -108,17 +112,24 @@ def _equation_flops(eqn: core.JaxprEqn, outer: str, *, share: float) -> _Terms:
     if count := _CONTRACTIONS.get(eqn.primitive.name) or _CONTRACTIONS.get(
         eqn.params.get("name", "")
     ):
-        yield scope, float(count(eqn)) * share
+        yield scope, _dtype_of_factors(eqn), float(count(eqn)) * share
         return
     if eqn.primitive.name == "pallas_call" and eqn.params["cost_estimate"] is not None:
         # The bounds of loops in a kernel are often known only at run time.
-        yield scope, float(eqn.params["cost_estimate"].flops) * share
+        yield scope, "", float(eqn.params["cost_estimate"].flops) * share
         return
     inner = [[*_jaxpr_flops(jaxpr, scope, share=share)] for jaxpr in _inner_jaxprs(eqn)]
     if eqn.primitive.name == "cond":
         inner = [max(inner, key=_total)]
-    for name, flops in itertools.chain.from_iterable(inner):
-        yield name, _repeats(eqn) * flops
+    for name, dtype, flops in itertools.chain.from_iterable(inner):
+        yield name, dtype, _repeats(eqn) * flops
+
+
+def _dtype_of_factors(eqn: core.JaxprEqn) -> str:
+    """Return the wider dtype of two factors, `float8` for `float8_e4m3fn`."""
+    factors: list[Any] = [operand.aval for operand in eqn.invars[:2]]
+    dtypes = [factor.dtype for factor in factors]
+    return max(dtypes, key=jax.dtypes.itemsize_bits).name.partition("_")[0]
 
 
 def _repeats(eqn: core.JaxprEqn) -> int:

@@ -13,7 +13,14 @@ from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.step.step_cost import model_flops_per_step, program_flops
-from layerkit_runner.tools.plan.bounds import DeviceWork, device_work, pipeline_plans, step_bounds
+from layerkit_runner.tools.plan.bounds import (
+    DeviceWork,
+    device_work,
+    layer_flops,
+    narrow_products,
+    pipeline_plans,
+    step_bounds,
+)
 from layerkit_runner.tools.plan.collectives import Traffic
 from layerkit_runner.tools.plan.hardware import device_kind
 from layerkit_runner.tools.plan.memory import Memory
@@ -84,6 +91,22 @@ def test_memory_bytes_of_a_step():
     assert device_work(MEMORY, [], flops=1.0).memory_bytes == 310 + 305 + 200 + 2000
     received = [Traffic("all-gather", "fsdp", 1, 3000, is_exact=True)]
     assert device_work(MEMORY, received, flops=1.0).memory_bytes == 310 + 305 + 200 + 6000
+
+
+def test_products_of_narrow_dtypes_count_by_their_time():
+    products = {
+        ("jvp(LM)/lm/up", "float8"): 8.0,
+        ("jvp(LM)/lm/up", "bfloat16"): 2.0,
+        ("down", ""): 6.0,
+    }
+    layers = layer_flops(products, device_kind("h100"), num_devices=2)
+    assert layers["lm/up"]["forward"] == 8 / 2 / 2 + 2 / 2
+    assert layers["down"]["forward"] == 6 / 2
+    # Trillium has no faster products of float8.
+    assert layer_flops(products, device_kind("v6e"), num_devices=2)["lm/up"]["forward"] == 10 / 2
+    assert not [*narrow_products(products, device_kind("v6e"))]
+    (note,) = narrow_products(products, device_kind("h100"))
+    assert "50%" in note and "float8" in note
 
 
 def test_sent_bytes_are_split_by_network():

@@ -12,6 +12,7 @@ import pytest
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.text import size_text
 from layerkit_runner.tools.plan.bounds import layer_flops
+from layerkit_runner.tools.plan.hardware import device_kind
 from layerkit_runner.tools.plan.memory import Memory
 from layerkit_runner.tools.plan.pictures import _view, memory_parts, plan_html, read_plan
 
@@ -120,7 +121,8 @@ def test_numbered_layers_and_those_of_nested_scans_are_one():
         "/transpose(jvp(LM))/lm/pipe/vmap(vmap())/StackOfLayers/StackOfLayers.fprop/up": 4.0,
         "/add": 6.0,
     }
-    assert layer_flops(scopes, num_devices=2) == {
+    products = {(scope, "bfloat16"): flops for scope, flops in scopes.items()}
+    assert layer_flops(products, device_kind("h100"), num_devices=2) == {
         "lm/layers_#/up": {"forward": 8.0, "backward": 2.0, "recomputed": 0.0},
         "lm/sub/up": {"forward": 0.0, "backward": 0.0, "recomputed": 1.0},
         "lm/pipe/up": {"forward": 0.0, "backward": 2.0, "recomputed": 0.0},

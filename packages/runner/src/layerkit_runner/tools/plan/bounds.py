@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from layerkit.config import target_of, walk_configs
@@ -44,21 +44,35 @@ _NUMBER = re.compile(r"(?<=_)\d+$")
 _NO_LAYER = re.compile(r"[()>]|^rematted_computation$|^[A-Z]|^$")
 
 
-def layer_flops(scopes: Mapping[str, float], *, num_devices: int) -> dict[str, dict[str, float]]:
+def layer_flops(
+    products: Mapping[tuple[str, str], float], device: DeviceKind, *, num_devices: int
+) -> dict[str, dict[str, float]]:
     """Return the FLOPs of `step_cost.scoped_flops` on one device, by layer and by pass.
 
-    Numbered layers, such as `layers_0` and `layers_1`, are one: `layers_#`.
+    Those of a narrow dtype are divided by its speedup over bfloat16. Numbered layers, such as
+    `layers_0` and `layers_1`, are one: `layers_#`.
     """
     layers: dict[str, dict[str, float]] = {}
-    for scope, flops in scopes.items():
+    for (scope, dtype), flops in products.items():
         parts = short_name(_TRANSFORMED.sub("", scope)).split("/")
         # A scan in a scan repeats a name in its backward pass.
         names = itertools.groupby(_NUMBER.sub("#", n) for n in parts if not _NO_LAYER.search(n))
         layer = "/".join(name for name, _ in names) or "others"
         at = 2 if "rematted_computation" in scope else int("transpose(" in scope)
         by_pass = layers.setdefault(layer, dict.fromkeys(PASSES, 0.0))
-        by_pass[PASSES[at]] += flops / num_devices
+        by_pass[PASSES[at]] += flops / device.speedups.get(dtype, 1) / num_devices
     return layers
+
+
+def narrow_products(products: Mapping[tuple[str, str], float], device: DeviceKind) -> Iterator[str]:
+    """Yield a note for each dtype of products whose peak rate is above that of bfloat16."""
+    for dtype in sorted({dtype for _, dtype in products} & {*device.speedups}):
+        share = sum(flops for (_, name), flops in products.items() if name == dtype)
+        share /= sum(products.values())
+        yield (
+            f"{share:.0%} of the FLOPs are products of {dtype}, which count 1/"
+            f"{device.speedups[dtype]:g} each: that is their time on {device.name}"
+        )
 
 
 RESOURCES = {

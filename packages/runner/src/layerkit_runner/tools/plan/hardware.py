@@ -9,6 +9,7 @@ import dataclasses
 import math
 import re
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ class DeviceKind:
 
     `pattern` matches `jax.Device.device_kind` of all devices with these figures. Of `memory_bytes`,
     a program cannot have `reserved_bytes`. Bandwidths are in bytes/s: of the memory, within a slice
-    or node (ICI, NVLink), and between them (DCN, InfiniBand). `peak_flops` is for dense bfloat16.
+    or node (ICI, NVLink), and between them (DCN, InfiniBand). `peak_flops` is for dense bfloat16,
+    and `speedups` are the peaks of narrower dtypes over it.
     """
 
     name: str
@@ -39,6 +41,7 @@ class DeviceKind:
     fast_bandwidth: float | None = None
     slow_bandwidth: float | None = None
     devices_per_host: int | None = None
+    speedups: Mapping[str, float] = dataclasses.field(default_factory=dict)
     peak_flops: float | None = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:

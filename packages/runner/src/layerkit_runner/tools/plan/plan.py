@@ -32,6 +32,7 @@ from layerkit_runner.tools.plan.bounds import (
     PipelinePlan,
     device_work,
     layer_flops,
+    narrow_products,
     pipeline_plans,
     step_bounds,
 )
@@ -105,8 +106,9 @@ class Plan:
     `flops_per_step` are the model's, without those that rematerialization repeats. `fits` is None
     if the memory of the device is unknown. A step that is too large has a `refusal` of the
     compiler, and no outputs, collectives, `bounds` and `live`. `layers` are the FLOPs of `bounds`
-    by layer and pass. `dataset` is the planned one of several, and of `stages` the one with the
-    largest memory is planned; `fits` is that of all.
+    by layer and pass, those of narrow dtypes divided by the `speedups` of the device. `dataset` is
+    the planned one of several, and of `stages` the one with the largest memory is planned; `fits`
+    is that of all.
     """
 
     experiment: str
@@ -223,7 +225,8 @@ def _plan_step(
         fits = step.refusal is None  # its compiler decides
     mesh, slices = dict(partitioner.mesh.shape), _slices(partitioner.mesh, target)
     collectives = collective_traffic(step.hlo_text, mesh, slices=slices)
-    layers = layer_flops(scoped_flops(program.jaxpr), num_devices=len(devices))
+    products = scoped_flops(program.jaxpr)
+    layers = layer_flops(products, device, num_devices=len(devices))
     work = device_work(
         memory, collectives, flops=sum(sum(layer.values()) for layer in layers.values())
     )
@@ -250,6 +253,7 @@ def _plan_step(
         notes=[
             *([f"padded: {padded}"] if padded else []),
             *notes.lines,
+            *narrow_products(products, device),
             *([_ABSENT_HOST_NOTE] if offloads and platform == "gpu" and not is_here else []),
             *compiler_notes(step, platform=platform, is_here=is_here),
         ],
