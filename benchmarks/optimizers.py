@@ -35,7 +35,6 @@ OPTIONS = {"enable_checkpoint_saving": False, "enable_summary_writer": False}
 FIELDS = {
     "MODEL_DIMS": 64,
     "HIDDEN_DIMS": 256,
-    "CHECKPOINT_POLICY": "none",
     "WARMUP_STEPS": 50,
     "MIN_LEARNING_RATE_RATIO": 1.0,
     "EVAL_INTERVAL_STEPS": 25,

@@ -26,7 +26,7 @@ def fields_of(width: int, base: int | None, steps: int, optimizer: str) -> dict[
     fields = {"NUM_LAYERS": 2, "NUM_HEADS": 4, "NUM_KV_HEADS": 4, "MAX_SEQ_LEN": 32}
     fields |= {"MODEL_DIMS": width, "HIDDEN_DIMS": 4 * width, "WIDTH_TRANSFER": base}
     fields |= {"LEARNING_RATE": 1.0, "WARMUP_STEPS": 0.1, "MAX_STEPS": steps}
-    return fields | {"CHECKPOINT_POLICY": "none", "OPTIMIZER": optimizer, "WEIGHT_DECAY": 0.0}
+    return fields | {"OPTIMIZER": optimizer, "WEIGHT_DECAY": 0.0}
 
 
 def losses(fields: dict[str, Any], rates: np.ndarray, batches: NestedMap) -> np.ndarray:

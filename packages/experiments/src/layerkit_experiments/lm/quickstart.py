@@ -22,8 +22,6 @@ class LocalText(LocalFiles, LmExperiment):
     POSITIONS = "rotary"
     WEIGHT_INIT = "fan_in"
     SCALE_RESIDUAL_INIT = True
-    # Also faster on a CPU, where allocating memory costs more than arithmetic.
-    CHECKPOINT_POLICY = "full"
 
     PERCORE_BATCH_SIZE = 8.0
     MAX_SEQ_LEN = 128
