@@ -18,7 +18,8 @@ activations to pinned host memory and back while the device computes other layer
 holds those of one layer at a time.
 
 A policy can also list names of `ACTIVATION_NAMES`: `save:query,key;offload:residual` saves queries
-and keys, copies the inputs of the layers to host memory, and computes the rest again.
+and keys, copies the inputs of the layers to host memory, and computes the rest again. As a policy
+of the stages of a pipeline, `offload:stage_input` is `full` with the inputs in host memory.
 
 `save_slopes` is the choice for a single element-wise function: its slopes are saved.
 """
@@ -52,7 +53,8 @@ _PROJECTIONS = (
 )
 # Outputs of the activation function in the feed-forward layer, wide.
 _HIDDEN = ("feed_forward_hidden",)
-ACTIVATION_NAMES = (*_RESIDUAL, *_PROJECTIONS, *_HIDDEN)
+_STAGE_INPUT = ("stage_input",)  # of a tick of a pipeline
+ACTIVATION_NAMES = (*_RESIDUAL, *_PROJECTIONS, *_HIDDEN, *_STAGE_INPUT)
 _TREATMENTS = ("save", "offload")
 # Results of products that `jax.checkpoint` cannot look into, since they define their gradients.
 _PRODUCT, _BATCHED_PRODUCT = "product", "batched_product"

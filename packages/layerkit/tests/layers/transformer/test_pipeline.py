@@ -113,6 +113,7 @@ def slow(layer, name):
         pytest.param(pipeline(2, None, layers=2, microbatch_size=3), id="by size, several layers"),
         slow(pipeline(2, 2, remat="none"), "without remat"),
         slow(pipeline(2, 2, 2, remat="dots"), "circular, remat dots"),
+        slow(pipeline(2, 2, 2, remat="offload:stage_input"), "circular, inputs in host memory"),
     ],
 )
 def test_pipeline_equals_sequential_layers(layer):

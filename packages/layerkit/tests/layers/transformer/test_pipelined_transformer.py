@@ -160,8 +160,15 @@ def test_outputs_equal_those_of_the_repeated_stack_on_packed_rows(kind):
     assert (kind == "circular") == bool(actual[1][1] > 0)  # the auxiliary loss
 
 
-@pytest.mark.parametrize(("policy", "kept"), [("full", (5, 2, 2)), ("residual", (5, 3, 2, 2))])
-def test_stage_remat_saves_inputs_of_stages_or_layers(policy, kept):
+@pytest.mark.parametrize(
+    ("policy", "kept", "space"),
+    [
+        ("full", (5, 2, 2), "device"),
+        ("residual", (5, 3, 2, 2), "device"),
+        ("offload:stage_input", (5, 2, 2), "host"),
+    ],
+)
+def test_stage_remat_saves_inputs_of_stages_or_layers(policy, kept, space):
     """`kept`: ticks, the layers of a run, stages, rows of a microbatch."""
     fields = {"num_stages": 2, "num_microbatches": 2, "circular_repeats": 2}
     stack = make(PipelinedTransformer, num_layers=12, stage_remat=policy, **fields)
@@ -172,8 +179,9 @@ def test_stage_remat_saves_inputs_of_stages_or_layers(policy, kept):
 
     traced = jax.make_jaxpr(jax.grad(loss))(jax.eval_shape(stack.init, KEY))
     ticks = next(e for e in traced.eqns if e.primitive.name == "scan" and e.params["length"] == 5)
-    shapes = [out.aval.shape for out in ticks.outvars]
-    assert [s for s in shapes if s[-2:] == (LENGTH, DIMS) and s[0] == 5] == [(*kept, LENGTH, DIMS)]
+    saved = [out.aval for out in ticks.outvars if out.aval.shape[-2:] == (LENGTH, DIMS)]
+    saved = [(aval.shape, aval.memory_space.name) for aval in saved if aval.shape[0] == 5]
+    assert saved == [((*kept, LENGTH, DIMS), space.title())]
 
 
 class Report(BaseLayer):

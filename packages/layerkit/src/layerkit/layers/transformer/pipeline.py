@@ -54,7 +54,7 @@ from layerkit.ops.microbatches import (
     split_microbatches,
 )
 from layerkit.ops.pipeline_schedule import PipelineSchedule, Work
-from layerkit.ops.remat import check_remat_policy, remat_in_scan
+from layerkit.ops.remat import check_remat_policy, name_activation, remat_in_scan
 
 # Collections of a stage that a pipeline needs to combine the reports of microbatches in another.
 _COMBINED = {AUX_LOSS: AUX_MEANS, NON_TRAINABLE: STEP_TOTALS}
@@ -88,7 +88,7 @@ class Pipeline(BaseLayer):
         as it does those of experts in any case.
       remat: Name of the rematerialization policy of one pass of one stage; see
         `layerkit.ops.remat`. Activations are saved for every tick, so the default saves only the
-        inputs of stages (as in Huang et al., 2019).
+        inputs of stages (as in Huang et al., 2019); `offload:stage_input` has them in host memory.
 
     Raises:
       ConfigError: A size is below one, the numbers of microbatches and stages are incompatible, or
@@ -225,6 +225,7 @@ class Pipeline(BaseLayer):
             read, differing = _cast_like(constants, own_constants)
             read[PARAMS] = gathered.scatter_gradients(read[PARAMS])
             x, *rows = if_real(inside, jax.tree.map(jnp.zeros_like, inside))
+            x = name_activation(x, "stage_input")
             args, kwargs = arguments.replace(rows, shared)
             result, updates = stage.apply(
                 {**read, NON_TRAINABLE: own_state},
