@@ -184,7 +184,7 @@ def write_plans() -> str:
     title = (
         "Rates that others published for such a step, beside the bounds of ours, in which products "
     )
-    title += "in float8 count at the rate of bfloat16:"
+    title += "in float8 take half of the time of those in bfloat16:"
     return _replace(
         RESULTS,
         "docs/results/plans.json",
