@@ -67,6 +67,22 @@ def test_three_rungs_identify_no_floor():
     assert law.predict({"C": 1e15})[0] == pytest.approx(2 * 1000**-0.1)
 
 
+@pytest.mark.parametrize("num", [3, 5])
+def test_seeds_of_a_rung_count_as_one(num):
+    sizes = ladder(ratios=(20,), num=num)
+    losses = np.array([loss_of(size, is_ray=True) for size in sizes])
+    law = choose_law(sizes, losses)
+    spread = 1.02 ** np.array([-1, 0, 1])
+    # Two more seeds of the smallest rung.
+    seeds = choose_law([sizes[0]] * 2 + sizes, [*losses[0] * spread[::2], *losses])
+    assert seeds.text() == law.text()
+    assert ("E" in seeds.parameters()) == (num == 5)
+    value, low, high = seeds.predict({"C": 3e14})
+    # The measured loss is that of one seed: 1.96 standard deviations of 0.02 to both sides.
+    assert high / low > 1.02 ** (2 * 1.8)
+    assert value == pytest.approx(law.predict({"C": 3e14})[0])
+
+
 def test_floor_of_noisy_losses_on_a_line_is_not_identified():
     sizes = ladder(ratios=(20,), num=5)
     noise = 0.01 * np.array([1, -1, 0.5, -1, 1])

@@ -129,20 +129,28 @@ def _measure(job: JobRecord, metric: str) -> Result:
 def choose_law(sizes: Sequence[Size], losses: Sequence[float]) -> Law:
     """Fit the law with the most parameters that runs of these sizes identify.
 
+    Runs of one size are one rung, whose logarithmic loss is their mean: a law misses rungs by more
+    than seeds differ, so the seeds of a small rung should not count more than a large rung.
+
     Raises:
       UsageError: They identify none.
     """
-    columns = dict(zip(Size._fields, np.array(sizes, np.float64).reshape(-1, 3).T, strict=True))
-    num, ratios = len(losses), [size.D / size.N for size in sizes] or [1.0]
-    num_sizes = len({tuple(round(math.log(x), 2) for x in size) for size in sizes})
+    by_size: dict[tuple[float, ...], list[np.ndarray]] = {}
+    for row in np.log([(*size, loss) for size, loss in zip(sizes, losses, strict=True)]):
+        by_size.setdefault(tuple(row[:-1].round(2)), []).append(row)
+    rungs = np.array([np.mean(rows, axis=0) for rows in by_size.values()]).reshape(-1, 4)
+    num, num_repeats = len(rungs), len(losses) - len(rungs)
+    squares = sum(len(rows) * np.var([row[-1] for row in rows]) for rows in by_size.values())
+    ratios = [size.D / size.N for size in sizes] or [1.0]
     is_ray = max(ratios) < _RAY_RATIO * min(ratios)
     expected = "at least 3 finished ones of different sizes, or 4 to identify E"
     if not is_ray:
         expected = f"at least 6, for L(N, D), since D/N is {min(ratios):.3g} to {max(ratios):.3g}"
-    is_enough = num_sizes >= 3 if is_ray else num_sizes >= 5 and num >= 6
-    require(is_enough, None, "rungs", num, expected, UsageError)
+    require(num >= (3 if is_ray else 6), None, "rungs", num, expected, UsageError)
+    columns = dict(zip(Size._fields, np.exp(rungs.T), strict=False))
     chosen = {name: columns[name] for name in ("C" if is_ray else "ND")}
-    return fit_law(chosen, np.array(losses), has_floor=num >= 4)
+    noise = math.sqrt(squares / num_repeats) if num_repeats else 0.0
+    return fit_law(chosen, np.exp(rungs[:, -1]), has_floor=num >= 4, noise=noise)
 
 
 def _fit(folder: Path) -> None:

@@ -78,12 +78,14 @@ def fit_law(
     losses: np.ndarray,
     *,
     has_floor: bool = True,
+    noise: float = 0.0,
     num_draws: int = 400,
     seed: int = 0,
 ) -> Law:
     """Fit the losses `[runs]` of runs with sizes `[runs]`; `has_floor` for a law with E.
 
-    There must be more runs than parameters, since the residuals give the scale of the noise.
+    There must be more runs than parameters, since the residuals give the scale of their noise. If
+    losses are means of runs, `noise` is the standard deviation of the logarithm of one of them.
     """
     logs = np.log(np.stack([*sizes.values()]))
     centers = logs.mean(axis=1)
@@ -100,9 +102,10 @@ def fit_law(
     fitted, random = _log_loss(best, logs), np.random.default_rng(seed)
     degrees = len(losses) - np.isfinite(best).sum()
     scales = np.sqrt(np.square(targets - fitted).sum() / random.chisquare(degrees, num_draws))
-    noises = scales[:, None] * random.standard_normal((num_draws, len(losses) + 1))
-    draws = np.stack([_solve(best, logs, fitted + noise[1:])[1] for noise in noises])
-    return Law(tuple(sizes), centers, best, draws, noises[:, 0])
+    noises = random.standard_normal((num_draws, len(losses) + 1))
+    targets = [fitted + scale * row[1:] for scale, row in zip(scales, noises, strict=True)]
+    draws = np.stack([_solve(best, logs, target)[1] for target in targets])
+    return Law(tuple(sizes), centers, best, draws, np.hypot(scales, noise) * noises[:, 0])
 
 
 def _log_terms(parameters: np.ndarray, logs: np.ndarray) -> np.ndarray:
