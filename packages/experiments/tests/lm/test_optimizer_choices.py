@@ -21,13 +21,15 @@ from layerkit.base.base_layer import PARAMS
 from layerkit.base.weights import unbox
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
+from layerkit_experiments.lm.hybrid import HybridText
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_experiments.recipes.experts import MixtureOfExperts
 from layerkit_experiments.recipes.optimizer_choices import OPTIMIZERS
 from layerkit_runner.checkpointing import CheckpointManager, CheckpointPolicy
 from layerkit_runner.config.experiment import experiment_fields
 from layerkit_runner.config.registry import experiment_classes
-from layerkit_runner.errors import UsageError
+from layerkit_runner.config.requests import parse_override
+from layerkit_runner.errors import FieldError, UsageError
 from layerkit_runner.optim.optimizer_groups import stacks_of
 from layerkit_runner.optim.weight_selection import declarations_of, declared
 from layerkit_runner.run.job import build_parts
@@ -251,9 +253,19 @@ def test_unknown_name_and_field_that_is_not_read_raise(raises: Any):
     with raises(ConfigError, owner="LocalText", field="OPTIMIZER", value="lyon") as caught:
         resolve(LocalText(OPTIMIZER="lyon"))
     assert "Did you mean 'lion'?" in str(caught.value)
-    with raises(ConfigError, owner="LocalText", field="ADAM_BETA2", value=0.9):
+    with raises(FieldError, owner="LocalText", field="ADAM_BETA2", value=0.9):
         resolve(LocalText(OPTIMIZER="lion", ADAM_BETA2=0.9))
     resolve(LocalText(OPTIMIZER="muon", ADAM_BETA2=0.9))
+    mixers = {"MIXERS": ("mamba2",), "QK_CLIP": 5.0}
+    with raises(FieldError, owner="HybridText", field="QK_CLIP", value=5.0):
+        HybridText(**mixers).task()
+
+
+def test_a_flag_changes_the_rate_of_matrices_alone():
+    flag = parse_override("task.train.learner.learning_rate.peak", "0.02")
+    learner = resolve(LocalText(OPTIMIZER="muon"), [flag]).task.train.learner
+    assert learner.learning_rate.peak == 0.02
+    assert learner.auxiliary_optimizers[0].learning_rate.peak == LocalText.LEARNING_RATE
 
 
 def test_start_report_states_the_factors_of_the_rates():

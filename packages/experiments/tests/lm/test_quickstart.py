@@ -10,10 +10,12 @@ import pytest
 
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_inputs.text.tokenizers import VOCAB_SIZE
+from layerkit_runner.config.registry import find_experiment
+from layerkit_runner.config.requests import parse_override
 from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run.job import build_parts
-from layerkit_runner.run.resolve import resolve
+from layerkit_runner.run.resolve import resolve, resolve_entry
 
 
 def test_number_of_weights_equals_a_count_by_hand():
@@ -31,6 +33,12 @@ def test_number_of_weights_equals_a_count_by_hand():
     norms = 2 * d
     assert count == VOCAB_SIZE * d + lm.num_layers * (attention + gated + norms) + d
     assert 0.5e6 < count < 2e6
+
+
+def test_stages_of_a_reduced_form_set_its_steps():
+    flag = parse_override("STAGES", "[{'until_step': 9}]")
+    entry = find_experiment("lm.quickstart.LocalText")
+    assert resolve_entry(entry, [flag], reduced=True).experiment.MAX_STEPS == 9
 
 
 def test_every_input_is_of_the_same_bytes():

@@ -17,6 +17,7 @@ from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_experiments.vision.digits import Digits
 from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.config.requests import ResolvedExperiment
+from layerkit_runner.errors import FieldError
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
@@ -155,11 +156,29 @@ def test_named_schedules_and_stages_have_the_rates_of_their_formulas(fields, rat
         ([{"until_step": 9, "rate": {"too": 1.0}}], {"owner": "STAGES[0]", "field": "rate"}),
         ([{"until_step": 9, "rate": -1.0}], {"owner": "STAGES[0]", "field": "rate"}),
         ([{"until_step": 9, "rate": {"to": "x"}}], {"owner": "STAGES[0]", "field": "rate"}),
+        ([{"until_step": 9, "rate": {"to": 1.0, "by": "line"}}], {"owner": "STAGES[0]"}),
     ],
 )
 def test_wrong_rates_of_stages_are_named(stages, error, raises):
     with raises(ConfigError, **error):
         LocalText(STAGES=stages).learner()
+
+
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"STAGES": [{"until_step": 9, "rate": 0.1}], "LEARNING_RATE": 0.5}, "LEARNING_RATE"),
+        ({"STAGES": [{"until_step": 9, "rate": 0.1}], "WARMUP_STEPS": 7}, "WARMUP_STEPS"),
+        (
+            {"LEARNING_RATE_SCHEDULE": "linear", "MIN_LEARNING_RATE_RATIO": 0.2},
+            "MIN_LEARNING_RATE_RATIO",
+        ),
+        ({"LEARNING_RATE_SCHEDULE": "inverse_sqrt", "DECAY_START": 5}, "DECAY_START"),
+    ],
+)
+def test_fields_that_no_schedule_reads_raise(fields, field, raises):
+    with raises(FieldError, owner="LocalText", field=field, value=fields[field]):
+        LocalText(**fields).learner()
 
 
 def test_rates_of_stages_replace_the_schedule_of_an_optimizer_by_its_factor():

@@ -198,6 +198,13 @@ class Changed(Tokens):
         ({"stages": (StageRows(1, 4, 4, {"web": 1}),)}, "source"),
         ({"source": Changed.HParams.config()}, "source"),
         (
+            {
+                "source": mixture().clone(weights=None, weights_from={0: {"web": 1.0}}),
+                "stages": (StageRows(1, 4, 16, {"web": 1.0}),),
+            },
+            "source.weights_from",
+        ),
+        (
             {"source": mixture(), "stages": (StageRows(1, 4, 16, {"wep": 1.0}),)},
             "weight at row 0",
         ),

@@ -12,6 +12,7 @@ import pytest
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.config.stages import Stage, stages_of
+from layerkit_runner.data.train_inputs import run_stages
 from layerkit_runner.errors import FieldError
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.run.resolve import resolve
@@ -75,6 +76,7 @@ def test_steps_follow_from_tokens_once(experiment: type[BaseExperiment]):
         ([{"until_tokens": 30}], "batch"),
         ([{"until_step": 3}, {"until_step": 4, "batch": 4}, {"until_tokens": 99}], "batch"),
         ([{"until_step": 3, "mixture": {"web": 0}}], "mixture"),
+        ([{"until_step": 3, "mixture": {"web": [1, 2, 3]}}], "mixture"),
         ([7], "stage"),
         ([{"until_step": 3}, {"until_step": 3}], "until_step"),
         ([{"until_step": 3, "batch": 4}, {"until_tokens": 3}], "until_tokens"),
@@ -91,6 +93,15 @@ def test_wrong_stages_raise(
 def test_another_number_of_steps_raises(experiment: type[BaseExperiment], raises: Any):
     with raises(FieldError, field="STEPS", value=5):
         experiment(STAGES=[{"until_step": 4}], STEPS=5)
+
+
+def test_a_rollback_beside_mixtures_raises(experiment: type[BaseExperiment], raises: Any):
+    stages = [{"until_step": 3}, {"until_step": 4, "mixture": {"web": 1}}]
+    made = resolve(experiment(STAGES=stages))
+    run_stages(made)
+    made.task.train.learner.on_spike = "rollback"
+    with raises(UsageError, field="task.train.learner.on_spike", value="rollback"):
+        run_stages(made)
 
 
 def train(experiment: Any, folder: Path, **fields: Any) -> Path:

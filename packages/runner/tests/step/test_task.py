@@ -188,6 +188,13 @@ def test_invalid_training_setting_is_an_error(
         TrainHParams(learner=SGD, **{field: value})
 
 
+def test_spikes_may_fill_half_of_their_window(raises):
+    learner = dataclasses.replace(SGD, on_spike="skip", spike_window=8)
+    TrainHParams(learner=learner, max_consecutive_skipped_steps=5)
+    with raises(ConfigError, owner="task.train", field="max_consecutive_skipped_steps", value=4):
+        TrainHParams(learner=learner, max_consecutive_skipped_steps=4)
+
+
 def test_defaults_equal_those_of_pax():
     # From the HParams of Paxml's SingleTask.Train.
     of_pax = {

@@ -8,6 +8,7 @@ from layerkit import layers
 from layerkit.config import Config, fields_of
 from layerkit.config.checks import require
 from layerkit_experiments.recipes.language_model import decoder, repeat_layers
+from layerkit_runner.config.experiment import refuse_unread
 
 _MIXERS = {
     "gated_delta_net": "GatedDeltaNet",
@@ -15,6 +16,19 @@ _MIXERS = {
     "lstm": "Frnn",
     "mamba2": "Mamba2",
 }
+
+_OF_ATTENTION = (
+    *(
+        "QK_CLIP",
+        "QK_NORM",
+        "ATTENTION_BIAS",
+        "COMBINE_QKV",
+        "NUM_KV_HEADS",
+        "WINDOW",
+        "PER_DIM_SCALE",
+    ),
+    *("ATTENTION_BACKEND", "ATTENTION_LOGIT_CAP"),
+)
 
 
 def hybrid_decoder(fields: Any) -> Config:
@@ -25,6 +39,8 @@ def hybrid_decoder(fields: Any) -> Config:
     is_known = fields.MIXERS and {*fields.MIXERS} <= {"attention", *_MIXERS}
     expected = f"one or more of attention, {', '.join(_MIXERS)}"
     require(bool(is_known), None, "MIXERS", fields.MIXERS, expected)
+    if "attention" not in fields.MIXERS:
+        refuse_unread(fields, _OF_ATTENTION, f"MIXERS={fields.MIXERS} without attention")
     model = decoder(fields)
     plain = model.lm_tpl.stack_tpl.layer_tpl
     head = fields.DIMS_PER_HEAD or fields.MODEL_DIMS // fields.NUM_HEADS

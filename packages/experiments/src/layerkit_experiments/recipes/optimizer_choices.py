@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from layerkit.config import Config, Partial
 from layerkit.errors import ConfigError
 from layerkit_experiments.recipes.schedule_choices import ScheduleChoice
+from layerkit_runner.config.experiment import refuse_unread
 from layerkit_runner.optim.learner import AuxiliaryOptimizer
 
 _OPTIM = "layerkit_runner.optim"
@@ -54,19 +55,14 @@ class OptimizerChoice(NamedTuple):
         """Return the row of the experiment's OPTIMIZER.
 
         Raises:
-          ConfigError: OPTIMIZER is unknown, or a field is overridden that nothing reads.
+          UserError: OPTIMIZER is unknown, or a field is overridden that nothing reads.
         """
         owner, name = type(experiment).__qualname__, experiment.OPTIMIZER
         if name not in OPTIMIZERS:
             raise ConfigError(owner=owner, field="OPTIMIZER", value=name, choices=OPTIMIZERS)
-        for field in OPTIMIZERS[name].unread_fields():
-            value, default = experiment.overrides.get(field), getattr(type(experiment), field)
-            if value not in (None, default):
-                expected = f"{default}, since OPTIMIZER={name!r} does not read it"
-                hint = "Set arguments by --fdl.task.train.learner.optimizer.NAME=VALUE"
-                raise ConfigError(
-                    owner=owner, field=field, value=value, expected=expected, hint=hint
-                )
+        hint = "Set arguments by --fdl.task.train.learner.optimizer.NAME=VALUE"
+        unread = OPTIMIZERS[name].unread_fields()
+        refuse_unread(experiment, unread, f"OPTIMIZER={name!r}", hint=hint)
         return OPTIMIZERS[name]
 
     def set_optimizer(self, learner: Config, experiment: Any) -> Config:
@@ -83,7 +79,10 @@ class OptimizerChoice(NamedTuple):
             others = OPTIMIZERS["adamw"].config(experiment, mask)
             learner.auxiliary_optimizers = [
                 AuxiliaryOptimizer.HParams.config(
-                    name="adamw", weights=all_but_matrices, optimizer=others, learning_rate=rate
+                    name="adamw",
+                    weights=all_but_matrices,
+                    optimizer=others,
+                    learning_rate=copy.copy(rate),  # A flag changes the rate of one of them.
                 )
             ]
         if self.rate != 1.0:

@@ -11,15 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 from layerkit.config import Config, assigned_fields, is_config
 from layerkit.config.checks import check_choice, check_non_negative, check_sizes, require
+from layerkit_runner.config.experiment import refuse_unread
 from layerkit_runner.config.stages import stages_of
 from layerkit_runner.optim import schedules
 
 _RATIO = MappingProxyType({"min_ratio": "MIN_LEARNING_RATE_RATIO"})
 _STEPS = ("warmup_steps", "decay_start", "decay_end")
+_FIELDS = MappingProxyType({**{name: name.upper() for name in _STEPS}, **_RATIO})
 
 
 class ScheduleChoice(NamedTuple):
@@ -44,11 +46,15 @@ class ScheduleChoice(NamedTuple):
         """Return the row of the experiment's LEARNING_RATE_SCHEDULE, or None without one.
 
         Raises:
-          ConfigError: LEARNING_RATE_SCHEDULE is unknown.
+          UserError: LEARNING_RATE_SCHEDULE is unknown, or a field is overridden that it does not
+            read.
         """
         if (name := experiment.LEARNING_RATE_SCHEDULE) is None:
             return None
         check_choice(type(experiment).__qualname__, SCHEDULES, LEARNING_RATE_SCHEDULE=name)
+        read = {*SCHEDULES[name].fields, *SCHEDULES[name].steps}
+        unread = [field for argument, field in _FIELDS.items() if argument not in read]
+        refuse_unread(experiment, unread, f"LEARNING_RATE_SCHEDULE={name!r}")
         return SCHEDULES[name]
 
     def config(self, experiment: Any) -> Config:
@@ -79,7 +85,8 @@ class ScheduleChoice(NamedTuple):
         A stage without a rate keeps that of the stage before.
 
         Raises:
-          ConfigError: A rate is wrong, or the first stage has none.
+          UserError: A rate is wrong, the first stage has none, or a field is overridden that STAGES
+            with rates do not read.
         """
         stages = stages_of(experiment)
         if not any("rate" in one.stage for one in stages):
@@ -89,6 +96,7 @@ class ScheduleChoice(NamedTuple):
         require(
             name is None, type(experiment).__qualname__, "LEARNING_RATE_SCHEDULE", name, expected
         )
+        refuse_unread(experiment, ["LEARNING_RATE", *_FIELDS.values()], "STAGES with rates")
         rates: list[dict[str, Any]] = []
         for index, one in enumerate(stages):
             path, rate = f"STAGES[{index}]", one.stage.get("rate")
@@ -100,6 +108,7 @@ class ScheduleChoice(NamedTuple):
             are_known = are_known and isinstance(values["to"], int | float)
             require(are_known, path, "rate", rate, "a number, or {'to': number, 'by': shape}")
             check_non_negative(path, rate=values["to"])
+            check_choice(path, get_args(schedules.RateShape), by=values.get("by", "linear"))
             rates.append({"by": "linear", **values})
         peak = max(rate["to"] for rate in rates) or 1.0
         return Config(

@@ -98,6 +98,8 @@ class StagedRows(CompositeInput):
             return source
         expected = "a config of a Mixture, since stages have weights"
         require(hasattr(source, "weights_from"), self._label, "source", source, expected)
+        expected, changes = "None, since stages have weights", source.weights_from
+        require(changes is None, self._label, "source.weights_from", changes, expected)
         names: Any = source.components
         from_rows: dict[int, Mapping[str, Weight]] = {
             0: source.weights or dict.fromkeys(names, 1.0)

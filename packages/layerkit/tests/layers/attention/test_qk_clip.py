@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 
 import jax
@@ -45,12 +46,15 @@ def numpy_largest(weights):
         (MultiHeadAttention, {"use_bias": True}, True),
         (MultiHeadAttention, {"num_kv_heads": 2, "logit_cap": 2.0}, False),
         (MultiHeadAttention, {"values_are_keys": True}, False),
+        (MultiHeadAttention, {"kv": {}}, False),  # Other layers read the keys.
         (MultiHeadAttention, {"combined_qkv": True, "use_bias": True}, True),
         (MultiHeadAttention, {"combined_qkv": True, "num_kv_heads": 2}, False),
         (MultiHeadLatentAttention, {**SIZES, "value_dim_per_head": 4}, True),
     ],
 )
 def test_logits_of_each_head_are_clipped_by_its_weights(cls, fields, scales_keys):
+    shared = {"kv": {}} if "kv" in fields else {}
+    fields = {name: value for name, value in fields.items() if name not in shared}
     config = cls.HParams.config(input_dims=DIMS, num_heads=HEADS, train=True, **fields)
     weights = jax.eval_shape(config.Instantiate().init, jax.random.key(0))["params"]
     weights = jax.tree.map(lambda w: RNG.normal(size=w.shape).astype(np.float32), weights)
@@ -60,7 +64,7 @@ def test_logits_of_each_head_are_clipped_by_its_weights(cls, fields, scales_keys
         mask = AttentionMask.causal_mask(2, LENGTH, segment_ids=SEGMENTS)
         layer, rows = config.clone().set(qk_clip=threshold).Instantiate(), mask.query_positions
         arguments = {"mask": mask, "positions": rows, "mutable": [STEP_MAXIMA]}
-        _, updates = layer.apply({"params": weights}, X, **arguments)
+        _, updates = layer.apply({"params": weights}, X, **arguments, **copy.deepcopy(shared))
         return updates[STEP_MAXIMA]
 
     def report(weights, threshold):
@@ -83,5 +87,5 @@ def test_logits_of_each_head_are_clipped_by_its_weights(cls, fields, scales_keys
     for new, old, factor in zip(heads_of(scaled), heads_of(weights), (query, key), strict=True):
         for a, b in zip(new, old, strict=True):
             np.testing.assert_allclose(a, b * factor, rtol=1e-4)
-    values = [x["qkv"]["w"][:, :, -1] if "qkv" in x else x["output"] for x in (scaled, weights)]
-    jax.tree.map(np.testing.assert_array_equal, *values)
+    rest = [x["qkv"]["w"][:, :, -1] if "qkv" in x else x.get("value") for x in (scaled, weights)]
+    jax.tree.map(np.testing.assert_array_equal, *rest)

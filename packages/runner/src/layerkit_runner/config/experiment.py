@@ -20,7 +20,7 @@ import copy
 import inspect
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from layerkit.config import field_types
@@ -239,3 +239,25 @@ def _annotated_fields(cls: type) -> dict[str, str | None]:
         for name, annotation in inspect.get_annotations(base).items()
         if is_field_name(name)
     }
+
+
+def refuse_unread(
+    experiment: BaseExperiment, fields: Iterable[str], because: str, *, hint: str | None = None
+) -> None:
+    """Raise if an override sets a field that nothing reads.
+
+    Args:
+      experiment: Experiment with the overrides.
+      fields: Names of the fields; those that the experiment lacks are ignored.
+      because: What makes nothing read them, such as `OPTIMIZER='lion'`.
+      hint: What to do instead.
+
+    Raises:
+      FieldError: An override sets one of them to another value than that of the class.
+    """
+    for field in fields:
+        value, default = experiment.overrides.get(field), getattr(type(experiment), field, None)
+        expected = f"{default}, since {because} does not read it"
+        if value not in (None, default):
+            owner = type(experiment).__qualname__
+            raise FieldError(owner=owner, field=field, value=value, expected=expected, hint=hint)

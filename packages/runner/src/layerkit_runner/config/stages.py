@@ -134,7 +134,8 @@ def _check_fields(path: str, stage: Any) -> Literal["until_step", "until_tokens"
             weight if isinstance(weight, Sequence) else [weight] for weight in mixture.values()
         ]
         are_weights = any(map(any, ranges)) and all(
-            min(weights, default=-1) >= 0 for weights in ranges
+            len(weights) <= 2 and min(weights, default=-1) >= 0 for weights in ranges
         )
-        require(are_weights, path, "mixture", mixture, "weights from 0 by name, not all 0")
+        expected = "weights from 0 by name, or pairs of them, not all 0"
+        require(are_weights, path, "mixture", mixture, expected)
     return ends.pop()

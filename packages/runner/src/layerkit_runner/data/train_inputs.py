@@ -193,7 +193,8 @@ def run_stages(resolved: ResolvedExperiment) -> list[StageSteps]:
     """Return the stages of a training run, which are those of its only data set, or [].
 
     Raises:
-      UsageError: The run has training programs or another last step.
+      UsageError: The run has training programs or another last step, or may roll back beside
+        mixtures.
     """
     stages = stages_of(resolved.experiment)
     if stages:
@@ -205,6 +206,15 @@ def run_stages(resolved: ResolvedExperiment) -> list[StageSteps]:
             f"{last}, the last step of the stages",
         )
         require(steps == last, resolved.name, path, steps, expected, UsageError)
+        # Later rows would have the mixture of a later stage, since a mixture follows the rows.
+        learner, expected = (
+            resolved.task.train.learner,
+            "skip, stop or None, since STAGES have mixtures",
+        )
+        if any("mixture" in one.stage for one in stages):
+            for name in ("on_nonfinite", "on_spike"):
+                action, path = getattr(learner, name, None), f"task.train.learner.{name}"
+                require(action != "rollback", resolved.name, path, action, expected, UsageError)
     return stages
 
 

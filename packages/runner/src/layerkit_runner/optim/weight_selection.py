@@ -333,6 +333,9 @@ class DecayedWeights(NamedTuple):
             if self.spared:
                 yield f"not decayed  {prefix}{_count_text(self.spared, params)}"
             return
+        if not self.spared:
+            yield f"decayed      {prefix}no weight, since it updates none"
+            return
         name, number = strength
         reason = f": {name}={number:g} has no effect, because its mask spares all weights"
         yield f"decayed      {prefix}no weight{reason if number else ''}"

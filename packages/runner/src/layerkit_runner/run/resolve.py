@@ -90,7 +90,10 @@ def resolve_entry(
                 field="--reduced",
                 hint="Set fields by --fdl.NAME=VALUE",
             )
-        fields = reduced_values(cls) | fields
+        values, names = reduced_values(cls), cls.stage_fields
+        if names and fields.get(names["stages"]):  # They set the number of steps.
+            values = {name: value for name, value in values.items() if name != names["num_steps"]}
+        fields = values | fields
     return resolve(cls(**fields), [o for o in overrides if o.is_deep])
 
 

@@ -170,6 +170,11 @@ class TrainHParams(Configurable):
         require(
             0 <= fraction <= 1, _OWNER, "max_skipped_steps_fraction", fraction, "0 to 1, or None"
         )
+        limit, half = self.max_consecutive_skipped_steps, self.learner.spike_window // 2
+        # Only then does a level that lasts empty the window before it ends the run.
+        is_above = self.learner.on_spike != "skip" or limit is None or limit > half
+        expected = f"more than {half}, half of learner.spike_window, or None"
+        require(is_above, _OWNER, "max_consecutive_skipped_steps", limit, expected)
         check_choice(_OWNER, _PRNG_IMPLS, prng_impl=self.prng_impl)
         check_choice(_OWNER, ("min", "max"), save_best_mode=self.save_best_mode)
         for name in ("eval_use_ema_states", "decode_use_ema_states"):

@@ -429,11 +429,13 @@ class BaseAttention(AttentionLayer):
         cached: bool,
         gate: jax.Array | None = None,
         prompts: Sequence[jax.Array] = (),
+        are_keys_shared: bool = False,
     ) -> jax.Array:
         """Return the output `[batch, queries, input_dims]` of attention and its projection.
 
         The sigmoid of `gate`, of the shape of the queries, multiplies what they read. `prompts` are
-        keys and values that samples share; see `AttentionOptions`.
+        keys and values that samples share; see `AttentionOptions`. `are_keys_shared` says that
+        other layers may read the keys, so QK-clip leaves them as they are.
         """
         if self.per_dim_scale:
             scale = jax.nn.softplus(self.theta.scale.astype(jnp.float32))
@@ -445,7 +447,9 @@ class BaseAttention(AttentionLayer):
         }
         options = self._options(mask, bias, cached=cached, **sizes)
         if not cached:
-            self._clip_logits(query, key, options, has_bias=self.use_bias, **self._clip_rule())
+            rule = self._clip_rule()
+            rule["owns_keys"] = rule["owns_keys"] and not are_keys_shared
+            self._clip_logits(query, key, options, has_bias=self.use_bias, **rule)
         read = self.attend(query, key, value, options)
         if gate is not None:
             read = read * jax.nn.sigmoid(gate)

@@ -211,7 +211,8 @@ class MultiHeadAttention(BaseAttention):
             bias = add_bias_of_rows(self.relative_bias, bias, mask)
         mask = mask.within(self.window).split_chunks(self.chunk, first_axis(positions))
         mask = mask.look_ahead(self.look_ahead)
-        return self._read(query, key, value, mask, bias, cached=False, gate=self._gate(x))
+        options: dict[str, Any] = {"gate": self._gate(x), "are_keys_shared": kv is not None}
+        return self._read(query, key, value, mask, bias, cached=False, **options)
 
     def init_cache(self, batch_size: int, max_length: int) -> None:
         """Create an empty cache: `key` and `value` `[batch, kv_heads, max_length, head_dim]`.
@@ -401,9 +402,9 @@ class MultiHeadAttention(BaseAttention):
         return [self._normalize(norm, one) for norm, one in zip(norms, heads, strict=True)]
 
     def _clip_rule(self) -> dict[str, Any]:
-        kv_heads, has_readers = self._head_sizes()[0], self.values_are_keys or self.kv_layer
+        kv_heads = self._head_sizes()[0]
         return {
-            "owns_keys": kv_heads == self.num_heads and not has_readers,
+            "owns_keys": kv_heads == self.num_heads and not self.values_are_keys,
             "combined_heads": kv_heads if self.combined_qkv else None,
         }
 
