@@ -33,7 +33,6 @@ def make(jobs: Any, folder: Path, *flags: str, **fields: Any) -> Any:
         "STAGES": STAGES,
         "TEXT_FILES": None,
         "CHECKPOINT_EVERY_N_STEPS": 2,
-        "DECAY_END": 100,  # the same schedule for every number of steps
         "DROPOUT_RATE": 0.1,  # makes the random numbers part of the result
         "EVAL_INTERVAL_STEPS": None,
         "task.train.eval_at_end": False,
@@ -117,7 +116,8 @@ def test_a_run_in_stages_moves_between_numbers_of_hosts(
 
 def test_stages_go_on_from_a_run_without_stages(jobs: Any, tmp_path: Path):
     stages = [{"until_step": 6, "batch": 8}, {"until_step": 10, "batch": 16}]
-    saves = {"CHECKPOINT_EVERY_N_STEPS": 10}
+    # The schedule is the same for every number of steps.
+    saves = {"CHECKPOINT_EVERY_N_STEPS": 10, "DECAY_END": 100}
     whole = make(jobs, tmp_path / "whole", STAGES=stages, **saves)
     run_here(whole)
     plain = make(jobs, tmp_path / "plain", STAGES=None, MAX_STEPS=6, **saves)
