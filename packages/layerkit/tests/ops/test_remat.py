@@ -198,6 +198,7 @@ def test_rematerialized_layers_have_forward_mode_derivatives():
         ("save:querry", "name", "querry"),
         ("save:", "name", ""),
         ("save:query;offload:query", "remat", "save:query;offload:query"),
+        ("offload:stage_input", "remat", "offload:stage_input"),  # no pipeline
     ],
 )
 def test_check_remat_policy_raises_for_an_invalid_policy(raises, policy, field, value):

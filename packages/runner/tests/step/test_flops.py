@@ -193,6 +193,24 @@ def test_cudnn_attention_counts_like_plain_attention(monkeypatch):
     assert flops("cudnn") == flops("xla") == 2 * 2 * (2 * 8) * 64 * 128 * 32
 
 
+def test_fused_attention_counts_values_by_their_size():
+    # Latent attention: keys of 192 and values of 128 dimensions.
+    query, key, value = shape(2, 64, 8, 192), shape(2, 128, 8, 192), shape(2, 128, 8, 128)
+
+    @jax.jit
+    def tokamax_attention(query, key, value):
+        return jnp.zeros(())
+
+    @jax.jit
+    def tokamax_attention_gradients(query, key, value):
+        return jnp.zeros(())
+
+    pairs = 2 * 8 * 64 * 128
+    assert forward_flops(tokamax_attention, query, key, value) == 2 * pairs * (192 + 128)
+    backward = forward_flops(tokamax_attention_gradients, query, key, value)
+    assert backward == 2 * pairs * (3 * 192 + 2 * 128)
+
+
 def test_ragged_and_block_scaled_products_count_like_plain_ones():
     # Each row counts with its own group.
     rows, weights, sizes = shape(12, 4), shape(3, 4, 5), shape(3, dtype=jnp.int32)

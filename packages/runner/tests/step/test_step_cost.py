@@ -13,9 +13,13 @@ import numpy as np
 import optax
 import pytest
 
-from layerkit.config import Partial
+from layerkit.base.base_layer import BaseLayer
+from layerkit.base.base_model import BaseModel, WeightedScalar
+from layerkit.config import Config, Partial, sub_config_field
 from layerkit.config.nested_map import NestedMap
-from layerkit.layers import StackedTransformerRepeated
+from layerkit.layers import FeedForward, StackedTransformerRepeated
+from layerkit.layers.moe.token_choice import MoeFeedForward
+from layerkit.layers.transformer.pipeline import Pipeline
 from layerkit.models import LanguageModel, TransformerLm
 from layerkit_runner.config.experiment import BaseExperiment
 from layerkit_runner.optim.learner import Learner
@@ -74,6 +78,50 @@ def test_frozen_weights_reduce_the_flops(frozen: list[str], gradients: float, bi
     batch = NestedMap(ids=ids, labels=ids, paddings=np.zeros_like(weights), weights=weights)
     result = model_flops_per_step(resolve(Small(FROZEN=frozen)).task, batch, rows=ROWS)
     assert result == ROWS * LENGTH * (LAYERS * LAYER + LOGITS + gradients)
+
+
+class LayerModel(BaseModel):
+    """A model of one layer, whose mean output is the loss."""
+
+    layer_tpl: Config[BaseLayer] = sub_config_field(None)
+
+    def setup(self):
+        self.create_child("layer", self.layer_tpl)
+
+    def compute_predictions(self, batch):
+        return self.layer(batch.x)
+
+    def compute_loss(self, predictions, batch):
+        return {"loss": WeightedScalar.of(jnp.mean(predictions), 1.0)}, NestedMap()
+
+
+def layer_flops(layer, *, frozen: list[str] | None = None) -> float:
+    """Return the model FLOPs of a layer per token, with averages of the weights."""
+    task = resolve(Small(FROZEN=frozen or [])).task
+    task.model = LayerModel.HParams.config(layer_tpl=layer)
+    task.train.learner.ema_decay = 0.9
+    task.train.eval_use_ema_states = True
+    batch = NestedMap(x=np.ones((1, LENGTH, DIMS), "float32"))
+    return model_flops_per_step(task, batch, rows=ROWS) / ROWS / LENGTH
+
+
+def test_pipeline_of_any_layer_counts_its_stages():
+    stage = FeedForward.HParams.config(input_dims=DIMS, output_dims=DIMS)
+    layer = Pipeline.HParams.config(stage_tpl=stage, num_stages=3, num_microbatches=3)
+    products = 3 * 2 * DIMS * DIMS
+    assert layer_flops(layer) == 3 * products
+    # Frozen weights need no gradient, those below trained ones hand it on.
+    assert layer_flops(layer, frozen=["layer/stage/bias/.*"]) == 3 * products
+    assert layer_flops(layer, frozen=["layer/stage/linear/.*"]) == 2 * products
+
+
+def test_experts_that_name_a_kernel_are_counted_on_any_device():
+    layer = MoeFeedForward.HParams.config(
+        input_dims=DIMS, hidden_dims=HIDDEN, num_experts=4, grouped_matmul="pallas"
+    )
+    # Two choices of three products, since experts have a gate; the loss of the router adds little.
+    router, choice = 2 * DIMS * 4, 3 * 2 * DIMS * HIDDEN
+    assert layer_flops(layer) == pytest.approx(3 * (router + 2 * choice), rel=0.01)
 
 
 def test_tpu_temporaries_are_the_peak_less_other_memory():

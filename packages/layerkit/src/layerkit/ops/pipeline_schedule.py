@@ -11,12 +11,35 @@ and bubbles are R times shorter.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+_IN_SEQUENCE: ContextVar[bool] = ContextVar("stages_in_sequence", default=False)
+
+
+@contextlib.contextmanager
+def stages_in_sequence() -> Iterator[None]:
+    """Return a context in which a pipeline runs its stages one after another on all rows.
+
+    The function is the same, without microbatches and bubbles: its model FLOPs can be counted.
+    """
+    token = _IN_SEQUENCE.set(True)
+    try:
+        yield
+    finally:
+        _IN_SEQUENCE.reset(token)
+
+
+def are_stages_in_sequence() -> bool:
+    """Return whether `stages_in_sequence` applies."""
+    return _IN_SEQUENCE.get()
 
 
 class Work(NamedTuple):

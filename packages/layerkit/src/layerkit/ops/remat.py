@@ -19,7 +19,8 @@ holds those of one layer at a time.
 
 A policy can also list names of `ACTIVATION_NAMES`: `save:query,key;offload:residual` saves queries
 and keys, copies the inputs of the layers to host memory, and computes the rest again. As a policy
-of the stages of a pipeline, `offload:stage_input` is `full` with the inputs in host memory.
+of the stages of a pipeline, and there alone, `offload:stage_input` is `full` with the inputs in
+host memory.
 
 `save_slopes` is the choice for a single element-wise function: its slopes are saved.
 """
@@ -117,11 +118,14 @@ def name_product(x: jax.Array, *, is_batched: bool) -> jax.Array:
     return named
 
 
-def check_remat_policy(policy: str, *, owner: str = "remat") -> Any:
+def check_remat_policy(policy: str, *, owner: str = "remat", has_stages: bool = False) -> Any:
     """Return the policy of a name, or of `save:NAME,…;offload:NAME,…`.
 
+    `has_stages` is True for a pipeline, which alone has the activation `stage_input`.
+
     Raises:
-      ConfigError: A policy, part or name is unknown, or a name is given twice.
+      ConfigError: A policy, part or name is unknown, a name is given twice, or `stage_input` is
+        given without a pipeline.
     """
     if ":" not in policy:
         check_choice(owner, REMAT_POLICIES, remat=policy)
@@ -135,6 +139,8 @@ def check_remat_policy(policy: str, *, owner: str = "remat") -> Any:
             names[treatment.strip()].append(name.strip())
     present = names["save"] + names["offload"]
     require(len(present) == len(set(present)), owner, "remat", policy, "each name once")
+    expected = "no stage_input, which only the stages of a pipeline have (stage_remat)"
+    require(has_stages or not {*_STAGE_INPUT} & {*present}, owner, "remat", policy, expected)
     if not names["offload"]:
         return jax.checkpoint_policies.save_only_these_names(*names["save"])
     return _offload(*names["offload"], saved=names["save"])
@@ -246,9 +252,8 @@ def remat_in_scan(body: Callable[..., Any], policy: str) -> Callable[..., Any]:
     """
     if policy == "none":
         return body
-    return jax.checkpoint(
-        _rematerialized(body), policy=check_remat_policy(policy), prevent_cse=False
-    )
+    checked = check_remat_policy(policy, has_stages=True)
+    return jax.checkpoint(_rematerialized(body), policy=checked, prevent_cse=False)
 
 
 ElementWise = Callable[..., jax.Array]

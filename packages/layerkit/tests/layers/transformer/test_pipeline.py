@@ -154,6 +154,19 @@ def test_pipeline_equals_sequential_layers(layer):
     np.testing.assert_array_equal(count, np.full(count.shape, num_microbatches))
 
 
+def test_rows_of_a_microbatch_are_offloaded_with_its_input():
+    layer, (x, scale) = pipeline(2, 4, remat="offload:stage_input"), inputs(4)
+    variables = drawn_weights(layer)
+
+    def loss(x, scale):
+        return jnp.sum(layer.apply(variables, x, shift=0.0, scale=scale))
+
+    traced = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(x, scale)
+    ticks = next(eqn for eqn in traced.eqns if eqn.primitive.name == "scan")
+    saved = [out.aval for out in ticks.outvars if out.aval.shape == (5, 2, 1, DIMS)]
+    assert [aval.memory_space.name for aval in saved] == ["Host", "Host"]
+
+
 def test_bubbles_with_nan_have_no_effect():
     block = Block.HParams.config(train=False).Instantiate()
     run = lambda variables, x: jnp.sum(block.apply(variables, x, shift=0.0))  # noqa: E731

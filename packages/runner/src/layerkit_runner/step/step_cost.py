@@ -18,17 +18,9 @@ import jax
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from layerkit.config import (
-    Config,
-    assigned_fields,
-    copy_config,
-    field_names,
-    is_config,
-    target_of,
-    walk_configs,
-)
+from layerkit.config import Config, copy_config, field_names, walk_configs
 from layerkit.layers.basic.dots import unused_templates
-from layerkit.layers.transformer.stacks import StackedTransformerRepeated
+from layerkit.ops.pipeline_schedule import stages_in_sequence
 from layerkit_runner.step.metrics import GLOBAL_BATCH
 from layerkit_runner.step.train_state import TrainState, batch_spec
 
@@ -193,14 +185,20 @@ def _fused_attention_flops(eqn: core.JaxprEqn) -> int:
 
     Layout 0 is [batch, length, heads, head_dim], layout 1 [batch, heads, length, head_dim].
     """
-    query, key = map(_shape, eqn.invars[:2])
-    length_axis = -3 if eqn.params.get("layout", 0) == 0 else -2
-    return 2 * 2 * math.prod(query) * key[length_axis]
+    return _attention_products(eqn, with_keys=1, with_values=1)
 
 
 def _fused_attention_gradient_flops(eqn: core.JaxprEqn) -> int:
     """Count five products, because the backward pass computes the attention weights again."""
-    return _fused_attention_flops(eqn) * 5 // 2
+    return _attention_products(eqn, with_keys=3, with_values=2)
+
+
+def _attention_products(eqn: core.JaxprEqn, *, with_keys: int, with_values: int) -> int:
+    """Count products of all pairs of tokens over the dimensions of keys and those of values."""
+    query, key, value = map(_shape, eqn.invars[:3])
+    length_axis = -3 if eqn.params.get("layout", 0) == 0 else -2
+    dims = with_keys * key[-1] + with_values * value[-1]
+    return 2 * math.prod(query[:-1]) * key[length_axis] * dims
 
 
 def _scaled_matmul_flops(eqn: core.JaxprEqn) -> int:
@@ -223,47 +221,40 @@ _CONTRACTIONS: dict[str, Callable[[core.JaxprEqn], int]] = {
 }
 
 
-# Fields of layers with values that recompute nothing in the backward pass and use no fused
-# attention, which cannot be traced without its device.
-_PLAIN = {"remat": "none", "chunk_size": sys.maxsize, "backend": "xla"}
-# Compared by name, so that a run without pipelines does not import the module.
-_PIPELINE = "layerkit.layers.transformer.pipelined_transformer.PipelinedTransformer"
+# Fields of layers with values that recompute nothing in the backward pass and use no kernels,
+# which cannot be traced without their device.
+_PLAIN = {
+    "remat": "none",
+    "chunk_size": sys.maxsize,
+    "backend": "xla",
+    "grouped_matmul": "blocks",
+}
 
 
+# Neither a mesh nor a pipeline can split one row, so the task is also not bound to a mesh.
+@stages_in_sequence()
 def model_flops_per_step(task_config: Config, batch: Any, rows: int) -> float:
     """Return the model FLOPs of one global step, `rows` times those of one row.
 
     With frozen weights, the products in the program of the gradient are counted.
     """
     one_row = jax.tree.map(lambda leaf: batch_spec(leaf, rows=1), batch)
-    # The task is not bound to a mesh, because neither a mesh nor a pipeline can split one row.
-    task = _simplify_layers(_replace_pipelines(task_config)).Instantiate()
+    task = _simplify_layers(copy_config(task_config)).Instantiate()
     state = jax.eval_shape(lambda: task.init_state(jax.random.key(0)))
     chosen = task.train.learner.trained_weights
+
+    def evaluate(state: TrainState, batch: Any) -> Any:
+        return task.eval_step(state, batch, GLOBAL_BATCH, averaged=False)[0]
+
     if chosen.select(state.params) is state.params:
-        return rows * training_flops(
-            lambda state, batch: task.eval_step(state, batch, GLOBAL_BATCH)[0], state, one_row
-        )
+        return rows * training_flops(evaluate, state, one_row)
 
     def loss(trained: Any, state: TrainState, batch: Any) -> jax.Array:
         state = state.replace(params=chosen.merge(state.params, trained))
-        return task.eval_step(state, batch, GLOBAL_BATCH)[0][task.loss_name].value
+        return evaluate(state, batch)[task.loss_name].value
 
     gradient = jax.make_jaxpr(jax.grad(loss))(chosen.select(state.params), state, one_row)
     return rows * program_flops(gradient)
-
-
-def _replace_pipelines(task: Config) -> Config:
-    """Return the config with stacks in place of pipelines, which also compute in their bubbles."""
-    task = copy_config(task)
-    known = field_names(StackedTransformerRepeated)
-    for config in list(walk_configs(task)):
-        for name, value in assigned_fields(config).items():
-            target = target_of(value) if is_config(value) else None
-            if target is not None and f"{target.__module__}.{target.__qualname__}" == _PIPELINE:
-                fields = {n: v for n, v in assigned_fields(value).items() if n in known}
-                setattr(config, name, StackedTransformerRepeated.HParams.config(**fields))
-    return task
 
 
 def _simplify_layers(task: Config) -> Config:

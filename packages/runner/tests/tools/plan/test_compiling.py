@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layerkit.layers import PipelinedTransformer
 from layerkit_runner.tools.plan.compiling import (
     CompiledStep,
     Sizes,
     compile_step,
     compiler_notes,
     measured_step,
+    offloads_activations,
     refused_sizes,
 )
 from layerkit_runner.tools.plan.memory import TensorMemory, step_memory
@@ -54,6 +56,17 @@ def test_measured_step_has_program_and_sizes():
     assert step.sizes is not None
     assert (step.sizes.arguments, step.sizes.outputs, step.sizes.donated) == (1024, 1024, 1024)
     assert "sine" in step.hlo_text
+
+
+@pytest.mark.parametrize(
+    ("policy", "in_host_memory", "count"),
+    [("offload:stage_input", 0, 1), ("offload:stage_input", 1024, 0), ("full", 0, 0)],
+)
+def test_a_note_says_that_nothing_is_offloaded(policy, in_host_memory, count):
+    task = PipelinedTransformer.HParams.config(stage_remat=policy)
+    step = CompiledStep(sizes=Sizes(1, 1, 1, 1, host_temporaries=in_host_memory))
+    offloads = offloads_activations(task)
+    assert len([*compiler_notes(step, platform="tpu", is_here=True, offloads=offloads)]) == count
 
 
 def test_other_errors_of_a_compiler_are_not_taken_for_a_lack_of_memory():

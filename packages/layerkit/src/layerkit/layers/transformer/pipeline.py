@@ -53,7 +53,7 @@ from layerkit.ops.microbatches import (
     read_queue,
     split_microbatches,
 )
-from layerkit.ops.pipeline_schedule import PipelineSchedule, Work
+from layerkit.ops.pipeline_schedule import PipelineSchedule, Work, are_stages_in_sequence
 from layerkit.ops.remat import check_remat_policy, name_activation, remat_in_scan
 
 # Collections of a stage that a pipeline needs to combine the reports of microbatches in another.
@@ -130,6 +130,8 @@ class Pipeline(BaseLayer):
           ConfigError: The batch cannot be split into the microbatches, an array has a first axis
             other than the batch or 1, or a stage changes shapes.
         """
+        if are_stages_in_sequence():
+            return self.run("__call__", x, *args, per_copy=per_copy, **kwargs)
         schedule = self._schedule(self._count_microbatches(x.shape[0]))
         arguments = Arguments(args, kwargs, batch=x.shape[0], owner=self.path_name)
         # x and the arguments with one entry per row move from stage to stage.
@@ -224,8 +226,9 @@ class Pipeline(BaseLayer):
             own_constants, shared = guard((own_constants, shared))
             read, differing = _cast_like(constants, own_constants)
             read[PARAMS] = gathered.scatter_gradients(read[PARAMS])
-            x, *rows = if_real(inside, jax.tree.map(jnp.zeros_like, inside))
-            x = name_activation(x, "stage_input")
+            inside = if_real(inside, jax.tree.map(jnp.zeros_like, inside))
+            name = partial(name_activation, name="stage_input")
+            x, *rows = (name(a) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in inside)
             args, kwargs = arguments.replace(rows, shared)
             result, updates = stage.apply(
                 {**read, NON_TRAINABLE: own_state},
@@ -368,7 +371,7 @@ class Pipeline(BaseLayer):
 
     def _check_fields(self) -> None:
         check_sizes(self, num_stages=self.num_stages, circular_repeats=self.circular_repeats)
-        check_remat_policy(self.remat, owner=self.path_name)
+        check_remat_policy(self.remat, owner=self.path_name, has_stages=True)
         self._check_layout()
         count, size = self.num_microbatches, self.microbatch_size
         expected = f"a value of this field or of microbatch_size={size}, not both"

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
+from layerkit.config import Config, field_names, walk_configs
 from layerkit_runner.step.step_cost import temporary_bytes
 
 # This changes the machine code, which is never run, and not the program.
@@ -129,8 +130,27 @@ def _bytes(text: str) -> int:
     return round(float(number) * _SCALES[text[len(number) :]])
 
 
-def compiler_notes(step: CompiledStep, *, platform: str, is_here: bool) -> Iterator[str]:
-    """Yield notes on differences between the compiled step and that of a run on the devices."""
+def offloads_activations(task: Config) -> bool:
+    """Return whether a policy of rematerialization copies activations to host memory."""
+    return any(
+        "offload" in str(getattr(config, field))
+        for config in walk_configs(task)
+        for field in {"remat", "stage_remat"} & {*field_names(config)}
+    )
+
+
+def compiler_notes(
+    step: CompiledStep, *, platform: str, is_here: bool, offloads: bool = False
+) -> Iterator[str]:
+    """Yield notes on differences between the compiled step and that of a run on the devices.
+
+    `offloads` is the result of `offloads_activations`.
+    """
+    if offloads and step.sizes is not None and step.sizes.host_temporaries == 0:
+        yield (
+            "the compiler reports nothing in host memory here, so activations that a policy of"
+            " rematerialization offloads count as device memory"
+        )
     if step.unreadable is not None:
         yield (
             "collectives and temporaries are not known, since JAX cannot read the program"

@@ -40,6 +40,7 @@ from layerkit_runner.tools.plan.collectives import Traffic, collective_traffic
 from layerkit_runner.tools.plan.compiling import (
     compile_step,
     compiler_notes,
+    offloads_activations,
     tracing_for,
 )
 from layerkit_runner.tools.plan.hardware import HERE, DeviceKind, Target
@@ -234,7 +235,7 @@ def _plan_step(
         work, device, model_flops_per_device=flops / len(devices), tokens=batch_plan.tokens
     )
     padded = partitioner.padding_text(task)
-    offloads = getattr(partitioner, "offload_optimizer_state", False)
+    offloads_state = getattr(partitioner, "offload_optimizer_state", False)
     return Plan(
         experiment=resolved.name,
         target=target.describe() if target.kind else f"{HERE} ({device.name})",
@@ -254,8 +255,13 @@ def _plan_step(
             *([f"padded: {padded}"] if padded else []),
             *notes.lines,
             *narrow_products(products, device),
-            *([_ABSENT_HOST_NOTE] if offloads and platform == "gpu" and not is_here else []),
-            *compiler_notes(step, platform=platform, is_here=is_here),
+            *([_ABSENT_HOST_NOTE] if offloads_state and platform == "gpu" and not is_here else []),
+            *compiler_notes(
+                step,
+                platform=platform,
+                is_here=is_here,
+                offloads=offloads_activations(resolved.task),
+            ),
         ],
         trace_seconds=traced - begun,
         compile_seconds=compiled - traced,
