@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from layerkit_runner.errors import UsageError
-from layerkit_runner.init_from.sources import CheckpointFolder, HuggingFaceFolder, recognize
+from layerkit_runner.init_from.settings import Source
+from layerkit_runner.init_from.sources import (
+    CheckpointFolder,
+    HuggingFaceFolder,
+    open_sources,
+    recognize,
+)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("rules", [("a", "b")]), ("ignore", ["a"]), ("step", 3), ("use_ema", True)]
+)
+def test_settings_of_further_adapters_are_an_error(raises, tmp_path: Path, field: str, value: Any):
+    names = [str(tmp_path / name) for name in ("one", "two")]
+    for name in names:
+        Path(name).mkdir()
+        Path(name, "adapter_config.json").touch()
+    sources = [Source(folder=names[0], scale=0.5), Source(folder=names[1], **{field: value})]
+    with raises(UsageError, owner=names[1], field=field, value=value):
+        open_sources(sources, None)
 
 
 @pytest.fixture

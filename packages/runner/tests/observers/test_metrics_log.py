@@ -7,7 +7,9 @@ import pytest
 from etils import epath
 
 from layerkit.errors import ConfigError
+from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import MetricsLog, read_metrics
+from layerkit_runner.observers.metrics_log import metric_series
 
 
 @pytest.fixture
@@ -90,15 +92,22 @@ def test_end_line_is_an_event_and_leaves_the_facts_of_the_start(run_info, tmp_pa
     assert [e.get("reason") for e in metrics.events] == [None, "OSError: full", None, "finished"]
 
 
-def test_read_metrics_keeps_the_later_record_of_a_step(train, run_info, tmp_path):
+def test_read_metrics_keeps_the_later_value_of_a_metric_and_step(train, run_info, tmp_path, raises):
     train(tmp_path, [5])
     train(tmp_path, [], start_step=10)
     log = MetricsLog()
     log.start(run_info(job_log_dir=epath.Path(tmp_path), start_step=10))
-    log.eval_metrics(10, "held_out", {"loss": 3.0})
-    log.eval_metrics(10, "held_out", {"loss": 2.0})
+    log.eval_metrics(10, "held_out", {"loss": 3.0, "score/f1": 0.5})
+    log.eval_metrics(10, "held_out", {"loss": 2.0, "r2": 0.25})
     log.close()
-    assert losses(read_metrics(tmp_path).evals["held_out"]) == [(10, 2.0)]
+    evals = read_metrics(tmp_path).evals
+    assert losses(evals["held_out"]) == [(10, 2.0)]
+    for name, value in {"r2": 0.25, "score/f1": 0.5}.items():
+        assert metric_series(evals, f"held_out/{name}") == [(10, value)]
+    assert metric_series(evals, "other/loss") == []
+    with raises(UsageError, field="metric", value="held_out/time") as error:
+        metric_series(evals, "held_out/time")
+    assert error.value.choices == ("held_out/loss", "held_out/score/f1", "held_out/r2")
 
 
 def test_non_finite_numbers_round_trip(train, tmp_path):

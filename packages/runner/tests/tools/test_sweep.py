@@ -96,6 +96,13 @@ def test_study_file_has_the_distributions_of_optuna(tmp_path):
         ({"space": {}}, "space, trials", ["metric", "space"]),
         ({"space": {"A": {"low": 1}}}, "space.A", {"low": 1}),
         ({"space": {"A": {"low": 5, "high": 4}}}, "space.A", {"low": 5, "high": 4}),
+        ({"num_trials": "3"}, "num_trials", "3"),
+        ({"num_trials": 0}, "num_trials", 0),
+        ({"num_trials": 2.5}, "num_trials", 2.5),
+        ({"metric": 3}, "metric", 3),
+        ({"direction": "max"}, "direction", "max"),
+        ({"space": {}, "trials": [{"A": 1}], "num_trials": 1}, "num_trials", 1),
+        ({"space": {}, "trials": [{"A": 1}], "sampler": "grid"}, "sampler", {"name": "grid"}),
     ],
 )
 def test_wrong_key_or_value_is_an_error(raises, study_file, tmp_path, document, field, value):
@@ -176,7 +183,7 @@ def test_grid_runs_every_combination_once(study_file, tmp_path):
     assert values == [*itertools.product([0.1, 0.2], [1, 2, 3])]
 
 
-def test_listed_trials_run_in_order_and_no_others(study_file, tmp_path):
+def test_listed_trials_run_in_order_and_no_others(study_file, tmp_path, raises):
     trials = [
         {"KIND": "a b", "RATE": 0.5},
         {"KIND": "c=d", "task.train.random_seed": 3},
@@ -196,6 +203,10 @@ def test_listed_trials_run_in_order_and_no_others(study_file, tmp_path):
         ["--fdl.KIND=c=d", "--fdl.task.train.random_seed=3"],
         ["--fdl.RATE=1"],
     ]
+    path = str(tmp_path / "study.json")
+    assert read_study_file(path, num_trials=2).num_trials == 2
+    with raises(UsageError, field="--num_trials", value=4):
+        read_study_file(path, num_trials=4)
 
 
 @pytest.mark.parametrize(

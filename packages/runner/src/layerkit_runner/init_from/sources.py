@@ -57,7 +57,11 @@ class Opened:
 
 
 def open_sources(sources: Sequence[Source], state: TrainState, **options: Any) -> list[Opened]:
-    """Open the folders of all sources; see `open_source`. Those of adapters become one."""
+    """Open the folders of all sources; see `open_source`. Those of adapters become one.
+
+    Raises:
+      UsageError: A source with an adapter that is not the first has settings other than its scale.
+    """
     opened: list[Opened] = []
     adapters: dict[str, float] = {}
     first, place = sources[0], 0
@@ -66,6 +70,8 @@ def open_sources(sources: Sequence[Source], state: TrainState, **options: Any) -
         if isinstance(kind, PeftFolder):
             if not adapters:
                 first, place = source, len(opened)
+            else:
+                _require_defaults(source)
             path = str(kind.directory)
             adapters[path] = adapters.get(path, 0.0) + source.scale
         else:
@@ -75,6 +81,14 @@ def open_sources(sources: Sequence[Source], state: TrainState, **options: Any) -
     if adapters:
         opened.insert(place, Opened(first, StoredAdapters(adapters, model=options["model"])))
     return opened
+
+
+def _require_defaults(source: Source) -> None:
+    plain = Source(folder=source.folder, scale=source.scale)
+    expected = "no value, since the settings of the first adapter apply to all"
+    for name, default in vars(plain).items():
+        value = getattr(source, name)
+        require(value == default, source.folder, name, value, expected, UsageError)
 
 
 def open_source(

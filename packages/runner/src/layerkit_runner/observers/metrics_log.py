@@ -25,6 +25,7 @@ from typing import Any
 from etils import epath
 
 from layerkit.errors import ConfigError
+from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import atomic_write, is_remote, naming_path, open_append
 from layerkit_runner.observers.base import Background, Observer, RunInfo
 
@@ -217,8 +218,9 @@ class Metrics:
 def read_metrics(path: epath.PathLike) -> Metrics:
     """Read the series of metrics.jsonl, given by its path or by its job folder.
 
-    Records of lost work, and an incomplete last line, are omitted. Of two records of one step (and
-    data set), the later one counts.
+    Records of lost work, and an incomplete last line, are omitted. Of two training records of one
+    step, the later one counts. Evaluation records of one step and data set become one record, with
+    the later value of each metric.
 
     Raises:
       FileNotFoundError: The file does not exist.
@@ -250,7 +252,8 @@ def read_metrics(path: epath.PathLike) -> Metrics:
                     for lost in [later for later in series if later > step]:
                         del series[lost]
         elif "dataset" in record:
-            evals.setdefault(record["dataset"], {})[step] = record
+            series = evals.setdefault(record["dataset"], {})
+            series[step] = {**series.get(step, {}), **record}
         else:
             train[step] = record
     return Metrics(
@@ -259,6 +262,20 @@ def read_metrics(path: epath.PathLike) -> Metrics:
         evals={name: _sort_by_step(series) for name, series in evals.items() if series},
         events=events,
     )
+
+
+def metric_series(evals: Mapping[str, Sequence[Record]], metric: str) -> list[tuple[int, float]]:
+    """Return the values of a metric, given as `DATASET/NAME`, by evaluated step.
+
+    Raises:
+      UsageError: The data set was evaluated without this metric.
+    """
+    dataset = max((name for name in evals if metric.startswith(f"{name}/")), key=len, default="")
+    records, name = evals.get(dataset, []), metric.removeprefix(f"{dataset}/")
+    choices = {f"{dataset}/{key}": 0 for one in records for key in one if key not in _RESERVED}
+    if records and metric not in choices:
+        raise UsageError("unknown metric", field="metric", value=metric, choices=choices)
+    return [(record["step"], record[name]) for record in records if name in record]
 
 
 def _sort_by_step(series: dict[int, Record]) -> list[Record]:

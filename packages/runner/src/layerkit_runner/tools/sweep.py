@@ -19,6 +19,8 @@ from optuna import distributions, pruners, samplers
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
 
+from layerkit.config.checks import check_sizes, require
+from layerkit.config.field_types import MISMATCH, field_annotations
 from layerkit.errors import UserError
 from layerkit_runner.config.requests import (
     Override,
@@ -33,7 +35,7 @@ from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import open_append
 from layerkit_runner.files.bounded_documents import parse_json, parse_toml, read_text
 from layerkit_runner.files.text import draw_table
-from layerkit_runner.observers.metrics_log import read_metrics
+from layerkit_runner.observers.metrics_log import metric_series, metrics_path, read_metrics
 from layerkit_runner.run.job_folder import lock, try_lock
 
 # Flags with another value for each trial, and those of the sweep itself.
@@ -93,12 +95,20 @@ def read_study_file(path: str, *, num_trials: int | None = None) -> StudyFile:
         for key in ("sampler", "pruner"):
             if isinstance(document.get(key), str):
                 document[key] = {"name": document[key]}
+        for key, value in document.items():
+            kind = field_annotations(StudyFile)[key]
+            require(kind.fit(value) is not MISMATCH, None, key, value, kind, UsageError)
         file = StudyFile(**document)
+        check_sizes(None, num_trials=file.num_trials)
         if bool(file.space) == bool(file.trials):
             raise UsageError(field="space, trials", value=[*document], expected="one of them")
         if file.trials:
+            for key in document.keys() & {"num_trials", "sampler"}:
+                raise UsageError(field=key, value=document[key], expected="none beside trials")
+            file.num_trials = most = len(file.trials)
+            is_listed, expected = (num_trials or 1) <= most, f"at most {most}, the listed trials"
+            require(is_listed, None, "--num_trials", num_trials, expected, UsageError)
             file.space = {_LISTED: {"choices": [_words(trial) for trial in file.trials]}}
-            file.num_trials = len(file.trials)
         file.space = {path: _distribution(path, axis) for path, axis in file.space.items()}
         file.num_trials = num_trials or file.num_trials
         if isinstance(sampler := file.make_sampler(0), samplers.GridSampler):
@@ -258,7 +268,9 @@ class Sweep:
             while code is None:
                 time.sleep(0.5)
                 code = process.poll()
-                for step, value in _evaluations(folder, self.file.metric):
+                log = metrics_path(folder)
+                evals = read_metrics(log).evals if log.exists() else {}
+                for step, value in metric_series(evals, self.file.metric):
                     if step not in values and state == TrialState.COMPLETE:
                         print(f"{label}: {self.file.metric} {value:.5g} at step {step}", flush=True)
                         trial.report(value, step)
@@ -304,19 +316,6 @@ class Sweep:
         rows.sort()
         head = ["trial", self.file.metric, "state", "step", "reason", *self.file.space]
         print("\n".join(draw_table((cells for *_, cells in rows), head=head)), flush=True)
-
-
-def _evaluations(folder: Path, metric: str) -> list[tuple[int, float]]:
-    """Return the metric of a trial by evaluated step."""
-    if not (folder / "metrics.jsonl").exists():
-        return []
-    evals = read_metrics(folder).evals
-    dataset = max((name for name in evals if metric.startswith(f"{name}/")), key=len, default="")
-    records, name = evals.get(dataset, []), metric.removeprefix(f"{dataset}/")
-    if records and name not in records[0]:
-        choices = [f"{dataset}/{key}" for key in records[0]]
-        raise UsageError("unknown metric", field="metric", value=metric, choices=choices)
-    return [(record["step"], record[name]) for record in records]
 
 
 def _words(trial: Mapping[str, Any]) -> str:

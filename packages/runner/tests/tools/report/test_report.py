@@ -184,6 +184,25 @@ def test_record_without_phases_and_with_another_lock_is_read(tmp_path):
         assert (job.state, summarize(job, [job])["time in steps"]) == ("running", share)
 
 
+def test_newest_evaluation_counts_and_those_of_lost_work_do_not(tmp_path):
+    times = {
+        "metrics.jsonl": [("start", 0, 1), ("train", 100, 4), ("resume", 50, 6), ("train", 70, 8)],
+        "metrics_eval.jsonl": [("lost", 100, 5), ("eval", 70, 7), ("kept", 50, 3)],
+        "metrics_eval_once.jsonl": [("once", 50, 9), ("lost", 60, 2)],
+    }
+    for name, rows in times.items():
+        lines = [
+            {"event": text, "step": step, "time": moment}
+            if text in ("start", "resume")
+            else {"step": step, "time": moment, "dataset": "heldout", "loss": text}
+            for text, step, moment in rows
+        ]
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (job,) = read_jobs([tmp_path])
+    rows = [(row["step"], row["loss"]) for row in job.metrics.evals["heldout"]]
+    assert rows == [(50, "once"), (70, "train")]
+
+
 def test_sweep_with_a_trial_that_failed_before_its_first_step(tmp_path):
     trial = tmp_path / "trials" / "0000"
     write_run(tmp_path / "run", [3.0])

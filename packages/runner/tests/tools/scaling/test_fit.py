@@ -104,6 +104,14 @@ def test_too_few_rungs_are_an_error(ratios, num, expected):
         choose_law(sizes, [1.0] * len(sizes))
 
 
+@pytest.mark.parametrize("name", ["N", "D"])
+def test_rungs_of_one_size_or_number_of_tokens_are_an_error(raises, name):
+    values = np.geomspace(1e6, 1e8, 6)
+    sizes = [Size(1e6, d, 6e6 * d) if name == "N" else Size(d, 1e6, 6e6 * d) for d in values]
+    with raises(UsageError, owner="rungs", field=name, value="1e+06 to 1e+06"):
+        choose_law(sizes, [loss_of(size, is_ray=False) for size in sizes])
+
+
 @pytest.mark.slow  # intervals of the published losses are above
 @pytest.mark.parametrize("num_cases", [200, 8], ids=str)
 @pytest.mark.parametrize("is_ray", [True, False])

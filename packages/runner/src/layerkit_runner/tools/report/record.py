@@ -138,8 +138,11 @@ def _read(path: epath.Path, name: str) -> JobRecord:
     metrics = read_metrics(path) if has_metrics else Metrics(info={}, train=[], evals={}, events=[])
     for other in sorted(path.glob("metrics_*.jsonl")):  # of other modes, such as eval
         for dataset, records in read_metrics(other).evals.items():
-            rows = {row["step"]: row for row in [*metrics.evals.get(dataset, []), *records]}
-            metrics.evals[dataset] = [rows[step] for step in sorted(rows)]
+            kept = [row for row in records if not _is_lost(row, metrics.events)]
+            rows = [*metrics.evals.get(dataset, []), *kept]
+            newest = {row["step"]: row for row in sorted(rows, key=lambda row: row["time"])}
+            if rows:
+                metrics.evals[dataset] = [newest[step] for step in sorted(newest)]
     file = path / "goodput.json"
     goodput = json.loads(file.read_text()) if file.exists() else {}
     seconds = goodput.get("seconds", {})
@@ -159,6 +162,11 @@ def _read(path: epath.Path, name: str) -> JobRecord:
         state=state,
         errors=[printable(line[:_MAX_ERROR_CHARACTERS]) for line in errors],
     )
+
+
+def _is_lost(row: Record, events: Iterable[Record]) -> bool:
+    """Return whether training began again, or rolled back, below the step of an older record."""
+    return any(e.get("step", math.inf) < row["step"] and e["time"] > row["time"] for e in events)
 
 
 def _state(lock: epath.Path, metrics: Metrics) -> str:

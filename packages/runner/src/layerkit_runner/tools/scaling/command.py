@@ -30,7 +30,7 @@ from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.files.bounded_documents import parse_json, parse_toml, read_text
 from layerkit_runner.files.text import draw_table
-from layerkit_runner.observers.metrics_log import metrics_path
+from layerkit_runner.observers.metrics_log import metric_series, metrics_path
 from layerkit_runner.run.job import environment
 from layerkit_runner.run.job_errors import job_errors
 from layerkit_runner.run.resolve import resolve_entry
@@ -46,7 +46,9 @@ from layerkit_runner.tools.scaling.ladder import (
     step_size,
 )
 
-_RAY_RATIO = 2.0  # Rungs whose D/N differ by less are one ray: N and D have one term together.
+# Rungs whose D/N differ by less are one ray: N and D have one term together. Rungs whose N, or D,
+# differ by less do not identify its term in L(N, D).
+_MIN_SPREAD = 2.0
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -90,7 +92,9 @@ def _plan(values: Mapping[str, Any], words: Sequence[str]) -> None:
     require(is_whole, owner, "flags", [*flags.values], expected, UsageError)
     predicted = values["predict"] or ()
     require(len(predicted) <= 1, owner, "--predict", predicted, "one number", UsageError)
-    folder = Path(flags.options.job_log_dir or "").expanduser().absolute()
+    directory = flags.options.job_log_dir or ""
+    require("://" not in directory, owner, "--job_log_dir", directory, "a local folder", UsageError)
+    folder = Path(directory).expanduser().absolute()
     path, entry = folder / "ladder.toml", find_experiment(flags.exp or "")
     require(not path.exists(), owner, "--job_log_dir", str(folder), "no ladder.toml", UsageError)
     base = resolve_entry(entry, flags.overrides)
@@ -106,8 +110,8 @@ def _plan(values: Mapping[str, Any], words: Sequence[str]) -> None:
             )
             rungs += planned[: len(values["flops"])]
             larger = larger or planned[len(values["flops"]) :]
-    folder.mkdir(parents=True, exist_ok=True)
     text = ladder_text(f"{held_out[0]}/loss", rungs, larger)
+    folder.mkdir(parents=True, exist_ok=True)
     atomic_write(path, text)
     run = ["runner", f"--exp={base.name}", f"--job_log_dir={folder}", f"--study={path}"]
     print(f"{text}\nwrote {path}\n{shlex.join(run)}\nrunner scaling fit {folder}", flush=True)
@@ -115,11 +119,11 @@ def _plan(values: Mapping[str, Any], words: Sequence[str]) -> None:
 
 def _measure(job: JobRecord, metric: str) -> Result:
     """Return the result of a finished run; raise `UsageError` if it has none."""
-    dataset, _, name = metric.rpartition("/")
-    info, evals = job.metrics.info, job.metrics.evals.get(dataset, [])
-    state = "; ".join([job.state, *job.errors[-1:]])
+    info, state = job.metrics.info, "; ".join([job.state, *job.errors[-1:]])
     require(job.state == "finished", job.folder, "state", state, "finished", UsageError)
-    losses = [r.get(name, math.nan) for r in evals if r["step"] == info["num_train_steps"]]
+    with as_usage_error(UsageError, owner=job.folder):
+        series = metric_series(job.metrics.evals, metric)
+    losses = [loss for step, loss in series if step == info["num_train_steps"]]
     is_loss = losses and 0 < losses[0] < math.inf
     require(is_loss, job.folder, metric, losses, "a finite loss of the last step", UsageError)
     step = Size(info["num_params"], info["tokens_per_step"], info["flops_per_step"])
@@ -133,7 +137,7 @@ def choose_law(sizes: Sequence[Size], losses: Sequence[float]) -> Law:
     than seeds differ, so the seeds of a small rung should not count more than a large rung.
 
     Raises:
-      UsageError: They identify none.
+      UsageError: They identify none, since they are too few, or too alike in N or D.
     """
     by_size: dict[tuple[float, ...], list[np.ndarray]] = {}
     for row in np.log([(*size, loss) for size, loss in zip(sizes, losses, strict=True)]):
@@ -142,13 +146,18 @@ def choose_law(sizes: Sequence[Size], losses: Sequence[float]) -> Law:
     num, num_repeats = len(rungs), len(losses) - len(rungs)
     squares = sum(len(rows) * np.var([row[-1] for row in rows]) for rows in by_size.values())
     ratios = [size.D / size.N for size in sizes] or [1.0]
-    is_ray = max(ratios) < _RAY_RATIO * min(ratios)
+    is_ray = max(ratios) < _MIN_SPREAD * min(ratios)
     expected = "at least 3 finished ones of different sizes, or 4 to identify E"
     if not is_ray:
         expected = f"at least 6, for L(N, D), since D/N is {min(ratios):.3g} to {max(ratios):.3g}"
     require(num >= (3 if is_ray else 6), None, "rungs", num, expected, UsageError)
     columns = dict(zip(Size._fields, np.exp(rungs.T), strict=False))
     chosen = {name: columns[name] for name in ("C" if is_ray else "ND")}
+    for name, values in chosen.items():
+        low, high = min(values), max(values)
+        expected = f"a spread by a factor of {_MIN_SPREAD:g} or more, for L({', '.join(chosen)})"
+        is_spread = high >= _MIN_SPREAD * low or is_ray
+        require(is_spread, "rungs", name, f"{low:.4g} to {high:.4g}", expected, UsageError)
     noise = math.sqrt(squares / num_repeats) if num_repeats else 0.0
     return fit_law(chosen, np.exp(rungs[:, -1]), has_floor=num >= 4, noise=noise)
 
@@ -183,11 +192,16 @@ def _predict(folder: Path, ladder: Mapping[str, Any], law: Law, results: Sequenc
     larger, file = folder / "larger", folder / "prediction.json"
     is_new, expected = not metrics_path(larger).exists(), "no run before its prediction"
     require(is_new, "`runner scaling fit`", "larger run", str(larger), expected, UsageError)
+    paths = {path for table in [*ladder.get("trials", ()), ladder["larger"]] for path in table}
+    for job, *_ in results:
+        others = {p: text for p, text in job.config.overrides.items() if p not in paths}
+        expected = f"fields of {folder / 'ladder.toml'}; set others in its [larger], too"
+        require(not others, job.folder, "fields", others, expected, UsageError)
     overrides, experiment = field_overrides(ladder["larger"]), results[0][0].config.experiment
     resolved = resolve_entry(find_experiment(experiment), overrides)
     size = step_size(resolved).times(resolved.task.train.num_train_steps)
     ratios, ratio = [one.D / one.N for _, one, _ in results], size.D / size.N
-    is_near = min(ratios) / _RAY_RATIO < ratio < _RAY_RATIO * max(ratios)
+    is_near = min(ratios) / _MIN_SPREAD < ratio < _MIN_SPREAD * max(ratios)
     expected = f"that of the rungs, {min(ratios):.3g} to {max(ratios):.3g}"
     require(is_near or law.names != ("C",), "larger run", "D/N", ratio, expected, UsageError)
     value, *interval = law.predict(size._asdict())

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from layerkit_runner.config.requests import Override, ResolvedExperiment, parse_override
 from layerkit_runner.data.train_inputs import training_configs
 from layerkit_runner.errors import UsageError
+from layerkit_runner.files.bounded_documents import parse_toml
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run.job_folder import last_step_path
 from layerkit_runner.run.start_report import num_params
@@ -20,6 +21,7 @@ from layerkit_runner.tools.plan.plan import abstract_batch
 from layerkit_runner.tools.plan.targets import planned_target, target_devices
 
 _SIZES = range(1, 513)
+_MAX_MISFIT = math.log(2.0)
 
 
 class Size(NamedTuple):
@@ -68,7 +70,8 @@ def plan_rungs(
     `resolve` applies overrides to the experiment, and `overrides` are those of all rungs.
 
     Raises:
-      UsageError: The experiment defines no sizes, or a rung has fewer FLOPs than a step.
+      UsageError: The experiment defines no sizes, or none whose D/N is within a factor of 2 of the
+        ratio, or a rung has fewer FLOPs than a step.
     """
     base = resolve(overrides)
     if not base.experiment.size_fields(1):
@@ -94,6 +97,10 @@ def plan_rungs(
         error_of = functools.partial(misfit, flops=flops)
         first = bisect.bisect(_SIZES, 0.0, key=error_of)
         size = min(_SIZES[max(first - 1, 0) : first + 1], key=lambda s: abs(error_of(s)))
+        if abs(error := error_of(size)) > _MAX_MISFIT:
+            nearest = ratio / math.exp(error)
+            expected = f"FLOPs for D/N = {ratio:g}; the nearest size, {size}, has {nearest:.3g}"
+            raise UsageError(field="--flops", value=flops, expected=expected)
         if (steps := round(flops / step_of(size).C)) < 1:
             expected = f"at least the {step_of(size).C:.3g} FLOPs of a step"
             raise UsageError(field="--flops", value=flops, expected=expected)
@@ -109,13 +116,27 @@ def field_overrides(fields: Mapping[str, Any]) -> list[Override]:
 
 
 def ladder_text(metric: str, rungs: Sequence[Rung], larger: Sequence[Rung]) -> str:
-    """Return rungs as a study file in TOML, with the larger run to predict, if any."""
-    lines = [f"metric = {json.dumps(metric)}"]
+    """Return rungs as a study file in TOML, with the larger run to predict, if any.
+
+    Raises:
+      UsageError: TOML has no form of a value, such as None or infinity.
+    """
+    lines = [f"metric = {_toml(metric)}"]
     for index, (size, fields) in enumerate([*rungs, *larger]):
         about = f"{size.C:.4g} FLOPs: {size.N:,} weights, {size.D:,.0f} tokens"
         lines += ["", f"# {about}, {size.D / size.N:.3g} per weight"]
         lines += ["[[trials]]" if index < len(rungs) else "[larger]"]
-        for path, value in fields.items():  # Values in JSON, and keys with quotes, are valid TOML.
-            key = path if path.isidentifier() else json.dumps(path)
-            lines.append(f"{key} = {json.dumps(value)}")
+        for path, value in fields.items():
+            key = path if path.isascii() and path.isidentifier() else _toml(path)
+            try:
+                parse_toml(line := f"{key} = {_toml(value)}")
+            except (TypeError, ValueError) as error:
+                expected = 'a value that TOML can hold, or its text, such as "None"'
+                raise UsageError(field=path, value=value, expected=expected) from error
+            lines.append(line)
     return "\n".join([*lines, ""])
+
+
+def _toml(value: Any) -> str:
+    """Return a value in JSON, which is valid TOML but for DEL, None, NaN and infinity."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
