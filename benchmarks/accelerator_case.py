@@ -205,9 +205,7 @@ def predictions(traced: Traced, step: CompiledStep, device: DeviceKind) -> dict[
     flops = model_flops_per_step(traced.resolved.task, traced.batch, rows)
     collectives = collective_traffic(step.hlo_text, dict(mesh.shape), slices=[0] * mesh.size)
     layers = layer_flops(scoped_flops(traced.program.jaxpr), device, num_devices=mesh.size)
-    work = device_work(
-        memory, collectives, flops=sum(sum(layer.values()) for layer in layers.values())
-    )
+    work = device_work(memory, collectives, layers)
     bounds = step_bounds(
         work, device, model_flops_per_device=flops / mesh.size, tokens=rows * length
     )

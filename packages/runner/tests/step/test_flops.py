@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
@@ -173,6 +174,14 @@ def test_flash_attention_counts_like_plain_attention(platform, causal):
 
     whole = 2 * 2 * (2 * 4) * 256 * 256 * 16
     assert flops("pallas") == flops("xla") == (whole / 2 if causal else whole)
+
+
+@pytest.mark.parametrize("window", [32, 200])
+def test_flash_attention_counts_the_pairs_in_a_window(window):
+    mask = dataclasses.replace(AttentionMask.causal_mask(2, 256), window=window)
+    options = AttentionOptions(mask=mask, scale=1.0, backend="pallas", platform="cuda")
+    flops = forward_flops(lambda x: dot_product_attention(x, x, x, options), shape(2, 256, 4, 16))
+    assert flops == 2 * 2 * (2 * 4) * 16 * 256 * min(window, 256 / 2)
 
 
 def test_cudnn_attention_counts_like_plain_attention(monkeypatch):

@@ -122,7 +122,7 @@ def test_file_that_cannot_be_read_is_an_error(tmp_path, name):
 def opened(file: StudyFile, folder: Path, *, storage: str | None = "journal") -> sweep.Sweep:
     folder.mkdir(exist_ok=True)
     storage = str(folder / "journal.log") if storage == "journal" else storage
-    record = {"metric": file.metric, "experiment": "a.B"}
+    record = file.record() | {"experiment": "a.B"}
     return sweep.Sweep(file, folder, sweep.open_study(file, folder, storage, record), [])
 
 
@@ -189,13 +189,14 @@ def test_listed_trials_run_in_order_and_no_others(study_file, tmp_path, raises):
         {"KIND": "c=d", "task.train.random_seed": 3},
         {"RATE": 1},
     ]
-    file = study_file(space={}, trials=trials)
     claimed = []
-    for at_most in (2, 99):  # resumed after two trials
+    # Resumed after one trial, and with one more trial after all others.
+    for listed, at_most in ((trials[:2], 1), (trials[:2], 99), (trials, 99)):
+        file = study_file(space={}, trials=listed)
         study = opened(file, tmp_path / "study")
         while len(claimed) < at_most and (one := study._ask()) is not None:
             trial, held = one
-            claimed.append([str(override) for override in sweep._overrides(trial.params)])
+            claimed.append([str(override) for override in file.overrides(trial.params)])
             study.study.tell(trial.number, 0.0)
             held.close()
     assert claimed == [
@@ -203,7 +204,13 @@ def test_listed_trials_run_in_order_and_no_others(study_file, tmp_path, raises):
         ["--fdl.KIND=c=d", "--fdl.task.train.random_seed=3"],
         ["--fdl.RATE=1"],
     ]
+    changed = study_file(space={}, trials=[{"RATE": 2}, *trials[1:]])
+    with raises(UsageError, field="trial 0", value="RATE=2"):
+        opened(changed, tmp_path / "study")
+    with raises(UsageError, field="trial 2", value=None):
+        opened(study_file(space={}, trials=trials[:2]), tmp_path / "study")
     path = str(tmp_path / "study.json")
+    study_file(space={}, trials=trials)
     assert read_study_file(path, num_trials=2).num_trials == 2
     with raises(UsageError, field="--num_trials", value=4):
         read_study_file(path, num_trials=4)

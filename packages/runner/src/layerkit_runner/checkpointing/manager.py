@@ -1,8 +1,8 @@
 """Manager that saves and restores the state, input states and metadata of training steps.
 
-It adds to Orbax a manifest of checksums in every step (`integrity.py`), a single-file format
-(`formats.py`), a strict comparison of structures on restore (`structure.py`), and messages about
-all files that it deletes or moves.
+It adds to Orbax a manifest of checksums in every step (`integrity.py`), a single-file format and a
+strict comparison of structures on restore (`stored_state.py`), and messages about all files that it
+deletes or moves.
 
     DIR/checkpoint_00000042/            a committed step
         state/  input_states/  metadata/  integrity/

@@ -40,7 +40,7 @@ from layerkit_runner.run.job_folder import lock, try_lock
 
 # Flags with another value for each trial, and those of the sweep itself.
 _NOT_PASSED_ON = ("exp", "fdl_config", "job_log_dir", "study", "num_trials", "study_storage")
-# The parameter whose choices are the trials of a list; no field of an experiment has such a name.
+# The parameter that is the position of a trial in a list; no field of an experiment has this name.
 _LISTED = "trial"
 
 
@@ -68,8 +68,7 @@ class StudyFile:
         uninterrupted one, and two processes never draw the same values.
         """
         if self.trials:
-            choices = self.space[_LISTED].choices
-            values = {_LISTED: choices[number % len(choices)]}
+            values = {_LISTED: min(number, len(self.trials) - 1)}
             return samplers.PartialFixedSampler(values, samplers.RandomSampler())
         options = {"seed": 0, **self.sampler}
         if options["name"] == "grid":
@@ -81,6 +80,18 @@ class StudyFile:
         if options["name"] == "tpe":  # avoids the values of trials that run in other processes
             options = {"constant_liar": True, **options}
         return _make("Sampler", samplers, **options)
+
+    def record(self) -> dict[str, str]:
+        """Return what may not change while trials are added."""
+        record = {path: distributions.distribution_to_json(d) for path, d in self.space.items()}
+        if self.trials:
+            record = {f"{_LISTED} {i}": _words(trial) for i, trial in enumerate(self.trials)}
+        return record | {"metric": self.metric}
+
+    def overrides(self, params: Mapping[str, Any]) -> list[Override]:
+        """Return the overrides of the parameters of a trial."""
+        values = self.trials[params[_LISTED]] if self.trials and params else params
+        return [parse_override(path, _text(value)) for path, value in values.items()]
 
 
 def read_study_file(path: str, *, num_trials: int | None = None) -> StudyFile:
@@ -108,7 +119,7 @@ def read_study_file(path: str, *, num_trials: int | None = None) -> StudyFile:
             file.num_trials = most = len(file.trials)
             is_listed, expected = (num_trials or 1) <= most, f"at most {most}, the listed trials"
             require(is_listed, None, "--num_trials", num_trials, expected, UsageError)
-            file.space = {_LISTED: {"choices": [_words(trial) for trial in file.trials]}}
+            file.space = {_LISTED: {"low": 0, "high": most - 1}}
         file.space = {path: _distribution(path, axis) for path, axis in file.space.items()}
         file.num_trials = num_trials or file.num_trials
         if isinstance(sampler := file.make_sampler(0), samplers.GridSampler):
@@ -148,8 +159,9 @@ def run_study(flags: ParsedFlags, resolve: Callable[..., ResolvedExperiment]) ->
     with as_usage_error(UserError, owner=f"--study={options.study}"):
         resolved = resolve(fixed)
         for path, axis in file.space.items():
-            for value in getattr(axis, "choices", None) or (axis.low, axis.high):
-                resolve(merge_overrides([*fixed, *_overrides({path: value})]))
+            ends = getattr(axis, "choices", None) or (axis.low, axis.high)
+            for value in range(len(file.trials)) or ends:
+                resolve(merge_overrides([*fixed, *file.overrides({path: value})]))
         prefixes = tuple(f"{dataset_name(c)}/" for c in resolved.datasets if not c.is_training)
         if resolved.eval_programs is None and not file.metric.startswith(prefixes):
             choices = [prefix + file.metric.partition("/")[2] for prefix in prefixes]
@@ -159,8 +171,7 @@ def run_study(flags: ParsedFlags, resolve: Callable[..., ResolvedExperiment]) ->
         raise UsageError(field="--job_log_dir", value=directory, expected="a folder with locks")
     folder = Path(directory).expanduser().absolute()
     words = [f"--exp={resolved.name}", *map(str, fixed)]
-    record = {path: distributions.distribution_to_json(axis) for path, axis in file.space.items()}
-    record |= {"metric": file.metric, "experiment": " ".join(words)}
+    record = file.record() | {"experiment": " ".join(words)}
     with lock(folder / "study.lock"):
         study = open_study(file, folder, options.study_storage, record)
     passed = {name: value for name, value in flags.values.items() if name not in _NOT_PASSED_ON}
@@ -190,7 +201,8 @@ def open_study(
     if old and not any(trial.intermediate_values for trial in study.get_trials()):
         old["metric"] = record["metric"]  # no trial has reported the first metric
     for key in {**old, **record} if old else ():
-        if old.get(key) != record.get(key):
+        is_appended = key not in old and f"{_LISTED} 0" in old and key.startswith(_LISTED)
+        if old.get(key) != record.get(key) and not is_appended:
             expected = f"{old.get(key)!r}, with which the sweep in this folder began"
             raise UsageError(field=key, value=record.get(key), expected=expected)
     for key, value in record.items():
@@ -251,7 +263,7 @@ class Sweep:
     def _run_trial(self, trial: Trial, held: IO[bytes]) -> TrialState:
         """Run the process of a trial, tell Optuna its end, and return its state."""
         folder, label = Path(held.name).parent, f"trial {trial.number:04d}"
-        fields = [*map(str, _overrides(trial.params))]
+        fields = [*map(str, self.file.overrides(trial.params))]
         print(f"{label}: {' '.join(fields)}", flush=True)
         words = [*self.words, *fields, f"--job_log_dir={folder}", "--num_processes=1"]
         with open_append(folder / "output.txt") as output:
@@ -311,7 +323,10 @@ class Sweep:
             order = value if self.file.direction == "minimize" else -value
             cells = [f"{trial.number:04d}", f"{value:.5g}", trial.state.name.lower()]
             cells += [f"{max(values, default=0)}", trial.user_attrs.get("reason", "")]
-            cells += [str(trial.params.get(path, "")) for path in self.file.space]
+            if self.file.trials and trial.params:
+                cells.append(_words(self.file.trials[trial.params[_LISTED]]))
+            else:
+                cells += [str(trial.params.get(path, "")) for path in self.file.space]
             rows.append((trial.state != TrialState.COMPLETE, not values, order, cells))
         rows.sort()
         head = ["trial", self.file.metric, "state", "step", "reason", *self.file.space]
@@ -321,16 +336,6 @@ class Sweep:
 def _words(trial: Mapping[str, Any]) -> str:
     """Return the values of a listed trial as shell words."""
     return shlex.join(f"{path}={_text(value)}" for path, value in trial.items())
-
-
-def _overrides(params: Mapping[str, Any]) -> list[Override]:
-    """Return the overrides of the parameters of a trial."""
-    words = [
-        word
-        for path, value in params.items()
-        for word in shlex.split(value if path == _LISTED else _words({path: value}))
-    ]
-    return [parse_override(path, text) for path, _, text in (w.partition("=") for w in words)]
 
 
 def _text(value: Any) -> str:

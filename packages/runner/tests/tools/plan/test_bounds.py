@@ -30,6 +30,7 @@ PEAK = 989.4e12
 # 40 % of the peak would do the work in a second.
 MODEL_FLOPS = 0.4 * PEAK
 
+LAYERS = {"lm/stack": {"forward": 0.25, "backward": 0.75}}
 MEMORY = Memory(
     weights=100,
     non_trainable=0,
@@ -88,9 +89,9 @@ def test_unknown_device_figures_leave_times_none():
 
 def test_memory_bytes_of_a_step():
     # Arguments read, outputs written, weights read twice more; temporaries written and read.
-    assert device_work(MEMORY, [], flops=1.0).memory_bytes == 310 + 305 + 200 + 2000
+    assert device_work(MEMORY, [], LAYERS).memory_bytes == 310 + 305 + 200 + 2000
     received = [Traffic("all-gather", "fsdp", 1, 3000, is_exact=True)]
-    assert device_work(MEMORY, received, flops=1.0).memory_bytes == 310 + 305 + 200 + 6000
+    assert device_work(MEMORY, received, LAYERS).memory_bytes == 310 + 305 + 200 + 6000
 
 
 def test_products_of_narrow_dtypes_count_by_their_time():
@@ -115,7 +116,7 @@ def test_sent_bytes_are_split_by_network():
         Traffic("all-reduce", "data", 1, 50, is_exact=True, bytes_slow=50),
         Traffic("all-reduce", "tensor", 1, 30, is_exact=True),
     ]
-    work = device_work(MEMORY, sent, flops=1.0)
+    work = device_work(MEMORY, sent, LAYERS)
     assert (work.fast_bytes, work.slow_bytes) == (530, 250)
     assert step_bounds(work, H100, model_flops_per_device=1.0, tokens=None).tokens_per_sec is None
 

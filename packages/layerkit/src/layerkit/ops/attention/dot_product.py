@@ -160,8 +160,14 @@ def dot_product_attention(
                 query, key, value, options, attend=xla_attention, size=local_block
             )
     in_blocks = chosen.name == "xla" and uses_causal_blocks(call, sharding)
-    # The count of model FLOPs halves the products in the causal scope; blocks have their own.
-    with jax.named_scope("causal_attention" if call.is_causal and not in_blocks else "attention"):
+    # Counts of FLOPs read which of the products are hidden; blocks have their own scope.
+    scope = "causal_attention" if call.is_causal and not in_blocks else "attention"
+    if chosen.name != "xla" and call.reach is not None and call.platform != "tpu":
+        # On TPUs, blocks outside a window are not in the kernel's grid, whose cells are counted.
+        num_seen = sum(call.reach) + 1
+        if num_seen < call.num_keys // (2 if call.is_causal else 1):
+            scope = f"rows_{num_seen}_of_{call.num_keys}"
+    with jax.named_scope(scope):
         if sharding is not None and is_split:
             from layerkit.ops.attention.context_parallel import gather_keys
 

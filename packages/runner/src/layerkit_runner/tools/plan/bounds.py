@@ -111,8 +111,11 @@ class Bounds:
         return {name: getattr(self, f"{name.replace(' ', '_')}_seconds") for name in RESOURCES}
 
 
-def device_work(memory: Memory, collectives: Iterable[Traffic], *, flops: float) -> DeviceWork:
-    """Return the least work of a device; `flops` includes rematerialized products."""
+def device_work(
+    memory: Memory, collectives: Iterable[Traffic], layers: Mapping[str, Mapping[str, float]]
+) -> DeviceWork:
+    """Return the least work of a device; `layers` are of `layer_flops`, rematerialized ones too."""
+    flops = sum(sum(by_pass.values()) for by_pass in layers.values())
     # State and batch are read once, and weights twice more, by both passes. Temporaries and
     # received data are written and read once.
     sent = list(collectives)

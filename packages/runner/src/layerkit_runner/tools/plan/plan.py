@@ -228,9 +228,7 @@ def _plan_step(
     collectives = collective_traffic(step.hlo_text, mesh, slices=slices)
     products = scoped_flops(program.jaxpr)
     layers = layer_flops(products, device, num_devices=len(devices))
-    work = device_work(
-        memory, collectives, flops=sum(sum(layer.values()) for layer in layers.values())
-    )
+    work = device_work(memory, collectives, layers)
     bounds = step_bounds(
         work, device, model_flops_per_device=flops / len(devices), tokens=batch_plan.tokens
     )

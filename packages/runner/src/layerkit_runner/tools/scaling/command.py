@@ -44,6 +44,7 @@ from layerkit_runner.tools.scaling.ladder import (
     ladder_text,
     plan_rungs,
     step_size,
+    with_seeds,
 )
 
 # Rungs whose D/N differ by less are one ray: N and D have one term together. Rungs whose N, or D,
@@ -58,10 +59,17 @@ def _numbers(text: str) -> tuple[float, ...]:
     return values
 
 
+def _counts(text: str) -> tuple[int, ...]:
+    if not all(part.isdigit() and int(part) > 0 for part in text.split(",")):
+        raise ValueError("integers above 0, with commas between them")
+    return tuple(map(int, text.split(",")))
+
+
 _FLAGS = (
     Flag("flops", _numbers, "model FLOPs of the rungs", "C,C"),
     Flag("predict", _numbers, "model FLOPs of the larger run", "C"),
     Flag("tokens_per_weight", _numbers, "D/N: one for a ray, several for L(N, D)", "D/N", (20.0,)),
+    Flag("seeds", _counts, "runs of a rung: one number, or one for each of --flops", "N,N", (1,)),
     Flag("help", bool, "print these flags"),
 )
 
@@ -88,10 +96,15 @@ def run_scaling(words: Sequence[str]) -> int:
 def _plan(values: Mapping[str, Any], words: Sequence[str]) -> None:
     flags, owner = parse_flags(words), "`runner scaling plan`"
     is_whole = flags.values.keys() == {"exp", "job_log_dir"} and values["flops"] is not None
-    expected = "--flops, --exp and --job_log_dir; others are --predict, --tokens_per_weight, --fdl"
+    more = "--predict, --tokens_per_weight, --seeds, --fdl"
+    expected = f"--flops, --exp and --job_log_dir; others are {more}"
     require(is_whole, owner, "flags", [*flags.values], expected, UsageError)
     predicted = values["predict"] or ()
     require(len(predicted) <= 1, owner, "--predict", predicted, "one number", UsageError)
+    num_rungs, seeds = len(values["flops"]), values["seeds"]
+    is_paired, expected = len(seeds) in (1, num_rungs), f"1 or {num_rungs}, as of --flops"
+    require(is_paired, owner, "number of --seeds", len(seeds), expected, UsageError)
+    seeds = seeds if len(seeds) > 1 else seeds * num_rungs
     directory = flags.options.job_log_dir or ""
     require("://" not in directory, owner, "--job_log_dir", directory, "a local folder", UsageError)
     folder = Path(directory).expanduser().absolute()
@@ -108,8 +121,9 @@ def _plan(values: Mapping[str, Any], words: Sequence[str]) -> None:
             planned = plan_rungs(
                 budgets, flags.overrides, lambda o: resolve_entry(entry, o), ratio=ratio
             )
-            rungs += planned[: len(values["flops"])]
-            larger = larger or planned[len(values["flops"]) :]
+            for rung, num_seeds in zip(planned, seeds, strict=False):
+                rungs += with_seeds(rung, base, num_seeds=num_seeds)
+            larger = larger or planned[num_rungs:]
     text = ladder_text(f"{held_out[0]}/loss", rungs, larger)
     folder.mkdir(parents=True, exist_ok=True)
     atomic_write(path, text)

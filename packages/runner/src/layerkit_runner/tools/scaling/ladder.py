@@ -109,6 +109,17 @@ def plan_rungs(
     return rungs
 
 
+def with_seeds(rung: Rung, base: ResolvedExperiment, *, num_seeds: int) -> list[Rung]:
+    """Return runs of a rung that differ in their initial weights and the order of their data."""
+    first = {"task.train.random_seed": base.task.train.random_seed}
+    for index, config in enumerate(base.datasets):
+        if config.is_training:
+            first[f"datasets.{index}.input_random_seed"] = config.input_random_seed or 0
+    size, fields = rung
+    seeds = [{path: seed + i for path, seed in first.items()} for i in range(1, num_seeds)]
+    return [rung, *((size, fields | more) for more in seeds)]
+
+
 def field_overrides(fields: Mapping[str, Any]) -> list[Override]:
     """Return the overrides that set fields by path; a text is that of a flag."""
     texts = {path: v if isinstance(v, str) else repr(v) for path, v in fields.items()}
