@@ -226,7 +226,6 @@ def predictions(traced: Traced, step: CompiledStep, device: DeviceKind) -> dict[
         "copied_bytes": sum(access.bytes for access in copies),
         "largest_copies": [dataclasses.asdict(access) for access in copies[:_LARGEST]],
         "usable_bytes": device.usable_bytes,
-        # The bound uses the bfloat16 peak, which fp8 may exceed.
         "least_ms": None if bounds.step_seconds is None else 1e3 * bounds.step_seconds,
         "most_mfu": bounds.mfu,
     }

@@ -199,8 +199,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def _compiled_numbers(row: dict[str, Any]) -> str:
-    # The lower bound uses the bfloat16 peak, so it does not apply to others.
-    least = f"{row['least_ms']:.2f}" if row["case"]["dtype"] == "bf16" else ""
+    least = "" if row["least_ms"] is None else f"{row['least_ms']:.2f}"
     copied = f"{row['copied_bytes'] / _GIGA:.2f} of {row['accessed_bytes'] / _GIGA:.1f}"
     return (
         f"{row['predicted_bytes'] / _GIGA:>9.2f}{row['state_bytes'] / _GIGA:>10.2f}"

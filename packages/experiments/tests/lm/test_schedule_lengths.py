@@ -68,6 +68,7 @@ def test_a_shorter_run_has_a_schedule_that_fits(experiment: type[BaseExperiment]
         ({"WARMUP_STEPS": 0.1}, (200, 200, 2000)),
         ({"WARMUP_STEPS": 0.1, "DECAY_START": 0.8, "MAX_STEPS": 60}, (6, 48, 60)),
         ({"WARMUP_STEPS": 0, "DECAY_START": 5, "DECAY_END": 0.5}, (0, 5, 1000)),
+        ({"WARMUP_STEPS": 300, "LEARNING_RATE_SCHEDULE": "wsd"}, (300, 1600, 2000)),
     ],
 )
 def test_a_schedule_that_fits_is_left_alone(fields: dict[str, Any], steps: tuple[int, int, int]):
@@ -85,6 +86,16 @@ def test_schedule_does_not_depend_on_the_class_that_sets_a_length():
 
     expected = schedule(resolve(LocalText(MAX_STEPS=50, WARMUP_STEPS=200)))
     assert schedule(resolve(Short())) == schedule(resolve(Both())) == expected == (5, 5, 50)
+
+
+def test_shortened_warmup_leaves_the_flat_part():
+    made = LocalText(LEARNING_RATE_SCHEDULE="wsd", MAX_STEPS=150)
+    assert schedule(resolve(made)) == (15, 120, 150)
+
+
+def test_decay_that_starts_in_the_warmup_raises(raises):
+    with raises(ConfigError, field="DECAY_START", value=500):
+        resolve(LocalText(WARMUP_STEPS=900, DECAY_START=500))
 
 
 def test_decay_end_keeps_the_steps_of_pax_in_a_shorter_run():
@@ -169,6 +180,8 @@ def test_wrong_rates_of_stages_are_named(stages, error, raises):
     [
         ({"STAGES": [{"until_step": 9, "rate": 0.1}], "LEARNING_RATE": 0.5}, "LEARNING_RATE"),
         ({"STAGES": [{"until_step": 9, "rate": 0.1}], "WARMUP_STEPS": 7}, "WARMUP_STEPS"),
+        ({"LEARNING_RATE_SCHEDULE": "constant", "DECAY_START": 9}, "DECAY_START"),
+        ({"OPTIMIZER": "schedule_free", "DECAY_END": 900}, "DECAY_END"),
         (
             {"LEARNING_RATE_SCHEDULE": "linear", "MIN_LEARNING_RATE_RATIO": 0.2},
             "MIN_LEARNING_RATE_RATIO",

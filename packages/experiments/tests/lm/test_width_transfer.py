@@ -14,6 +14,7 @@ from flax.traverse_util import flatten_dict
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_experiments.lm.moe import Glam126M64E
+from layerkit_experiments.lm.open_models import DeepSeekV3
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_experiments.recipes.language_model import untied_decoder
 from layerkit_experiments.recipes.width_transfer import contracts_width, is_router, keeps_rate
@@ -184,9 +185,15 @@ def test_change_of_logits_is_flat_over_widths_only_with_the_field(
         ({"SCALE_EMBEDDING": True}, "SCALE_EMBEDDING"),
         ({"OPTIMIZER": "soap"}, "optimizer"),
         ({"base": 0}, "WIDTH_TRANSFER"),
+        ({"WEIGHT_INIT": "xavier_last_axes"}, "params_init"),
     ],
 )
 def test_what_no_rule_covers_raises(fields: Any, field: str, raises: Any):
     base = fields.pop("base", 64)
     with raises(ConfigError, field=field):
         sized(128, base, **fields).task()
+
+
+def test_latent_attention_has_no_rule(raises: Any):
+    with raises(ConfigError, field="WIDTH_TRANSFER", value=64):
+        DeepSeekV3(WIDTH_TRANSFER=64).task()

@@ -433,8 +433,8 @@ FLAGS = (
     Flag(
         "exp",
         str,
-        "experiment, such as lm.quickstart.LocalText. By default, any mode but train takes it and"
-        " its fields from --job_log_dir",
+        "experiment, such as lm.quickstart.LocalText. By default, it and its fields are those of"
+        " --job_log_dir",
         "NAME",
     ),
     Flag("reduced", bool, "the experiment at a size for this machine"),

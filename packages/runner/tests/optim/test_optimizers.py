@@ -16,6 +16,7 @@ from layerkit_runner.optim.optimizer_updates import round_stochastically
 from layerkit_runner.optim.optimizers import (
     adam_with_update_cap,
     bfloat16_state,
+    elastic_weight_consolidation,
     lp_regularized,
 )
 
@@ -154,7 +155,17 @@ def test_bfloat16_state_is_half_as_large_and_its_updates_are_near_those_of_float
     assert sizes[0] == sizes[1] / 2
 
 
-def test_bfloat16_state_of_a_schedule_free_optimizer_is_an_error(raises):
-    optimizer = bfloat16_state(1e-3, optimizer=partial(optax.contrib.schedule_free_adamw))
-    with raises(ConfigError, field="optimizer", value="ScheduleFreeState"):
+@pytest.mark.parametrize(
+    ("inner", "state"),
+    [
+        (optax.contrib.schedule_free_adamw, "ScheduleFreeState"),
+        (
+            partial(elastic_weight_consolidation, optimizer=optax.adam, ewc_regularizer_weight=0.1),
+            "ElasticWeightsState",
+        ),
+    ],
+)
+def test_bfloat16_state_of_an_optimizer_that_keeps_weights_is_an_error(raises, inner, state):
+    optimizer = bfloat16_state(1e-3, optimizer=inner)
+    with raises(ConfigError, field="optimizer", value=state):
         optimizer.init(PARAMS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -77,6 +78,7 @@ def test_steps_follow_from_tokens_once(experiment: type[BaseExperiment]):
         ([{"until_step": 3}, {"until_step": 4, "batch": 4}, {"until_tokens": 99}], "batch"),
         ([{"until_step": 3, "mixture": {"web": 0}}], "mixture"),
         ([{"until_step": 3, "mixture": {"web": [1, 2, 3]}}], "mixture"),
+        ([{"until_step": 3, "mixture": {"web": math.inf}}], "mixture"),
         ([7], "stage"),
         ([{"until_step": 3}, {"until_step": 3}], "until_step"),
         ([{"until_step": 3, "batch": 4}, {"until_tokens": 3}], "until_tokens"),

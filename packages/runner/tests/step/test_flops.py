@@ -176,12 +176,14 @@ def test_flash_attention_counts_like_plain_attention(platform, causal):
     assert flops("pallas") == flops("xla") == (whole / 2 if causal else whole)
 
 
-@pytest.mark.parametrize("window", [32, 200])
-def test_flash_attention_counts_the_pairs_in_a_window(window):
+@pytest.mark.parametrize("window", [32, 90, 200])
+@pytest.mark.parametrize(("backend", "platform"), [("pallas", "cuda"), ("xla", "cpu")])
+def test_attention_counts_the_pairs_in_a_window(backend, platform, window):
     mask = dataclasses.replace(AttentionMask.causal_mask(2, 256), window=window)
-    options = AttentionOptions(mask=mask, scale=1.0, backend="pallas", platform="cuda")
+    options = AttentionOptions(mask=mask, scale=1.0, backend=backend, platform=platform)
     flops = forward_flops(lambda x: dot_product_attention(x, x, x, options), shape(2, 256, 4, 16))
-    assert flops == 2 * 2 * (2 * 4) * 16 * 256 * min(window, 256 / 2)
+    num_pairs = np.asarray(mask.dense()).sum() / 2
+    assert flops == 2 * 2 * (2 * 4) * 16 * num_pairs
 
 
 def test_cudnn_attention_counts_like_plain_attention(monkeypatch):

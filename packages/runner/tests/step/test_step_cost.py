@@ -115,9 +115,18 @@ def test_pipeline_of_any_layer_counts_its_stages():
     assert layer_flops(layer, frozen=["layer/stage/linear/.*"]) == 2 * products
 
 
-def test_experts_that_name_a_kernel_are_counted_on_any_device():
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"grouped_matmul": "pallas"},
+        # Groups of a whole batch, of less than a row.
+        {"num_groups": 8, "capacity_factor": 1.0, "capacity_in_evaluation": True},
+    ],
+    ids=["kernel", "groups"],
+)
+def test_experts_are_counted_on_any_device_and_without_slots(fields):
     layer = MoeFeedForward.HParams.config(
-        input_dims=DIMS, hidden_dims=HIDDEN, num_experts=4, grouped_matmul="pallas"
+        input_dims=DIMS, hidden_dims=HIDDEN, num_experts=4, **fields
     )
     # Two choices of three products, since experts have a gate; the loss of the router adds little.
     router, choice = 2 * DIMS * 4, 3 * 2 * DIMS * HIDDEN

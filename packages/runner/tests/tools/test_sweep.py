@@ -204,11 +204,10 @@ def test_listed_trials_run_in_order_and_no_others(study_file, tmp_path, raises):
         ["--fdl.KIND=c=d", "--fdl.task.train.random_seed=3"],
         ["--fdl.RATE=1"],
     ]
-    changed = study_file(space={}, trials=[{"RATE": 2}, *trials[1:]])
-    with raises(UsageError, field="trial 0", value="RATE=2"):
-        opened(changed, tmp_path / "study")
-    with raises(UsageError, field="trial 2", value=None):
-        opened(study_file(space={}, trials=trials[:2]), tmp_path / "study")
+    for changed in ([{"RATE": 2}, *trials[1:]], trials[:2]):
+        file = study_file(space={}, trials=changed)
+        with raises(UsageError, field="trials", value=file.record()["trials"]):
+            opened(file, tmp_path / "study")
     path = str(tmp_path / "study.json")
     study_file(space={}, trials=trials)
     assert read_study_file(path, num_trials=2).num_trials == 2
@@ -243,6 +242,31 @@ def test_pruner_does_not_prune_the_best_trial(study_file, tmp_path, pruner):
         held.close()
     assert 0 not in pruned
     assert bool(pruned) == (pruner != "none")
+
+
+def test_process_with_a_shorter_list_leaves_the_other_trials(study_file, tmp_path, capsys):
+    short, long = (study_file(space={}, trials=[{"RATE": 1}] * n) for n in (1, 2))
+    studies = [opened(short, tmp_path / "study"), opened(long, tmp_path / "study")]
+    for _ in range(2):
+        trial, held = studies[1]._ask()
+        held.close()  # The trial has lost its process.
+        if trial.number == 0:
+            studies[1].study.tell(trial.number, 0.5)
+    assert studies[0]._ask() is None
+    studies[0]._report()
+    assert "RATE=1" in capsys.readouterr().out
+    trial, held = studies[1]._ask()
+    held.close()
+    assert trial.number == 1
+
+
+def test_resumed_study_has_the_direction_and_the_trials_of_its_folder(study_file, tmp_path, raises):
+    file = study_file()
+    opened(file, tmp_path / "study")._ask()[1].close()
+    with raises(UsageError, field="direction", value="maximize"):
+        opened(study_file(direction="maximize"), tmp_path / "study")
+    with raises(UsageError, field="trials", value=["0000"]):
+        opened(file, tmp_path / "study", storage=None)
 
 
 def test_storage_that_cannot_be_opened_is_an_error(raises, study_file, tmp_path):

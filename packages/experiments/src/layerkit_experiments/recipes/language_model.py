@@ -163,7 +163,8 @@ def width_fields(fields: Any, size: int) -> dict[str, Any]:
     values = {
         "MODEL_DIMS": dims,
         "HIDDEN_DIMS": fields.HIDDEN_DIMS and round(fields.HIDDEN_DIMS * growth),
-        "LEARNING_RATE": float(f"{fields.LEARNING_RATE / math.sqrt(rate_growth):.4g}"),
+        "LEARNING_RATE": fields.LEARNING_RATE
+        and float(f"{fields.LEARNING_RATE / math.sqrt(rate_growth):.4g}"),
         "WARMUP_STEPS": min(warmup / fields.MAX_STEPS, 1.0) if is_steps else warmup,
     }
     if head is not None:

@@ -91,6 +91,9 @@ class OptimizerChoice(NamedTuple):
         if self.keeps_rate and not (
             experiment.LEARNING_RATE_SCHEDULE or ScheduleChoice.join_stages(experiment)
         ):
+            because = f"OPTIMIZER={experiment.OPTIMIZER!r} without LEARNING_RATE_SCHEDULE"
+            unread = ["MIN_LEARNING_RATE_RATIO", "DECAY_START", "DECAY_END"]
+            refuse_unread(experiment, unread, because)
             learner.learning_rate.min_ratio = 1.0
         return learner.set(optimizer=self.config(experiment, mask))
 

@@ -20,6 +20,7 @@ from layerkit_runner.config.stages import stages_of
 from layerkit_runner.optim import schedules
 
 _RATIO = MappingProxyType({"min_ratio": "MIN_LEARNING_RATE_RATIO"})
+_RATES = ("LEARNING_RATE", "LEARNING_RATE_SCALE", "CONSTANT_STEPS", "STEP_BOUNDARIES")
 _STEPS = ("warmup_steps", "decay_start", "decay_end")
 _FIELDS = MappingProxyType({**{name: name.upper() for name in _STEPS}, **_RATIO})
 
@@ -52,10 +53,12 @@ class ScheduleChoice(NamedTuple):
         if (name := experiment.LEARNING_RATE_SCHEDULE) is None:
             return None
         check_choice(type(experiment).__qualname__, SCHEDULES, LEARNING_RATE_SCHEDULE=name)
-        read = {*SCHEDULES[name].fields, *SCHEDULES[name].steps}
+        choice = SCHEDULES[name]
+        is_constant = choice.options.get("min_ratio") == 1.0
+        read = {*choice.fields, *(choice.steps[:1] if is_constant else choice.steps)}
         unread = [field for argument, field in _FIELDS.items() if argument not in read]
         refuse_unread(experiment, unread, f"LEARNING_RATE_SCHEDULE={name!r}")
-        return SCHEDULES[name]
+        return choice
 
     def config(self, experiment: Any) -> Config:
         """Return the config of the schedule with the peak LEARNING_RATE and numbers of steps."""
@@ -96,7 +99,8 @@ class ScheduleChoice(NamedTuple):
         require(
             name is None, type(experiment).__qualname__, "LEARNING_RATE_SCHEDULE", name, expected
         )
-        refuse_unread(experiment, ["LEARNING_RATE", *_FIELDS.values()], "STAGES with rates")
+        unread = [*_RATES, *_FIELDS.values()]
+        refuse_unread(experiment, unread, "STAGES with rates")
         rates: list[dict[str, Any]] = []
         for index, one in enumerate(stages):
             path, rate = f"STAGES[{index}]", one.stage.get("rate")
@@ -124,20 +128,25 @@ def schedule_steps(fields: Any, *, flat: float | None = None) -> tuple[int, int,
     """Return the end of the warmup, and start and end of the decay, by the rule of this module.
 
     `flat` is the part of MAX_STEPS before a decay without DECAY_START; None for the warmup.
+
+    Raises:
+      ConfigError: DECAY_START is in the warmup, although both fit into the run.
     """
+    num_steps, is_set = fields.MAX_STEPS, fields.DECAY_START is not None
     warmup = number_of_steps(fields, "WARMUP_STEPS")
-    start, end = fields.DECAY_START, fields.DECAY_END
-    decay_start = warmup if start is None else number_of_steps(fields, "DECAY_START")
-    if start is None and flat is not None:
-        decay_start = max(warmup, int(flat * fields.MAX_STEPS))
-    if end is not None:
+    flat_end = 0 if flat is None else int(flat * num_steps)
+    decay_start = number_of_steps(fields, "DECAY_START") if is_set else max(warmup, flat_end)
+    if fields.DECAY_END is not None:
         return warmup, decay_start, number_of_steps(fields, "DECAY_END")
-    if not warmup <= decay_start < fields.MAX_STEPS:
-        check_sizes(None, MAX_STEPS=fields.MAX_STEPS)
-        longest = schedules.longest_warmup(fields.MAX_STEPS)
+    if max(warmup, decay_start) >= num_steps:
+        check_sizes(None, MAX_STEPS=num_steps)
+        longest = schedules.longest_warmup(num_steps)
         warmup = min(warmup, longest)
-        decay_start = warmup if start is None else min(decay_start, max(warmup, longest))
-    return warmup, decay_start, fields.MAX_STEPS
+        latest = max(warmup, longest)
+        decay_start = min(decay_start, latest) if is_set else max(warmup, flat_end)
+    expected = f"at least WARMUP_STEPS={warmup}"
+    require(decay_start >= warmup, None, "DECAY_START", fields.DECAY_START, expected)
+    return warmup, decay_start, num_steps
 
 
 # The flat part of `wsd` and `sqrt` is that of Hägele et al. (2024, arXiv:2405.18392).

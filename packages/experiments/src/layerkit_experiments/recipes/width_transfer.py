@@ -15,6 +15,7 @@ weights. With m = MODEL_DIMS / WIDTH_TRANSFER, at which all sizes of a layer hav
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import operator
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ import optax
 from layerkit.base.weights import WeightBox, WeightInit
 from layerkit.config import Config, assigned_fields, is_config, target_of, walk_configs
 from layerkit.config.checks import check_sizes, require
-from layerkit.layers.attention.base_attention import BaseAttention
+from layerkit.layers.attention.base_attention import AttentionLayer, BaseAttention
 from layerkit_runner.optim import adamw_variants
 from layerkit_runner.optim.learner import AuxiliaryOptimizer
 from layerkit_runner.optim.matrix.matrices import all_but_matrices
@@ -94,6 +95,11 @@ class WidthTransfer(NamedTuple):
         check_sizes(owner, WIDTH_TRANSFER=base)
         expected = "None, since the model is no decoder with lm_tpl"
         require(hasattr(model, "lm_tpl"), owner, "WIDTH_TRANSFER", base, expected)
+        for config in walk_configs(model.lm_tpl.stack_tpl):
+            layer = target_of(config)
+            has_rule = not issubclass(layer, AttentionLayer) or issubclass(layer, BaseAttention)
+            expected = f"None, since no rule is known for {layer.__name__}"
+            require(has_rule, owner, "WIDTH_TRANSFER", base, expected)
         expected = "False with WIDTH_TRANSFER, since its factor grows with the width"
         scales = experiment.SCALE_EMBEDDING
         require(not scales, owner, "SCALE_EMBEDDING", scales, expected)
@@ -110,8 +116,13 @@ class WidthTransfer(NamedTuple):
 
     def _set_initial_weights(self, lm: Config) -> None:
         def scaled(init: WeightInit) -> WeightInit:
-            is_fixed = init.method == "gaussian"
-            return WeightInit.Gaussian(init.scale * self.growth**-0.5) if is_fixed else init
+            # Praxis takes the axis of the width for a batch in projections of heads.
+            expected = "another method with WIDTH_TRANSFER, whose fans are those of the matrix"
+            is_known = init.method != "xavier_last_axes"
+            require(is_known, "WIDTH_TRANSFER", "params_init", init.method, expected)
+            is_fixed = init.method in ("gaussian", "truncated_gaussian")
+            factor = self.growth**-0.5 if is_fixed else 1.0
+            return dataclasses.replace(init, scale=init.scale * factor)
 
         for config in walk_configs(lm.stack_tpl):
             for name, value in assigned_fields(config).items():

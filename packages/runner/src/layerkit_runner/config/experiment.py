@@ -253,11 +253,13 @@ def refuse_unread(
       hint: What to do instead.
 
     Raises:
-      FieldError: An override sets one of them to another value than that of the class.
+      FieldError: An override sets one of them to another value than that of the class, and than
+        that of `--reduced`.
     """
+    reduced = reduced_values(type(experiment))
     for field in fields:
         value, default = experiment.overrides.get(field), getattr(type(experiment), field, None)
         expected = f"{default}, since {because} does not read it"
-        if value not in (None, default):
+        if value not in (None, default, reduced.get(field)):
             owner = type(experiment).__qualname__
             raise FieldError(owner=owner, field=field, value=value, expected=expected, hint=hint)

@@ -7,6 +7,7 @@ sets it. Steps follow from tokens here, once, so that schedules, data and report
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypedDict
 
@@ -134,7 +135,8 @@ def _check_fields(path: str, stage: Any) -> Literal["until_step", "until_tokens"
             weight if isinstance(weight, Sequence) else [weight] for weight in mixture.values()
         ]
         are_weights = any(map(any, ranges)) and all(
-            len(weights) <= 2 and min(weights, default=-1) >= 0 for weights in ranges
+            len(weights) <= 2 and all(0 <= weight < math.inf for weight in weights or [-1])
+            for weights in ranges
         )
         expected = "weights from 0 by name, or pairs of them, not all 0"
         require(are_weights, path, "mixture", mixture, expected)

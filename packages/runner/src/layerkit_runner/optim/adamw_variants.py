@@ -104,6 +104,7 @@ def schedule_free_adamw(
     `learning_rate` should stay constant after a warmup. `b1` is the share of the average in the
     weights at which gradients are computed.
     """
+    check_positive("schedule_free_adamw", **concrete_numbers(b1=b1))
     base = optax.chain(
         optax.scale_by_rms(decay=b2, eps=eps, eps_in_sqrt=False, bias_correction=True),
         optax.add_decayed_weights(weight_decay, mask),

@@ -186,14 +186,18 @@ def bfloat16_state(
       optimizer: A function of `learning_rate`, such as `Partial(optax.adamw, b2=0.95)`.
 
     Raises:
-      ConfigError: The optimizer is schedule-free, so that its state holds weights.
+      ConfigError: The state of the optimizer holds weights, since it is schedule-free or pulls
+        weights to loaded ones.
     """
     inner = optax.with_extra_args_support(optimizer(learning_rate=learning_rate))
 
     def init(params: Any) -> Bfloat16State:
         state = inner.init(params)
         kind, expected = type(state).__name__, "an optimizer whose state holds no weights"
-        require(not is_schedule_free(state), "bfloat16_state", "optimizer", kind, expected)
+        nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, ElasticWeightsState))
+        has_weights = any(isinstance(node, ElasticWeightsState) for node in nodes)
+        is_moments = not (has_weights or is_schedule_free(state))
+        require(is_moments, "bfloat16_state", "optimizer", kind, expected)
         stored = jax.tree.map(lambda x: x.astype(_stored_dtype(x)), state)
         return Bfloat16State(jnp.zeros((), jnp.int32), stored)
 

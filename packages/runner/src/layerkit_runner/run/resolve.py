@@ -91,7 +91,8 @@ def resolve_entry(
                 hint="Set fields by --fdl.NAME=VALUE",
             )
         values, names = reduced_values(cls), cls.stage_fields
-        if names and fields.get(names["stages"]):  # They set the number of steps.
+        stages = names and (fields.get(names["stages"]) or getattr(cls, names["stages"], None))
+        if stages:  # They set the number of steps.
             values = {name: value for name, value in values.items() if name != names["num_steps"]}
         fields = values | fields
     return resolve(cls(**fields), [o for o in overrides if o.is_deep])

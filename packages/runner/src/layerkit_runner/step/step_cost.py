@@ -227,8 +227,9 @@ _PLAIN = {
     "remat": "none",
     "chunk_size": sys.maxsize,
     "backend": "xla",
-    "grouped_matmul": "blocks",
 }
+# Those of experts. Groups and slots are of a whole batch, and balanced experts need no slots.
+_PLAIN_EXPERTS = {"grouped_matmul": "blocks", "num_groups": None, "capacity_in_evaluation": False}
 
 
 # Neither a mesh nor a pipeline can split one row, so the task is also not bound to a mesh.
@@ -262,8 +263,9 @@ def _simplify_layers(task: Config) -> Config:
     for config in walk_configs(task):
         if id(config) in unused:
             continue
-        for field, value in _PLAIN.items():
-            if field in field_names(config):
+        names = field_names(config)
+        for field, value in (_PLAIN | (_PLAIN_EXPERTS if "num_experts" in names else {})).items():
+            if field in names:
                 setattr(config, field, value)
     return task
 

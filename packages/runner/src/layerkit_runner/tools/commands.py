@@ -25,6 +25,7 @@ def _plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
     """Print the plan of an experiment, or a search; docs/planning.md."""
     import jax
 
+    from layerkit_runner.config.requests import flag_word
     from layerkit_runner.distributed import devices
     from layerkit_runner.run.job import build_parts
     from layerkit_runner.run.job_errors import job_errors
@@ -58,6 +59,9 @@ def _plan(resolved: ResolvedExperiment, options: RunOptions) -> int:
                 max_compilations=options.max_compilations,
                 max_seconds=options.max_seconds,
             )
+            if result.command is not None and options.xla_flags_preset is not None:
+                preset = flag_word("xla_flags_preset", options.xla_flags_preset)
+                result = dataclasses.replace(result, command=[*result.command, preset])
         else:
             plan = make_plan(resolved, planned, parts=parts, target=target)
             flags = [f"compiled with {line}" for line in devices.flag_lines(options)]

@@ -40,8 +40,13 @@ from layerkit_runner.run.job_folder import lock, try_lock
 
 # Flags with another value for each trial, and those of the sweep itself.
 _NOT_PASSED_ON = ("exp", "fdl_config", "job_log_dir", "study", "num_trials", "study_storage")
+# Other flags that change what a trial computes.
+_OF_TRAINING = ("reduced", "init_from")
 # The parameter that is the position of a trial in a list; no field of an experiment has this name.
 _LISTED = "trial"
+_TRIALS = "trials"
+# The attribute of a study with all that may not change. It is one, so that it is written at once.
+_RECORD = "layerkit"
 
 
 @dataclasses.dataclass
@@ -81,16 +86,19 @@ class StudyFile:
             options = {"constant_liar": True, **options}
         return _make("Sampler", samplers, **options)
 
-    def record(self) -> dict[str, str]:
+    def record(self) -> dict[str, Any]:
         """Return what may not change while trials are added."""
-        record = {path: distributions.distribution_to_json(d) for path, d in self.space.items()}
-        if self.trials:
-            record = {f"{_LISTED} {i}": _words(trial) for i, trial in enumerate(self.trials)}
-        return record | {"metric": self.metric}
+        space = {path: distributions.distribution_to_json(d) for path, d in self.space.items()}
+        listed = {_TRIALS: [_words(trial) for trial in self.trials]}
+        return {
+            "metric": self.metric,
+            "direction": self.direction,
+            **(listed if self.trials else space),
+        }
 
     def overrides(self, params: Mapping[str, Any]) -> list[Override]:
         """Return the overrides of the parameters of a trial."""
-        values = self.trials[params[_LISTED]] if self.trials and params else params
+        values = self.trials[params[_LISTED]] if _LISTED in params else params
         return [parse_override(path, _text(value)) for path, value in values.items()]
 
 
@@ -158,6 +166,7 @@ def run_study(flags: ParsedFlags, resolve: Callable[..., ResolvedExperiment]) ->
     file = read_study_file(options.study or "", num_trials=options.num_trials)
     with as_usage_error(UserError, owner=f"--study={options.study}"):
         resolved = resolve(fixed)
+        resolve(merge_overrides([*fixed, *file.overrides(file.larger)]))
         for path, axis in file.space.items():
             ends = getattr(axis, "choices", None) or (axis.low, axis.high)
             for value in range(len(file.trials)) or ends:
@@ -169,18 +178,21 @@ def run_study(flags: ParsedFlags, resolve: Callable[..., ResolvedExperiment]) ->
     directory = options.job_log_dir or ""
     if "://" in directory:
         raise UsageError(field="--job_log_dir", value=directory, expected="a folder with locks")
-    folder = Path(directory).expanduser().absolute()
+    folder = Path(directory).expanduser().resolve()
     words = [f"--exp={resolved.name}", *map(str, fixed)]
-    record = file.record() | {"experiment": " ".join(words)}
+    passed = {name: value for name, value in flags.values.items() if name not in _NOT_PASSED_ON}
+    record = file.record() | {
+        "experiment": " ".join([words[0], *sorted(words[1:])]),
+        **{f"--{name}": passed.get(name) for name in _OF_TRAINING},
+    }
     with lock(folder / "study.lock"):
         study = open_study(file, folder, options.study_storage, record)
-    passed = {name: value for name, value in flags.values.items() if name not in _NOT_PASSED_ON}
     words += [flag_word(name, value) for name, value in passed.items()]
     return Sweep(file, folder, study, words).run()
 
 
 def open_study(
-    file: StudyFile, folder: Path, address: str | None, record: dict[str, str]
+    file: StudyFile, folder: Path, address: str | None, record: dict[str, Any]
 ) -> optuna.Study:
     """Open or create the study; raise an error if it began with another record."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -197,16 +209,21 @@ def open_study(
         )
     except Exception as error:  # each database driver has other errors
         raise UsageError(f"cannot open the study: {error}", owner=address) from error
-    old = study.user_attrs
-    if old and not any(trial.intermediate_values for trial in study.get_trials()):
+    old, trials = study.user_attrs.get(_RECORD), study.get_trials()
+    if old is None:
+        folders = [path.name for path in folder.glob("trials/*")]
+        is_new, expected = not (folders or trials), "none, since the storage has no study of them"
+        require(is_new, str(folder), "trials", folders or len(trials), expected, UsageError)
+    elif not any(trial.intermediate_values for trial in trials):
         old["metric"] = record["metric"]  # no trial has reported the first metric
     for key in {**old, **record} if old else ():
-        is_appended = key not in old and f"{_LISTED} 0" in old and key.startswith(_LISTED)
-        if old.get(key) != record.get(key) and not is_appended:
-            expected = f"{old.get(key)!r}, with which the sweep in this folder began"
+        was, value = (old or {}).get(key), record.get(key)
+        if was and key == _TRIALS and value:
+            value = value[: len(was)]  # The list may have grown.
+        if was != value:
+            expected = f"{was!r}, with which the sweep in this folder began"
             raise UsageError(field=key, value=record.get(key), expected=expected)
-    for key, value in record.items():
-        study.set_user_attr(key, value)
+    study.set_user_attr(_RECORD, record)
     return study
 
 
@@ -247,7 +264,9 @@ class Sweep:
             trials = self.study.get_trials()
             for old in trials:
                 is_running = old.state == TrialState.RUNNING and len(old.params) == len(space)
-                if is_running and (held := self._try_lock(old.number)):
+                # Another process may have read a longer list.
+                is_known = old.params.get(_LISTED, -1) < len(self.file.trials)
+                if is_running and is_known and (held := self._try_lock(old.number)):
                     return Trial(self.study, old._trial_id), held
             if sum(bool(old.params) for old in trials) >= self.file.num_trials:
                 return None
@@ -268,7 +287,7 @@ class Sweep:
         words = [*self.words, *fields, f"--job_log_dir={folder}", "--num_processes=1"]
         with open_append(folder / "output.txt") as output:
             process = subprocess.Popen(
-                [sys.executable, "-m", "layerkit_runner.cli", *words],
+                [sys.executable, "-P", "-m", "layerkit_runner.cli", *words],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # the sweep receives Ctrl-C and stops the trial
@@ -323,10 +342,10 @@ class Sweep:
             order = value if self.file.direction == "minimize" else -value
             cells = [f"{trial.number:04d}", f"{value:.5g}", trial.state.name.lower()]
             cells += [f"{max(values, default=0)}", trial.user_attrs.get("reason", "")]
-            if self.file.trials and trial.params:
-                cells.append(_words(self.file.trials[trial.params[_LISTED]]))
-            else:
-                cells += [str(trial.params.get(path, "")) for path in self.file.space]
+            params = trial.params
+            if _LISTED in params:
+                params = {_LISTED: self.study.user_attrs[_RECORD][_TRIALS][params[_LISTED]]}
+            cells += [str(params.get(path, "")) for path in self.file.space]
             rows.append((trial.state != TrialState.COMPLETE, not values, order, cells))
         rows.sort()
         head = ["trial", self.file.metric, "state", "step", "reason", *self.file.space]

@@ -278,7 +278,8 @@ class AttentionLayer(BaseLayer):
         check_positive(self, logit_cap=self.logit_cap, logit_scale=self.logit_scale)
         check_positive(self, qk_clip=self.qk_clip)
         blocks = self.kernel_blocks
-        is_valid = blocks is None or all(size >= 16 and size & (size - 1) == 0 for size in blocks)
+        is_valid = blocks is None or [type(size) for size in blocks] == [int, int]
+        is_valid = is_valid and all(size >= 16 and size.bit_count() == 1 for size in blocks or ())
         expected = "two powers of two of at least 16, of queries and of keys"
         require(is_valid, self, "kernel_blocks", blocks, expected)
 

@@ -34,7 +34,7 @@ from layerkit.errors import ConfigError
 from layerkit.ops.attention.backends import AttentionCall, BackendName, select_backend
 from layerkit.ops.attention.distance_bias import DistanceBias, LogitBias
 from layerkit.ops.attention.local_blocks import attend_by_local_blocks, find_local_block
-from layerkit.ops.attention.masks import MASKED_LOGIT, AttentionMask
+from layerkit.ops.attention.masks import MASKED_LOGIT, AttentionMask, count_visible_pairs
 from layerkit.ops.implementations import Implementation
 from layerkit.ops.soft_cap import soft_cap
 
@@ -160,14 +160,7 @@ def dot_product_attention(
                 query, key, value, options, attend=xla_attention, size=local_block
             )
     in_blocks = chosen.name == "xla" and uses_causal_blocks(call, sharding)
-    # Counts of FLOPs read which of the products are hidden; blocks have their own scope.
-    scope = "causal_attention" if call.is_causal and not in_blocks else "attention"
-    if chosen.name != "xla" and call.reach is not None and call.platform != "tpu":
-        # On TPUs, blocks outside a window are not in the kernel's grid, whose cells are counted.
-        num_seen = sum(call.reach) + 1
-        if num_seen < call.num_keys // (2 if call.is_causal else 1):
-            scope = f"rows_{num_seen}_of_{call.num_keys}"
-    with jax.named_scope(scope):
+    with jax.named_scope(_scope_of_counts(call, chosen.name, in_blocks=in_blocks)):
         if sharding is not None and is_split:
             from layerkit.ops.attention.context_parallel import gather_keys
 
@@ -216,6 +209,21 @@ def describe_call(
         uses_ring=num_shards > 1 and options.context_parallel == "ring",
         split_problem=_find_split_problem(query, key, sharding),
     )
+
+
+def _scope_of_counts(call: AttentionCall, backend: str, *, in_blocks: bool) -> str:
+    """Return the name by which counts of FLOPs leave out hidden pairs of queries and keys."""
+    length, reach = call.num_keys, call.reach
+    # On TPUs, blocks outside a window are not in the kernel's grid, whose cells are counted.
+    is_counted = backend == "xla" or call.platform != "tpu"
+    # A symbolic length has no order.
+    is_known = isinstance(length, int) and call.is_self_attention and is_counted
+    if reach is None or not is_known or max(reach) >= length - 1:
+        # Blocks of queries have their own scope.
+        return "causal_attention" if call.is_causal and not in_blocks else "attention"
+    num_pairs = count_visible_pairs(length, reach)
+    num_computed = length**2 * (_NUM_BLOCKS + 1) // (2 * _NUM_BLOCKS) if in_blocks else length**2
+    return f"rows_{num_pairs}_of_{num_computed}"
 
 
 def _find_split_problem(query: Any, key: Any, sharding: BoundSharding | None) -> str:

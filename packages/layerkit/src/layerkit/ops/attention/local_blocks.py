@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from layerkit.ops.attention.backends import AttentionCall
 from layerkit.ops.attention.distance_bias import DistanceBias, align_distances
-from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.attention.masks import AttentionMask, count_visible_pairs
 
 _LOG = logging.getLogger(__name__)
 
@@ -117,7 +117,8 @@ def attend_by_local_blocks(
         shape = (*by_distance.shape[:2], size, num_distances)
         bias = align_distances(jnp.broadcast_to(by_distance, shape))
     options = dataclasses.replace(options, mask=block_mask, bias=bias)
-    # Model FLOPs count the keys that the window shows.
-    with jax.named_scope(f"rows_{before + 1 + after}_of_{num_keys}"):
+    # Model FLOPs count the pairs that the window shows.
+    num_pairs = count_visible_pairs(length, (before, after))
+    with jax.named_scope(f"rows_{num_pairs}_of_{num_blocks * size * num_keys}"):
         read = attend(queries(query), keys(key), keys(value), options)
     return read.reshape(batch, num_blocks * size, *read.shape[2:])[:, :length]

@@ -366,6 +366,17 @@ class AttentionMask:
         return allowed[:, None]
 
 
+def count_visible_pairs(length: int, reach: tuple[int, int]) -> int:
+    """Return the number of pairs of tokens in a row that a window shows.
+
+    Args:
+      length: Tokens of the row.
+      reach: Numbers of tokens before and after a query that it sees; see `AttentionMask.reach`.
+    """
+    sides = [min(side, length - 1) for side in reach]
+    return length * (sum(sides) + 1) - sum(side * (side + 1) // 2 for side in sides)
+
+
 def first_tokens(lengths: jax.Array, num_tokens: int) -> jax.Array:
     """Return bool `[batch, tokens]`, True for the first `lengths` (`[batch]`) of each row."""
     return jnp.arange(num_tokens) < lengths[:, None]

@@ -140,7 +140,11 @@ def make_request(words: Sequence[str]) -> Request:
 def installed_runner() -> list[str]:
     """Return the words that call `runner` in the environment of this Python."""
     script = os.path.join(os.path.dirname(sys.executable), "runner")
-    return [script] if os.access(script, os.X_OK) else [sys.executable, "-m", "layerkit_runner.cli"]
+    return (
+        [script]
+        if os.access(script, os.X_OK)
+        else [sys.executable, "-P", "-m", "layerkit_runner.cli"]
+    )
 
 
 def read_variable(text: str) -> tuple[str, str | None]:

@@ -115,7 +115,8 @@ def read_jobs(folders: Iterable[str | os.PathLike[str]]) -> list[JobRecord]:
         jobs = [
             one
             for one in [path, *sorted((path / "trials").glob("*"))]
-            if metrics_path(one).exists() or (one / "config.json").exists()
+            if metrics_path(one).exists()
+            or any((one / name).exists() for name in ("config.json", "output.txt"))
         ]
         if not jobs:
             expected = "a job folder with metrics.jsonl, which a training run writes"

@@ -50,6 +50,7 @@ from layerkit_runner.tools.scaling.ladder import (
 # Rungs whose D/N differ by less are one ray: N and D have one term together. Rungs whose N, or D,
 # differ by less do not identify its term in L(N, D).
 _MIN_SPREAD = 2.0
+_SIZE_TOLERANCE = 1e-3
 
 
 def _numbers(text: str) -> tuple[float, ...]:
@@ -60,7 +61,7 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    if not all(part.isdigit() and int(part) > 0 for part in text.split(",")):
+    if not all(part.isdecimal() and int(part) > 0 for part in text.split(",")):
         raise ValueError("integers above 0, with commas between them")
     return tuple(map(int, text.split(",")))
 
@@ -192,6 +193,8 @@ def _fit(folder: Path) -> None:
             f"{size.C:.4g} {size.N:,} {size.D:,.0f} {size.D / size.N:.3g} {loss:.5g} {miss:+.2%}"
         )
         cells.append([Path(job.folder).name, *texts.split()])
+    if (num_missing := len(ladder.get("trials", ())) - len(results)) > 0:
+        print(f"{num_missing} of {len(ladder['trials'])} runs of the ladder have no result")
     head = ["trial", "C (FLOPs)", "N (weights)", "D (tokens)", "D/N", ladder["metric"], "residual"]
     print("\n".join(draw_table(cells, head=head, right=range(1, 7))))
     print(f"{law.text()}; {LEVEL:.0%} intervals by a parametric bootstrap:")
@@ -206,12 +209,16 @@ def _predict(folder: Path, ladder: Mapping[str, Any], law: Law, results: Sequenc
     larger, file = folder / "larger", folder / "prediction.json"
     is_new, expected = not metrics_path(larger).exists(), "no run before its prediction"
     require(is_new, "`runner scaling fit`", "larger run", str(larger), expected, UsageError)
-    paths = {path for table in [*ladder.get("trials", ()), ladder["larger"]] for path in table}
+    tables, larger_fields = ladder.get("trials", ()), ladder["larger"]
+    paths = {path for table in [*tables, larger_fields] for path in table}
+    missing = [path for path in paths - {*larger_fields} if all(path in table for table in tables)]
+    owner, expected = str(folder / "ladder.toml"), "the fields that all trials have"
+    require(not missing, owner, "larger", missing, expected, UsageError)
     for job, *_ in results:
         others = {p: text for p, text in job.config.overrides.items() if p not in paths}
-        expected = f"fields of {folder / 'ladder.toml'}; set others in its [larger], too"
+        expected = f"fields of {owner}; set others in its [larger], too"
         require(not others, job.folder, "fields", others, expected, UsageError)
-    overrides, experiment = field_overrides(ladder["larger"]), results[0][0].config.experiment
+    overrides, experiment = field_overrides(larger_fields), results[0][0].config.experiment
     resolved = resolve_entry(find_experiment(experiment), overrides)
     size = step_size(resolved).times(resolved.task.train.num_train_steps)
     ratios, ratio = [one.D / one.N for _, one, _ in results], size.D / size.N
@@ -244,7 +251,10 @@ def _predict(folder: Path, ladder: Mapping[str, Any], law: Law, results: Sequenc
 def _grade(folder: Path) -> None:
     file, larger = folder / "prediction.json", folder / "larger"
     told, (job,) = _read(file, parse_json), read_jobs([larger])
-    (_, _, loss), began = _measure(job, told["metric"]), job.metrics.events[0]["time"]
+    (_, size, loss), began = _measure(job, told["metric"]), job.metrics.events[0]["time"]
+    planned = Size(**told["size"])
+    is_same = np.allclose(size, planned, rtol=_SIZE_TOLERANCE)
+    require(is_same, str(larger), "N, D, C", [*size], f"{[*planned]}, as predicted", UsageError)
     expected = f"before {began:.0f}, when {larger} began"
     require(told["time"] < began, str(file), "time", told["time"], expected, UsageError)
     if (digest := _digest(job.config.config)) != told["config_sha256"]:
