@@ -214,10 +214,11 @@ def open_study(
         folders = [path.name for path in folder.glob("trials/*")]
         is_new, expected = not (folders or trials), "none, since the storage has no study of them"
         require(is_new, str(folder), "trials", folders or len(trials), expected, UsageError)
+        old = record
     elif not any(trial.intermediate_values for trial in trials):
         old["metric"] = record["metric"]  # no trial has reported the first metric
-    for key in {**old, **record} if old else ():
-        was, value = (old or {}).get(key), record.get(key)
+    for key in {**old, **record}:
+        was, value = old.get(key), record.get(key)
         if was and key == _TRIALS and value:
             value = value[: len(was)]  # The list may have grown.
         if was != value:
