@@ -92,6 +92,9 @@ def test_memory_bytes_of_a_step():
     assert device_work(MEMORY, [], LAYERS).memory_bytes == 310 + 305 + 200 + 2000
     received = [Traffic("all-gather", "fsdp", 1, 3000, is_exact=True)]
     assert device_work(MEMORY, received, LAYERS).memory_bytes == 310 + 305 + 200 + 6000
+    # Frozen weights are read twice, and are a result that is not written.
+    frozen = dataclasses.replace(MEMORY, frozen_weights=40)
+    assert device_work(frozen, [], LAYERS).memory_bytes == 310 + 305 - 40 + 2 * 60 + 40 + 2000
 
 
 def test_products_of_narrow_dtypes_count_by_their_time():

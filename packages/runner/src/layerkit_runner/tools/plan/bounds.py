@@ -116,14 +116,15 @@ def device_work(
 ) -> DeviceWork:
     """Return the least work of a device; `layers` are of `layer_flops`, rematerialized ones too."""
     flops = sum(sum(by_pass.values()) for by_pass in layers.values())
-    # State and batch are read once, and weights twice more, by both passes. Temporaries and
-    # received data are written and read once.
+    # State and batch are read once, and weights twice more, by both passes; frozen ones once more
+    # and not written. Temporaries and received data are written and read once.
     sent = list(collectives)
     total = sum(traffic.bytes_sent for traffic in sent)
     slow = sum(traffic.bytes_slow for traffic in sent)
     # Most received data are temporaries.
     between = 2 * max(memory.temporaries, total)
-    moved = memory.arguments + memory.outputs + 2 * memory.weights + between
+    trained = memory.weights - memory.frozen_weights
+    moved = memory.arguments + memory.outputs + 2 * trained + between
     return DeviceWork(flops, moved, fast_bytes=total - slow, slow_bytes=slow)
 
 

@@ -50,10 +50,11 @@ class TensorMemory:
 class Memory(Sizes):
     """Bytes on one device while a step runs, by kind of tensor and as the compiler reports.
 
-    Tensors in host memory are in `host_arguments` only.
+    Tensors in host memory are in `host_arguments` only. `weights` include the frozen ones.
     """
 
     weights: int
+    frozen_weights: int = 0
     non_trainable: int
     averages: int
     optimizer: int
@@ -84,18 +85,28 @@ def tensor_memory(
     )
 
 
-def step_memory(tensors: Iterable[TensorMemory], step: CompiledStep) -> Memory:
-    """Return the bytes of `tensors` by kind, and the bytes of the step compiled for them."""
-    by_kind = dict.fromkeys(KINDS, 0)
+def step_memory(
+    tensors: Iterable[TensorMemory], step: CompiledStep, *, trained: Any = None
+) -> Memory:
+    """Return the bytes of `tensors` by kind, and the bytes of the step compiled for them.
+
+    `trained` is the tree of the trained weights; None if all are.
+    """
+    by_kind, frozen = dict.fromkeys(KINDS, 0), 0
+    leaves = jax.tree_util.tree_leaves_with_path({"params": trained})
+    names = {_name(path) for path, _ in leaves}
     for tensor in tensors:
         if tensor.memory == "device":
             by_kind[tensor.kind] += tensor.bytes_per_device
+            is_frozen = names and tensor.kind == "weights" and tensor.path not in names
+            frozen += tensor.bytes_per_device if is_frozen else 0
     sizes = step.sizes
     if sizes is None:
         sizes = refused_sizes(step.refusal or "", arguments=sum(by_kind.values()))
     return Memory(
         **dataclasses.asdict(sizes),
         **{kind.replace("-", "_"): size for kind, size in by_kind.items()},
+        frozen_weights=frozen,
         # The compiler's own peak is not used, because on CPU it omits temporaries. On TPUs this sum
         # equals it: see `temporary_bytes`.
         peak=sizes.arguments + sizes.outputs - sizes.donated + sizes.temporaries,

@@ -219,7 +219,8 @@ def _plan_step(
     tensors = tensor_memory(state, batch, stored=stored)
     is_here, platform = target.kind is None, device.platform
     step = compile_step(lowered, platform=platform, is_here=is_here)
-    memory, usable = step_memory(tensors, step), device.usable_bytes
+    trained, usable = task.train.learner.trained_weights, device.usable_bytes
+    memory = step_memory(tensors, step, trained=trained.select(state.params))
     compiled = time.perf_counter()
     fits = None if usable is None else memory.peak <= usable
     if platform == "tpu":
