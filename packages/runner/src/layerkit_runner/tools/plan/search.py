@@ -51,8 +51,8 @@ class Candidate:
     """A compiled variant of the experiment, with the flags to add to the command.
 
     `across` maps each mesh axis that spans several slices to its number of slices. `seconds` is the
-    estimate of the step time by which candidates are ranked. `reason` is the error that prevented
-    compilation.
+    estimate of the step time by which candidates are ranked. `notes` are of its plan. `reason`
+    is the error that prevented compilation.
     """
 
     flags: list[str]
@@ -64,6 +64,7 @@ class Candidate:
     fits: bool | None = None
     bounds: Bounds | None = None
     seconds: float | None = None
+    notes: list[str] = dataclasses.field(default_factory=list)
     reason: str | None = None
 
 
@@ -271,6 +272,7 @@ def _measured(plan: Plan) -> dict[str, Any]:
         "fits": plan.fits,
         "bounds": plan.bounds,
         "seconds": seconds,
+        "notes": plan.notes,
     }
 
 
@@ -358,7 +360,8 @@ def search_page(search: Search) -> str:
     if search.command is None:
         return "\n".join([*lines, "no compiled candidate fits"])
     command = shlex.join([f"--exp={search.experiment}", *search.command])
-    return "\n".join([*lines, "the best", f"  {command}"])
+    notes = [f"  {note}" for note in search.ranked[0].notes]
+    return "\n".join([*lines, "the best", f"  {command}", *notes])
 
 
 def _figures(candidate: Candidate) -> tuple[str, ...]:
