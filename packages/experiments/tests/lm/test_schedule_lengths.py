@@ -91,6 +91,7 @@ def test_schedule_does_not_depend_on_the_class_that_sets_a_length():
 def test_shortened_warmup_leaves_the_flat_part():
     made = LocalText(LEARNING_RATE_SCHEDULE="wsd", MAX_STEPS=150)
     assert schedule(resolve(made)) == (15, 120, 150)
+    assert schedule(resolve(LocalText(DECAY_START=0.6, MAX_STEPS=150))) == (15, 90, 150)
 
 
 def test_decay_that_starts_in_the_warmup_raises(raises):

@@ -130,7 +130,7 @@ def schedule_steps(fields: Any, *, flat: float | None = None) -> tuple[int, int,
     `flat` is the part of MAX_STEPS before a decay without DECAY_START; None for the warmup.
 
     Raises:
-      ConfigError: DECAY_START is in the warmup, although both fit into the run.
+      ConfigError: DECAY_START fits into the run, and is in the warmup.
     """
     num_steps, is_set = fields.MAX_STEPS, fields.DECAY_START is not None
     warmup = number_of_steps(fields, "WARMUP_STEPS")
@@ -140,10 +140,9 @@ def schedule_steps(fields: Any, *, flat: float | None = None) -> tuple[int, int,
         return warmup, decay_start, number_of_steps(fields, "DECAY_END")
     if max(warmup, decay_start) >= num_steps:
         check_sizes(None, MAX_STEPS=num_steps)
-        longest = schedules.longest_warmup(num_steps)
-        warmup = min(warmup, longest)
-        latest = max(warmup, longest)
-        decay_start = min(decay_start, latest) if is_set else max(warmup, flat_end)
+        warmup = min(warmup, longest := schedules.longest_warmup(num_steps))
+        if not is_set or decay_start >= num_steps:
+            decay_start = max(warmup, longest if is_set else flat_end)
     expected = f"at least WARMUP_STEPS={warmup}"
     require(decay_start >= warmup, None, "DECAY_START", fields.DECAY_START, expected)
     return warmup, decay_start, num_steps

@@ -120,9 +120,9 @@ class WidthTransfer(NamedTuple):
             expected = "another method with WIDTH_TRANSFER, whose fans are those of the matrix"
             is_known = init.method != "xavier_last_axes"
             require(is_known, "WIDTH_TRANSFER", "params_init", init.method, expected)
-            is_fixed = init.method in ("gaussian", "truncated_gaussian")
-            factor = self.growth**-0.5 if is_fixed else 1.0
-            return dataclasses.replace(init, scale=init.scale * factor)
+            if init.method not in ("gaussian", "truncated_gaussian"):
+                return init
+            return dataclasses.replace(init, scale=init.scale * self.growth**-0.5)
 
         for config in walk_configs(lm.stack_tpl):
             for name, value in assigned_fields(config).items():
