@@ -156,16 +156,15 @@ def width_fields(fields: Any, size: int) -> dict[str, Any]:
     in nanochat, unless WIDTH_TRANSFER is set. The warmup keeps its fraction of MAX_STEPS.
     """
     head, warmup = fields.DIMS_PER_HEAD, fields.WARMUP_STEPS
-    is_steps = isinstance(warmup, int)
     dims = 2 * size * fields.NUM_HEADS if head is None else size * head
-    growth = dims / fields.MODEL_DIMS
-    rate_growth = growth if getattr(fields, "WIDTH_TRANSFER", None) is None else 1.0
+    growth, rate = dims / fields.MODEL_DIMS, fields.LEARNING_RATE
+    if rate and getattr(fields, "WIDTH_TRANSFER", None) is None:
+        rate = float(f"{rate / math.sqrt(growth):.4g}")
     values = {
         "MODEL_DIMS": dims,
         "HIDDEN_DIMS": fields.HIDDEN_DIMS and round(fields.HIDDEN_DIMS * growth),
-        "LEARNING_RATE": fields.LEARNING_RATE
-        and float(f"{fields.LEARNING_RATE / math.sqrt(rate_growth):.4g}"),
-        "WARMUP_STEPS": min(warmup / fields.MAX_STEPS, 1.0) if is_steps else warmup,
+        "LEARNING_RATE": rate,
+        "WARMUP_STEPS": min(warmup / fields.MAX_STEPS, 1.0) if type(warmup) is int else warmup,
     }
     if head is not None:
         most = max(1.0, (fields.NUM_KV_HEADS or fields.NUM_HEADS) * size / fields.NUM_HEADS)
