@@ -81,8 +81,9 @@ def seconds(run: Callable[[Inputs], Any], inputs: Inputs) -> float:
 
 def compare(args: argparse.Namespace) -> None:
     """Compile every backend, alternate each with xla, and print a line for each."""
-    rivals: dict[str, dict[str, Any]] = {"cudnn": {"backend": "cudnn"}}
-    rivals |= {name: {"backend": name} for name in ("tokamax", "pallas")}
+    rivals: dict[str, dict[str, Any]] = {
+        name: {"backend": name} for name in ("cudnn", "tokamax", "pallas")
+    }
     sharding = None
     if jax.default_backend() == "cpu":
         auto = (jax.sharding.AxisType.Auto,)

@@ -17,7 +17,7 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.tools.scaling.command import run_scaling
-from layerkit_runner.tools.scaling.ladder import Size, step_size, with_seeds
+from layerkit_runner.tools.scaling.ladder import Size, repeat_with_seeds, step_size
 from layerkit_runner.tools.sweep import read_study_file
 
 EXP = "--exp=lm.quickstart.LocalText"
@@ -49,7 +49,7 @@ def test_size_fields_give_a_model_that_resolves(experiment, size, fields):
 
 def test_seeds_differ_in_initial_weights_and_in_the_order_of_the_data():
     base, size = resolve(LocalText(SEED=5)), Size(10, 20.0, 30.0)
-    rungs = with_seeds((size, {"MODEL_DIMS": 64}), base, num_seeds=3)
+    rungs = repeat_with_seeds((size, {"MODEL_DIMS": 64}), base, num_seeds=3)
     more = [{"task.train.random_seed": 5 + i, "datasets.0.input_random_seed": i} for i in range(3)]
     assert rungs == [(size, {"MODEL_DIMS": 64} | (more[i] if i else {})) for i in range(3)]
 

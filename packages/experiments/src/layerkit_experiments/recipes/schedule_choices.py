@@ -99,8 +99,7 @@ class ScheduleChoice(NamedTuple):
         require(
             name is None, type(experiment).__qualname__, "LEARNING_RATE_SCHEDULE", name, expected
         )
-        unread = [*_RATES, *_FIELDS.values()]
-        refuse_unread(experiment, unread, "STAGES with rates")
+        refuse_unread(experiment, [*_RATES, *_FIELDS.values()], "STAGES with rates")
         rates: list[dict[str, Any]] = []
         for index, one in enumerate(stages):
             path, rate = f"STAGES[{index}]", one.stage.get("rate")

@@ -73,8 +73,7 @@ class StudyFile:
         uninterrupted one, and two processes never draw the same values.
         """
         if self.trials:
-            values = {_LISTED: min(number, len(self.trials) - 1)}
-            return samplers.PartialFixedSampler(values, samplers.RandomSampler())
+            return samplers.PartialFixedSampler({_LISTED: number}, samplers.RandomSampler())
         options = {"seed": 0, **self.sampler}
         if options["name"] == "grid":
             if not all(hasattr(axis, "choices") for axis in self.space.values()):

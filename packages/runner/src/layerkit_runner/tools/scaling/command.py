@@ -34,7 +34,7 @@ from layerkit_runner.observers.metrics_log import metric_series, metrics_path
 from layerkit_runner.run.job import environment
 from layerkit_runner.run.job_errors import job_errors
 from layerkit_runner.run.resolve import resolve_entry
-from layerkit_runner.run_options import Flag
+from layerkit_runner.run_options import Flag, positive
 from layerkit_runner.tools.report.record import JobRecord, read_jobs
 from layerkit_runner.tools.scaling.fit import LEVEL, Law, fit_law
 from layerkit_runner.tools.scaling.ladder import (
@@ -43,8 +43,8 @@ from layerkit_runner.tools.scaling.ladder import (
     field_overrides,
     ladder_text,
     plan_rungs,
+    repeat_with_seeds,
     step_size,
-    with_seeds,
 )
 
 # Rungs whose D/N differ by less are one ray: N and D have one term together. Rungs whose N, or D,
@@ -61,9 +61,7 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    if not all(part.isdecimal() and int(part) > 0 for part in text.split(",")):
-        raise ValueError("integers above 0, with commas between them")
-    return tuple(map(int, text.split(",")))
+    return tuple(map(positive, text.split(",")))
 
 
 _FLAGS = (
@@ -123,7 +121,7 @@ def _plan(values: Mapping[str, Any], words: Sequence[str]) -> None:
                 budgets, flags.overrides, lambda o: resolve_entry(entry, o), ratio=ratio
             )
             for rung, num_seeds in zip(planned, seeds, strict=False):
-                rungs += with_seeds(rung, base, num_seeds=num_seeds)
+                rungs += repeat_with_seeds(rung, base, num_seeds=num_seeds)
             larger = larger or planned[num_rungs:]
     text = ladder_text(f"{held_out[0]}/loss", rungs, larger)
     folder.mkdir(parents=True, exist_ok=True)

@@ -109,7 +109,7 @@ def plan_rungs(
     return rungs
 
 
-def with_seeds(rung: Rung, base: ResolvedExperiment, *, num_seeds: int) -> list[Rung]:
+def repeat_with_seeds(rung: Rung, base: ResolvedExperiment, *, num_seeds: int) -> list[Rung]:
     """Return runs of a rung that differ in their initial weights and the order of their data."""
     first = {"task.train.random_seed": base.task.train.random_seed}
     for index, config in enumerate(base.datasets):
