@@ -187,6 +187,9 @@ class GptOss(MixtureOfExperts, LmExperiment, abstract=True):
 
     WINDOW_PERIOD: int = 2
     """Period of the layers, the last of which has no window."""
+    EXCHANGE_BUFFER_FACTOR: float | None = None
+    """Rows for which a device has room in training, relative to those that balanced routing sends;
+    None for all. Choices beyond them add nothing."""
 
     MODEL_DIMS = 2880
     HIDDEN_DIMS = 2880
@@ -228,6 +231,7 @@ class GptOss(MixtureOfExperts, LmExperiment, abstract=True):
             up_offset=1.0,
             activation_tpl=SiLU.HParams.config(beta=1.702),
             balance_all_choices=True,
+            exchange_buffer_factor=self.EXCHANGE_BUFFER_FACTOR,
         )
         experts.router_tpl.use_bias = True
         model.lm_tpl.stack_tpl.layer_tpl.attention_tpl.use_sinks = True

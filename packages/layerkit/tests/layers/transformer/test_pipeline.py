@@ -405,6 +405,14 @@ def test_apply_raises_for_a_batch_that_cannot_be_split(raises, fields, field, va
         applied(pipeline(2, **{"microbatches": None, **fields}), 6)
 
 
+@pytest.mark.parametrize(
+    "policy", ["offload_residual", "offload:stage_input,residual", "offload:query;save:key"]
+)
+def test_init_raises_for_activations_in_host_memory_that_do_not_compile(raises, policy):
+    with raises(ConfigError, owner="Pipeline()", field="remat", value=policy):
+        applied(pipeline(2, 4, remat=policy), 4)
+
+
 class Widening(BaseLayer):
     def fprop(self, x):
         return jnp.concatenate([x, x], axis=-1)

@@ -12,6 +12,7 @@ their outputs, gradients, auxiliary losses, summaries and state updates are disc
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -372,6 +373,10 @@ class Pipeline(BaseLayer):
     def _check_fields(self) -> None:
         check_sizes(self, num_stages=self.num_stages, circular_repeats=self.circular_repeats)
         check_remat_policy(self.remat, owner=self.path_name, has_stages=True)
+        # XLA (JAX 0.10) does not compile a loop over layers in the loop of ticks otherwise.
+        compiles = re.search(r"offload(?!:stage_input(;|$))", self.remat) is None
+        expected = "a policy that has at most the activation stage_input in host memory"
+        require(compiles, self, "remat", self.remat, expected)
         self._check_layout()
         count, size = self.num_microbatches, self.microbatch_size
         expected = f"a value of this field or of microbatch_size={size}, not both"
