@@ -220,7 +220,7 @@ def test_unwritten_slots_have_no_effect():
     ("chunks", "fields"),
     [
         ([3, 1, 2], {"window": 3, "relative_bias_tpl": RELATIVE_BIAS, "qkv_conv_tpl": CONV}),
-        pytest.param([2, 2, 2], {"window": 4, "look_ahead": 2}, marks=pytest.mark.slow),
+        ([2, 2, 2], {"window": 4, "look_ahead": 2, "relative_bias_tpl": RELATIVE_BIAS}),
         pytest.param([1, 4, 1], {"window": 1}, marks=pytest.mark.slow),
         pytest.param([5, 1], {"window": 3, "chunk": 4}, marks=pytest.mark.slow),
     ],

@@ -71,6 +71,22 @@ def test_ends_and_chunks_of_look_ahead_add_up():
     assert list(last) == [1, 4, 4, 4, 5, 5]
 
 
+def test_chunks_of_look_ahead_depend_on_the_document_alone(raises):
+    def seen(length, segments=None, positions=None):
+        mask = AttentionMask.causal_mask(1, length, segment_ids=segments).within(4)
+        return mask.look_ahead(4, positions).dense()[0, 0]
+
+    alone = seen(5)
+    assert list(alone.sum(axis=1)) == [4, 4, 4, 4, 1]
+    padded = seen(8, np.array([[1, 1, 1, 1, 1, 0, 0, 0]], np.int32))
+    np.testing.assert_array_equal(padded[:5], np.pad(alone, [(0, 0), (0, 3)]))
+    segments = np.array([[1, 1, 1, 2, 2, 2, 2, 2]], np.int32)
+    packed = seen(8, segments, np.array([[0, 1, 2, 0, 1, 2, 3, 4]], np.int32))
+    np.testing.assert_array_equal(packed[3:, 3:], alone)
+    with raises(ConfigError, field="look_ahead", value=2):
+        AttentionMask.bidirectional_mask(1, 4).look_ahead(2)
+
+
 def test_within_narrows_the_window(raises):
     mask = AttentionMask.causal_mask(1, 6)
     assert mask.within(None) is mask

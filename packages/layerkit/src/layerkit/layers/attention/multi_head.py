@@ -209,8 +209,9 @@ class MultiHeadAttention(BaseAttention):
             from layerkit.layers.attention.biases import add_bias_of_rows
 
             bias = add_bias_of_rows(self.relative_bias, bias, mask)
-        mask = mask.within(self.window).split_chunks(self.chunk, first_axis(positions))
-        mask = mask.look_ahead(self.look_ahead)
+        own = first_axis(positions)
+        mask = mask.within(self.window).split_chunks(self.chunk, own)
+        mask = mask.look_ahead(self.look_ahead, own)
         options: dict[str, Any] = {"gate": self._gate(x), "are_keys_shared": kv is not None}
         return self._read(query, key, value, mask, bias, cached=False, **options)
 
@@ -422,5 +423,8 @@ class MultiHeadAttention(BaseAttention):
 
     def _check_options(self) -> None:
         super()._check_options()
-        check_sizes(self, window=self.window, chunk=self.chunk)
+        check_sizes(self, window=self.window, chunk=self.chunk, look_ahead=self.look_ahead)
+        window, ahead = self.window, self.look_ahead
+        expected = f"at least look_ahead={ahead}, so that a query sees itself"
+        require(window is None or window >= (ahead or 1), self, "window", window, expected)
         check_sizes(self, kv_layer=self.kv_layer, query_growth_step=self.query_growth_step)

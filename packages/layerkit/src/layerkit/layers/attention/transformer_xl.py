@@ -75,8 +75,9 @@ class TransformerXLAttention(MultiHeadAttention):
         num_queries, num_keys = query.shape[1], key.shape[1]
         mask = options.mask
         assert mask is not None
-        # Only the last query has its own position with `look_ahead`.
-        last = mask.query_positions[0, -1] - mask.key_positions[0, 0]
+        # With `look_ahead`, the first query, at the start of a chunk, has the position of its end.
+        first = mask.query_positions[0, 0] - (self.look_ahead or 1) + 1
+        last = first + num_queries - 1 - mask.key_positions[0, 0]
         distances = last - jnp.arange(num_queries + num_keys - 1)
         embedded = self.position_projection(self.position(distances[None]))[0]
         by_distance = jnp.einsum("bqhd,lhd->bhql", query + self.theta.v, embedded)

@@ -299,7 +299,7 @@ def _check_shapes(
     if isinstance(bias, DistanceBias):
         check("query", query, (batch, keys, heads, head_dim))
         check("bias.by_distance", bias.by_distance, (1, heads, 2 * keys - 1))
-        in_row_order = mask is None or mask.in_row_order
+        in_row_order = mask is None or mask.in_row_order or mask.num_ahead > 0
         expected = "True with a bias by distance"
         require(in_row_order, "attention", "mask.in_row_order", in_row_order, expected)
     elif bias is not None:

@@ -11,6 +11,7 @@ Padding attends padding and nothing else, so every softmax has at least one key.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -288,27 +289,35 @@ class AttentionMask:
             key_segments=split(self.key_segments, self.key_positions),
         )
 
-    def look_ahead(self, size: int | None) -> AttentionMask:
+    def look_ahead(self, size: int | None, positions: jax.Array | None = None) -> AttentionMask:
         """Return this causal mask, in which a query sees all keys up to the end of its chunk.
 
         A window counts from there, so that all queries of a chunk see the same keys, as in
-        streaming by chunks. None returns the mask unchanged.
+        streaming by chunks. None and 1 return the mask unchanged.
 
         Args:
           size: Number of positions per chunk, counted from position 0.
+          positions: int32 `[batch, queries]`, positions from the start of each segment; None for
+            those of the mask.
 
         Raises:
-          ConfigError: The size is below 1.
+          ConfigError: The size is below 1, or the mask is not causal.
         """
         check_sizes(None, look_ahead=size)
-        if size is None:
+        if size is None or size == 1:
             return self
-        ends = (self.query_positions // size + 1) * size - 1
-        ends = jnp.minimum(ends, self.query_positions[:, -1:])
-        num_ahead = size - 1 if self.in_row_order else 0
-        return dataclasses.replace(
-            self, query_positions=ends, in_row_order=False, num_ahead=num_ahead
-        )
+        require(self.causal, "AttentionMask", "look_ahead", size, "None without a causal mask")
+        own = self.query_positions if positions is None else positions
+        changes: dict[str, Any] = {"query_positions": self.query_positions + size - 1 - own % size}
+        if self.in_row_order:
+            changes["num_ahead"] = size - 1
+        else:  # The slots of a cache after the queries are not written yet.
+            is_written = self.key_positions <= self.query_positions[:, -1:]
+            segments = 1 if self.key_segments is None else self.key_segments
+            changes["key_segments"] = jnp.where(is_written, segments, -1)
+            if self.query_segments is None:
+                changes["query_segments"] = jnp.ones_like(self.query_positions)
+        return dataclasses.replace(self, in_row_order=False, **changes)
 
     def part(self, queries: slice, keys: slice) -> AttentionMask:
         """Return the mask of some of the queries and keys of each row.
