@@ -108,6 +108,15 @@ def test_restore_resets_a_rule_with_other_settings():
     ]
 
 
+def test_restore_without_a_record_forgets_the_steps_before_a_rollback():
+    rolled_back = EarlyStop(rule())
+    assert stops_at(rolled_back.rule, [1, 2]) == 2
+    rolled_back.stopped_at = 2
+    rolled_back.restore(None, report=pytest.fail)
+    assert rolled_back.stopped_at is None
+    assert rolled_back.record() == EarlyStop(rule()).record()
+
+
 def test_steps_without_the_data_set_do_not_count():
     one = rule()
     assert not one.should_stop({"heldout/loss": 1.0}, 1)

@@ -120,17 +120,20 @@ def test_stochastic_rounding_keeps_representable_numbers_and_infinities():
         np.testing.assert_array_equal(rounded.astype(jnp.float32), values)
 
 
-def test_second_moment_in_bfloat16_reaches_its_mean_where_nearest_rounding_stops():
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_second_moment_in_bfloat16_reaches_its_mean_where_nearest_rounding_stops(dtype):
     # Increments are a thousandth of the moment, bfloat16 numbers a 256th apart.
     optimizer = bfloat16_state(1e-3, optimizer=partial(optax.adam, b2=0.999))
-    grads = jax.tree.map(jnp.ones_like, PARAMS)
+    params = jax.tree.map(lambda x: x.astype(dtype), PARAMS)
+    grads = jax.tree.map(jnp.ones_like, params)
 
     def update(_: Any, carried: Any) -> Any:
         state, nearest = carried
-        _, state = optimizer.update(grads, state, PARAMS)
+        updates, state = optimizer.update(grads, state, params)
+        assert all(x.dtype == dtype for x in jax.tree.leaves(updates))
         return state, (0.999 * nearest.astype(jnp.float32) + 0.001).astype(jnp.bfloat16)
 
-    first = optimizer.init(PARAMS), jnp.zeros((), jnp.bfloat16)
+    first = optimizer.init(params), jnp.zeros((), jnp.bfloat16)
     state, nearest = jax.jit(lambda: jax.lax.fori_loop(0, 1000, update, first))()
     moment = np.asarray(state.inner[0].nu["w"], np.float64)
     assert moment.mean() == pytest.approx(1 - 0.999**1000, rel=0.01)

@@ -19,6 +19,7 @@ from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
 from layerkit_experiments.recipes.language_model import REDUCED_TEXT, LmExperiment, decoder
 from layerkit_experiments.recipes.optimizers import adam_exponential
 from layerkit_experiments.recipes.published_data.boolq import boolq_readers, report_choice_accuracy
+from layerkit_runner.config.experiment import refuse_unread
 from layerkit_runner.init_from.settings import weights_of
 from layerkit_runner.optim.schedules import linear_warmup_cosine_decay
 
@@ -124,9 +125,13 @@ class LlamaBoolQ(LmExperiment, abstract=True):
     def learner(self) -> Config:
         """Return the config of the learner."""
         learner = adam_exponential(self)
+        because = f"LR_SCHEDULE={self.LR_SCHEDULE!r}"
         if self.LR_SCHEDULE == "constant":
+            unread = ("WARMUP_STEPS", "DECAY_START", "DECAY_END", "MIN_LEARNING_RATE_RATIO")
+            refuse_unread(self, unread, because)
             learner.learning_rate = Config(optax.constant_schedule, self.LEARNING_RATE)
         elif self.LR_SCHEDULE == "linear_rampup_cosine_decay":
+            refuse_unread(self, ("WARMUP_STEPS",), because)
             learner.learning_rate = Config(
                 linear_warmup_cosine_decay,
                 self.LEARNING_RATE,

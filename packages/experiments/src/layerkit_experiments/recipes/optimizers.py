@@ -14,6 +14,7 @@ from layerkit_experiments.recipes.training import (
     checked_learner,
     schedule_learning_rate,
 )
+from layerkit_runner.config.experiment import refuse_unread
 from layerkit_runner.optim import schedules
 from layerkit_runner.optim.optimizers import adam_with_update_cap
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
@@ -40,9 +41,11 @@ def adafactor_exponential(fields: Any) -> Config:
 
 def capped_cosine(fields: Any) -> Config:
     """Return Pax's Adam with an update cap, or Adafactor if USE_ADAFACTOR is set; a cosine."""
-    optimizer = (
-        _pax_adafactor(fields, decay_adam=0.99) if fields.USE_ADAFACTOR else _capped_adam(fields)
-    )
+    if fields.USE_ADAFACTOR:
+        refuse_unread(fields, ("ADAM_BETA2", "ADAM_EPSILON"), "USE_ADAFACTOR=True")
+        optimizer = _pax_adafactor(fields, decay_adam=0.99)
+    else:
+        optimizer = _capped_adam(fields)
     rate = schedule_learning_rate(
         fields, schedules.linear_warmup_cosine_decay, min_ratio=fields.MIN_LEARNING_RATE_RATIO
     )

@@ -7,6 +7,7 @@ a resumed run decides as an uninterrupted one, and a stopped run does not train 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -219,6 +220,10 @@ class EarlyStop:
     rule: StoppingRule
     stopped_at: int | None = dataclasses.field(default=None, init=False)
 
+    def __post_init__(self) -> None:
+        """Keep the first state of the rule."""
+        self._first_state = copy.deepcopy(self.rule.state())
+
     def asks_to_stop(self, metrics: Mapping[str, float], step: int) -> bool:
         """Return whether to stop after `step` with these metrics, the same on all processes."""
         if run_on_process_0(lambda: bool(self.rule.should_stop(metrics, step))):
@@ -237,8 +242,12 @@ class EarlyStop:
             "stopped_at": self.stopped_at,
         }
 
-    def restore(self, record: Mapping[str, Any], *, report: Callable[[str], None]) -> None:
-        """Restore the state of the rule; a rule with other settings is reset."""
+    def restore(self, record: Mapping[str, Any] | None, *, report: Callable[[str], None]) -> None:
+        """Restore the state of the rule; without a record, or with other settings, reset it."""
+        self.rule.set_state(copy.deepcopy(self._first_state))
+        self.stopped_at = None
+        if record is None:
+            return
         if record["rule"] != stable_repr(self.rule):
             report(f"early stopping is reset, because its settings were {record['rule']}")
             return

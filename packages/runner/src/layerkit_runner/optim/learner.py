@@ -269,7 +269,12 @@ class Learner(Configurable):
 
         update = jax.jit(update_without_gradient)
         both = update(ones), update(jax.tree.map(jnp.negative, ones))
-        changed = flatten_dict(jax.tree.map(lambda a, b: bool(jnp.any(a != b)), *both))
+
+        def differ(a: jax.Array, b: jax.Array) -> bool:
+            # Some updates of a gradient of zero are NaN.
+            return bool(jnp.any((a != b) & jnp.isfinite(a) & jnp.isfinite(b)))
+
+        changed = flatten_dict(jax.tree.map(differ, *both))
         parts = zip(optimizers, groups.assign(trained), strict=True)
         return tuple(
             DecayedWeights(

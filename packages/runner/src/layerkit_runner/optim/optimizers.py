@@ -191,8 +191,11 @@ def bfloat16_state(
     """
     inner = optax.with_extra_args_support(optimizer(learning_rate=learning_rate))
 
+    def widened(tree: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(_computed_dtype(x)), tree)
+
     def init(params: Any) -> Bfloat16State:
-        state = inner.init(params)
+        state = inner.init(widened(params))
         kind, expected = type(state).__name__, "an optimizer whose state holds no weights"
         nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, ElasticWeightsState))
         has_weights = any(isinstance(node, ElasticWeightsState) for node in nodes)
@@ -204,9 +207,10 @@ def bfloat16_state(
     def update(
         grads: Any, state: Bfloat16State, params: Any, **extra: Any
     ) -> tuple[Any, Bfloat16State]:
-        shapes = jax.eval_shape(inner.init, params)
+        shapes = jax.eval_shape(inner.init, widened(params))
         whole = jax.tree.map(lambda x, shape: x.astype(shape.dtype), state.inner, shapes)
-        updates, new = inner.update(grads, whole, params, **extra)
+        updates, new = inner.update(widened(grads), whole, widened(params), **extra)
+        updates = jax.tree.map(lambda x, grad: x.astype(grad.dtype), updates, grads)
         leaves, structure = jax.tree.flatten(new)
         keys = jax.random.split(
             jax.random.fold_in(jax.random.key(0), state.num_updates), len(leaves)
@@ -219,6 +223,10 @@ def bfloat16_state(
         return updates, new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _computed_dtype(x: jax.Array) -> Any:
+    return jnp.float32 if x.dtype in (jnp.bfloat16, jnp.float16) else x.dtype
 
 
 def _stored_dtype(x: jax.Array) -> Any:

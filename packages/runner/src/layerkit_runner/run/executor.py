@@ -199,8 +199,8 @@ class Executor:
         others = inputs_by_key(self.eval_programs, self.decode_programs)
         positions = {**restored.input_states, **input_states}
         restore_positions(programs.inputs, others, positions, step=restored.step)
-        if self.early_stop is not None and EARLY_STOPPING in restored.metadata:
-            record = restored.metadata[EARLY_STOPPING]
+        if self.early_stop is not None:
+            record = restored.metadata.get(EARLY_STOPPING)
             self.early_stop.restore(record, report=self.observers.message)
         self._evaluated = (-1, {})
         self.observers.rollback(restored.step, skipped.rollback)

@@ -182,8 +182,10 @@ def rounding_lines(learner: Learner, params: Any) -> Iterator[str]:
             remedy = f"task.model.dtype=float32 with fprop_dtype={dtype.name}"
             if dtype == jnp.bfloat16:
                 remedy = f"task.train.learner.stochastic_rounding=True, or {remedy}"
-            part = round(2 / float(jnp.finfo(dtype).eps))
-            yield f"{start}: updates below 1/{part} of a weight are lost. Set {remedy}"
+            eps = float(jnp.finfo(dtype).eps)
+            part, decay = round(2 / eps), 1 - eps / 4
+            lost = f"updates below 1/{part} of a weight are lost, and moments do not fall with a"
+            yield f"{start}: {lost} decay above {decay:.4g}. Set {remedy}"
 
 
 def batch_text(batch: Any) -> str:

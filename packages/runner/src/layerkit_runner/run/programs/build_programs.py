@@ -50,10 +50,11 @@ def train_inputs(job: Job) -> TrainInputs:
 
         (dataset,) = by_name.values()
         staged = staged_inputs(dataset, stages, job.partitioner)
-        parts = (
-            "task.train.gradient_accumulation_steps",
-            job.task.train.gradient_accumulation_steps,
-        )
+        # Devices split each part of a batch.
+        num_parts = job.task.train.gradient_accumulation_steps
+        num_shards = job.partitioner.num_batch_shards()
+        name = "task.train.gradient_accumulation_steps times the devices of a batch"
+        parts = (name, num_parts * num_shards)
         with as_usage_error():
             for index, stage in enumerate(staged):
                 check_divisible(f"STAGES[{index}]", by=parts, batch=stage.rows.batch)
