@@ -38,6 +38,14 @@ def test_steps_and_leftovers_are_distinguished(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("job", ["job", "checkpoints"])
+def test_checkpoints_are_found_by_their_folder_and_by_that_of_their_job(tmp_path, job):
+    place = epath.Path(tmp_path) / job / "checkpoints"
+    assert folders.checkpoints_folder(place) == place  # not made yet
+    (place / "checkpoint_00000020").mkdir(parents=True)
+    assert folders.checkpoints_folder(place) == folders.checkpoints_folder(place.parent) == place
+
+
 def test_moving_aside_never_overwrites(tmp_path):
     for suffix in ("", "_2", "_3"):
         folder = folders.step_folder(epath.Path(tmp_path), 42)

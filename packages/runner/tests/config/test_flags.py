@@ -106,6 +106,11 @@ TWO = "--num_processes=2"
         (["--mode=plan", "--noenable_checkpoint_saving"], {"field": "--enable_checkpoint_saving"}),
         (["--mode=eval", "--html=a.html"], {"field": "--html"}),
         (["--mode=plan", "--compare=a.json"], {"field": "--compare", "expected": "--html with it"}),
+        (["--mode=plan", "--max_seconds=9"], {"field": "--max_seconds"}),
+        (
+            ["--mode=lm_eval", "--init_from=a", "--restore_checkpoint_step=5"],
+            {"field": "--init_from and --restore_checkpoint_step"},
+        ),
         # Flags that do not fit together.
         (["--mode=export", f"{STEPS}=100,200"], {"field": STEPS, "value": "100,200"}),
         (["--init_from=a", "--restore_checkpoint_dir=b"], {}),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from etils import epath
 from flax.traverse_util import flatten_dict
 
 import layerkit_runner
@@ -16,6 +17,7 @@ from layerkit.config import Config, Partial
 from layerkit.errors import ConfigError
 from layerkit.layers import add_lora, dequantize_model
 from layerkit.layers.quantization.lora import LORA_WEIGHTS
+from layerkit_runner.checkpointing import folders
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from import InitFrom, Source
 from layerkit_runner.tools.quantize import quantize_folder, run_quantize
@@ -29,6 +31,13 @@ def quantized(run: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = str(tmp_path_factory.mktemp("quantized") / "int4")
     assert run_quantize([str(run.job_log_dir), folder, "--weight_format=int4:8"]) == 0
     return folder
+
+
+def test_folder_says_that_no_training_goes_on(quantized):
+    places = folders.checkpoints_folder(epath.Path(quantized))
+    (step,) = folders.committed_steps(places)
+    user = folders.read_metadata(folders.step_folder(places, step))["user"]
+    assert user == {"ended": True}  # An evaluation of the folder would wait for later steps.
 
 
 def restored_logits(model: Any, ids: Any) -> np.ndarray:

@@ -15,6 +15,7 @@ from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.config.stages import Stage, stages_of
 from layerkit_runner.data.train_inputs import run_stages
 from layerkit_runner.errors import FieldError
+from layerkit_runner.init_from import InitFrom, Source
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
@@ -124,6 +125,23 @@ def test_a_batch_ramp_is_reported(
     assert "stage 2 begins: steps 3 → 4" in output and "stage 3 is compiled" in output
     # Besides the intervals of three steps, the first and the last step of a stage.
     assert [record["step"] for record in read_metrics(folder).train] == [1, 2, 3, 4, 5, 6]
+
+
+def test_initial_weights_with_a_step_continue_in_its_stage(
+    experiment: type[BaseExperiment], tmp_path: Path
+):
+    base = train(experiment, tmp_path / "base", STAGES=[{"until_step": 3, "batch": 8}])
+
+    class Continued(experiment):  # type: ignore[misc,valid-type]
+        def task(self) -> Config:
+            task = super().task()
+            source = Source.HParams.config(folder=str(base), load_step=True)
+            task.initial_weights = InitFrom.HParams.config(sources=[source])
+            return task
+
+    folder = train(Continued, tmp_path / "continued", STAGES=RAMP)
+    # A batch of 8 rows, as in the first stage, would be an error.
+    assert [record["step"] for record in read_metrics(folder).train] == [4, 5, 6]
 
 
 @pytest.mark.parametrize(("is_traced", "problem"), [(False, "too many"), (True, "no_such_target")])

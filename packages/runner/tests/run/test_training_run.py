@@ -22,6 +22,7 @@ from layerkit.errors import UserError
 from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.checkpointing import stored_state
 from layerkit_runner.checkpointing.folders import committed_steps
+from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.errors import NonFiniteError
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.optim.learner import Learner
@@ -119,6 +120,17 @@ def test_same_command_resumes(train: Any, finished: tuple[Path, str], job: Path,
     straight = train("straight", max_steps=6)
     assert losses(tmp_path / "job") == losses(tmp_path / "straight")
     assert held_out(again) == held_out(straight) != held_out(first)
+
+
+def test_run_that_ends_after_a_save_on_demand_is_not_finished(
+    experiment: type[BaseExperiment], tmp_path: Path
+):
+    signals = StopSignals()
+    signals.save_received = True
+    asked = options(tmp_path, exit_after_ondemand_checkpoint=True)
+    assert run_train(resolve(experiment()), asked, signals=signals) == 0
+    assert committed_steps(epath.Path(tmp_path, "checkpoints")) != [4]
+    assert read_metrics(tmp_path).events[-1]["reason"] == "stopped by a signal"
 
 
 def test_run_beyond_its_last_step_leaves_the_folder_unchanged(raises: Any, train: Any, job: Path):

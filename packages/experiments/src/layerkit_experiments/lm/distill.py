@@ -87,7 +87,8 @@ class Distilled(BaseExperiment, abstract=True):
             return task.set(model=task.model.with_class(DistillationModel, **fields))
         fields["teacher_tpl"] = self.teacher.task.model.lm_tpl
         rules = [(TEACHER_WEIGHTS, r"lm/\1")]
-        sources = [Source.HParams.config(folder=self.TEACHER, rules=rules)]
+        use_ema = self.teacher.task.train.decode_use_ema_states
+        sources = [Source.HParams.config(folder=self.TEACHER, rules=rules, use_ema=use_ema)]
         if initial is None:
             initial = InitFrom.HParams.config(sources=sources, missing="draw")
         else:

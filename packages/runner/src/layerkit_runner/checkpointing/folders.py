@@ -88,6 +88,14 @@ def is_there(path: epath.Path) -> bool:
     return path.exists() or (not is_remote(path) and os.path.lexists(path))
 
 
+def checkpoints_folder(directory: epath.Path) -> epath.Path:
+    """Return the folder of checkpoints, given that folder or its job folder."""
+    inside = directory / JOB_SUBFOLDER
+    # A job folder may have the same name.
+    is_named_so = directory.name == JOB_SUBFOLDER and not inside.is_dir()
+    return directory if is_named_so or committed_steps(directory) else inside
+
+
 def committed_steps(directory: epath.Path) -> list[int]:
     """Return the committed steps in ascending order; empty if the folder does not exist."""
     return sorted(

@@ -49,6 +49,14 @@ _NEEDS = {
     "init_draw": "init_from",
     "bakes_weights": "export_format",
     "compare": "html",
+    "max_compilations": "search",
+    "max_seconds": "search",
+}
+# Flags that contradict --init_from, each with a hint.
+_WITHOUT_INIT_FROM = {
+    "restore_checkpoint_dir": "",
+    "restore_checkpoint_step": "Name the folder of the step:"
+    " --init_from=DIR/checkpoints/checkpoint_00000100.",
 }
 # Flags that absl itself defines.
 _LOG_FLAGS = ("alsologtostderr", "logtostderr", "v", "stderrthreshold", "log_dir")
@@ -200,9 +208,10 @@ def _check_together(flags: ParsedFlags, used: Collection[str]) -> None:
     for name, other in _NEEDS.items():
         if name in values and other not in values:
             raise UsageError(field=f"--{name}", expected=f"--{other} with it")
-    if options.init_from and options.restore_checkpoint_dir:
-        field = "--init_from and --restore_checkpoint_dir"
-        raise UsageError("contradictory flags", field=field, expected="one of them")
+    for name, hint in _WITHOUT_INIT_FROM.items():
+        if options.init_from and getattr(options, name):
+            field = f"--init_from and --{name}"
+            raise UsageError("contradictory flags", field=field, expected="one of them", hint=hint)
     steps = options.restore_checkpoint_step or ()
     is_valid, shown = len(steps) <= 1 or mode in ONCE_MODES, ",".join(map(str, steps))
     expected = f"one step in --mode={mode}, or --mode={' or '.join(ONCE_MODES)}"

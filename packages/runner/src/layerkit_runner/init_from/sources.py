@@ -174,9 +174,9 @@ def recognize(folder_path: str) -> CheckpointFolder | HuggingFaceFolder | PaxFol
     named = _STEP_NAME.fullmatch(directory.name)
     if named and (directory / "state").is_dir():
         return CheckpointFolder(directory.parent, int(named[1]))
-    for place in (directory, directory / "checkpoints"):
-        if folders.committed_steps(place):
-            return CheckpointFolder(place, None)
+    place = folders.checkpoints_folder(directory)
+    if folders.committed_steps(place):
+        return CheckpointFolder(place, None)
     children = [path.name for path in directory.iterdir()]
     if "config.json" in children and any(name.endswith(".safetensors") for name in children):
         if is_remote(directory):

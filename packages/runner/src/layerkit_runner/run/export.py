@@ -123,10 +123,11 @@ def _tokenizer_folder(job: Job) -> str | None:
     recorded = recorded_hugging_face(job.directory)
     sources = getattr(job.task.initial_weights, "sources", ())
     for folder in [source.folder for source in sources] if recorded is None else [recorded]:
-        if not epath.Path(folder).is_dir():
-            job.observers.message(f"exporting without a tokenizer: {folder} does not exist")
-        elif isinstance(recognize(folder), HuggingFaceFolder):
-            return str(folder)
+        try:
+            if isinstance(recognize(folder), HuggingFaceFolder):
+                return str(folder)
+        except UsageError as error:  # It may be deleted once training has begun.
+            job.observers.message(f"exporting without a tokenizer: {error}")
     return None
 
 

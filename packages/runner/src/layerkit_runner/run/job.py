@@ -26,7 +26,7 @@ from layerkit_runner.checkpointing import (
     StructureMismatchError,
     stored_state,
 )
-from layerkit_runner.checkpointing.folders import step_folder
+from layerkit_runner.checkpointing.folders import JOB_SUBFOLDER, checkpoints_folder, step_folder
 from layerkit_runner.config.config_tree import check_class
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.distributed.devices import (
@@ -80,9 +80,9 @@ class Job:
 
     def checkpoints(self, *, read_only: bool, directory: str | None = None) -> CheckpointManager:
         """Open the checkpoints of this job, or of another one by its folder."""
-        folder = self.directory if directory is None else absolute(directory)
-        if directory is None or folder.name != "checkpoints":
-            folder /= "checkpoints"
+        folder = self.directory / JOB_SUBFOLDER
+        if directory is not None:
+            folder = checkpoints_folder(absolute(directory))
         train = self.task.train
         hours = train.save_keep_interval_hours
         policy = CheckpointPolicy(

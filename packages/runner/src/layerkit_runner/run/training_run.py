@@ -155,6 +155,7 @@ class TrainingRun:
         self.resources = contextlib.ExitStack()
         self._make_executor: Callable[..., Executor] = executor_class(job.resolved)
         self._likely_step = 0
+        self._is_complete = False
         self._curve: end_report.LossCurve | None = None
 
     def open(self) -> None:
@@ -253,7 +254,8 @@ class TrainingRun:
         saves = self.executor.checkpoints is not None
         if saves:
             self.checkpoints.wait_until_finished()
-        if self.executor.is_over(step) and self.signals.exit_code == 0:
+        self._is_complete = self.executor.is_over(step) and self.signals.exit_code == 0
+        if self._is_complete:
             repeats = "run the same command to repeat the rest of the report"
             leaving = f"training ended at step {step}; {repeats}"
             with training_is_complete(), self.signals.leaving_at_once(leaving):
@@ -267,7 +269,7 @@ class TrainingRun:
     def _close_observers(self, _: object, error: BaseException | None, __: object) -> None:
         """Close the observers; a first signal meanwhile ends the process at once."""
         with contextlib.ExitStack() as stack:
-            reason = "stopped by a signal" if self.signals.exit_code else "finished"
+            reason = "finished" if self._is_complete else "stopped by a signal"
             if error is None and reason == "finished":
                 stack.enter_context(training_is_complete())
             # The observers have a time limit of their own.
@@ -429,6 +431,12 @@ class TrainingRun:
             report(f"resuming from step {first.step} of {first.restored_from}")
             if (source := self.job.options.init_from) is not None:
                 report(f"--init_from={source} is ignored: the run has a checkpoint")
+        elif first.step:  # of initial weights
+            self.inputs.set_states({}, step=first.step)
+            report(
+                f"continuing from step {first.step} of the initial weights; inputs begin at their"
+                " first batch, and mixtures at their first stage"
+            )
         if self.early_stop is None or EARLY_STOPPING not in first.metadata:
             return
         with self._naming_metadata(EARLY_STOPPING):

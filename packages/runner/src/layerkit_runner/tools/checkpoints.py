@@ -224,15 +224,8 @@ def _convert(
     return 0
 
 
-def _checkpoints_of(directory: str) -> epath.Path:
-    """Return the folder of checkpoints, given that folder or its job folder."""
-    path = absolute(directory)
-    is_itself = path.name == folders.JOB_SUBFOLDER or folders.committed_steps(path)
-    return path if is_itself else path / folders.JOB_SUBFOLDER
-
-
 def _existing(directory: str) -> epath.Path:
-    path = _checkpoints_of(directory)
+    path = folders.checkpoints_folder(absolute(directory))
     if not folders.committed_steps(path):
         raise UsageError("no checkpoint found", owner=str(path))
     return path

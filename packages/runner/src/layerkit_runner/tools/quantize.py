@@ -104,7 +104,9 @@ def quantize_folder(
             config = resolved.task.model
             _, stored = quantize_model(config, weights, weight_format=weight_format)
         others = jax.tree.map(lambda read: read(), fields)
-        _write(directory, _set_format(resolved, directory, weight_format), step, stored | others)
+        with as_usage_error(OSError, owner=out):
+            written = _set_format(resolved, directory, weight_format)
+            _write(directory, written, step, stored | others)
         state = job.abstract_stored_state()
     before = _num_bytes([state.params, others])
     after = _num_bytes([stored, others])
@@ -158,6 +160,7 @@ def _write(
     import jax.numpy as jnp
 
     from layerkit_runner.checkpointing import CheckpointManager
+    from layerkit_runner.run.executor import ENDED
     from layerkit_runner.run.job_folder import write_config
     from layerkit_runner.run_options import RunOptions
     from layerkit_runner.step.train_state import TrainState
@@ -165,7 +168,9 @@ def _write(
     empty: dict[str, Any] = {"non_trainable": {}, "opt_state": (), "overwrite_with_gradient": {}}
     state = TrainState(step=jnp.asarray(step, jnp.int32), **{**empty, **fields})
     with CheckpointManager(directory / "checkpoints") as checkpoints:
-        checkpoints.save(step, state, input_states={}, metadata={}, force=True)
+        # No training goes on in this folder, for which an evaluation would wait.
+        metadata = {ENDED: True}
+        checkpoints.save(step, state, input_states={}, metadata=metadata, force=True)
     options = RunOptions(job_log_dir=str(directory))
     write_config(directory, resolved, options, report=print)
 

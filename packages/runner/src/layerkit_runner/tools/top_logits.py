@@ -40,7 +40,8 @@ def write_top_logits(resolved: ResolvedExperiment, options: RunOptions) -> int:
     require(k <= size, None, "--k", k, f"at most {size}, the size of the vocabulary")
     with job_errors("top_logits", teacher):
         job = start_reading(teacher, folder)
-        weights = InitFrom(sources=[Source(folder=experiment.TEACHER)])
+        use_ema = job.task.train.decode_use_ema_states
+        weights = InitFrom(sources=[Source(folder=experiment.TEACHER, use_ema=use_ema)])
         first = plan_first_state(job.partitioner, job.task, weights=weights)()
 
         def call(state: Any, batch: Any) -> Any:

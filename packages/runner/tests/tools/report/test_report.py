@@ -194,13 +194,14 @@ def test_newest_evaluation_counts_and_those_of_lost_work_do_not(tmp_path):
         lines = [
             {"event": text, "step": step, "time": moment}
             if text in ("start", "resume")
-            else {"step": step, "time": moment, "dataset": "heldout", "loss": text}
+            else {"step": step, "time": moment, "dataset": "heldout", "loss": text, text: 1.0}
             for text, step, moment in rows
         ]
         (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     (job,) = read_jobs([tmp_path])
     rows = [(row["step"], row["loss"]) for row in job.metrics.evals["heldout"]]
     assert rows == [(50, "once"), (70, "train")]
+    assert {"kept", "once"} <= job.metrics.evals["heldout"][0].keys()  # of other metrics
 
 
 def test_sweep_with_a_trial_that_failed_before_its_first_step(tmp_path):

@@ -194,13 +194,14 @@ def context_length(job: Job, max_length: int | None) -> int:
         fits = 0 < max_length <= (positions or max_length)
         require(fits, None, "max_length", max_length, expected)
         return max_length
-    if (folder := getattr(job.resolved.experiment, "FOLDER", None)) is not None:
+    datasets, folder = job.resolved.datasets, getattr(job.resolved.experiment, "FOLDER", None)
+    if folder is not None and not datasets:  # the model of a Hugging Face folder
         from layerkit.interop import hugging_face
 
         return hugging_face.max_length(folder) or _DEFAULT_LENGTH
-    batches = [target_of(one).blank_batch(one, 1) for one in job.resolved.datasets]
+    batches = [target_of(one).blank_batch(one, 1) for one in datasets]
     rows = [batch.ids.shape[1] for batch in batches if batch is not None and "ids" in batch]
-    return positions or next(iter(rows), _DEFAULT_LENGTH)
+    return positions or max(rows, default=_DEFAULT_LENGTH)
 
 
 def lm_eval_programs(job: Job) -> list[BaseProgram]:

@@ -72,13 +72,14 @@ def devices_text(plan: Plan) -> str:
 def verdict(plan: Plan) -> Iterator[str]:
     """Yield whether a plan fits the memory of its devices, if that is known."""
     device, peak = plan.device, size_text(plan.memory.peak)
-    if plan.fits is None or device is None or device.usable_bytes is None:
-        return
-    usable = f"{size_text(device.usable_bytes)} available to programs"
     if plan.refusal is not None:
         refusal = textwrap.shorten(plan.refusal, _REFUSAL_CHARACTERS, placeholder="…")
         yield f"DOES NOT FIT: {refusal}"
-    elif plan.fits:
+        return
+    if plan.fits is None or device is None or device.usable_bytes is None:
+        return
+    usable = f"{size_text(device.usable_bytes)} available to programs"
+    if plan.fits:
         part = 100 * plan.memory.peak / device.usable_bytes
         yield f"fits: {peak} on each device, {part:.0f} % of the {usable}"
     else:

@@ -223,8 +223,8 @@ def _plan_step(
     memory = step_memory(tensors, step, trained=trained.select(state.params))
     compiled = time.perf_counter()
     fits = None if usable is None else memory.peak <= usable
-    if platform == "tpu":
-        fits = step.refusal is None  # its compiler decides
+    if platform == "tpu" or step.refusal is not None:
+        fits = step.refusal is None  # the compiler decides
     mesh, slices = dict(partitioner.mesh.shape), _slices(partitioner.mesh, target)
     collectives = collective_traffic(step.hlo_text, mesh, slices=slices)
     products = scoped_flops(program.jaxpr)

@@ -194,7 +194,8 @@ class _Searcher:
         return Point(
             ici=tuple(size // outer for size, outer in sizes),
             dcn=dcn if is_sliced else None,
-            remat=self._values[self._remat_paths[0]] if self._remat_paths else None,
+            # Parts of a model may differ; the neighbors have one policy.
+            remat=", ".join(dict.fromkeys(self._values[p] for p in self._remat_paths)) or None,
             accumulation=self._values.get(_ACCUMULATION, 1),
         )
 

@@ -17,7 +17,7 @@ from etils import epath
 
 from layerkit.config.checks import require
 from layerkit_runner.config.recorded import RecordedConfig, read_recorded_config
-from layerkit_runner.errors import UsageError
+from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import absolute
 from layerkit_runner.files.text import near_folders, printable
 from layerkit_runner.observers.metrics_log import (
@@ -141,11 +141,14 @@ def _read(path: epath.Path, name: str) -> JobRecord:
         for dataset, records in read_metrics(other).evals.items():
             kept = [row for row in records if not _is_lost(row, metrics.events)]
             rows = [*metrics.evals.get(dataset, []), *kept]
-            newest = {row["step"]: row for row in sorted(rows, key=lambda row: row["time"])}
+            newest: dict[int, Record] = {}
+            for row in sorted(rows, key=lambda row: row["time"]):
+                newest[row["step"]] = {**newest.get(row["step"], {}), **row}
             if rows:
                 metrics.evals[dataset] = [newest[step] for step in sorted(newest)]
     file = path / "goodput.json"
-    goodput = json.loads(file.read_text()) if file.exists() else {}
+    with as_usage_error(ValueError, owner=str(file)):
+        goodput = json.loads(file.read_text()) if file.exists() else {}
     seconds = goodput.get("seconds", {})
     steps = [p.name.rpartition("_")[2] for p in (path / "checkpoints").glob("checkpoint_*")]
     state = _state(path / ".running", metrics)

@@ -30,7 +30,7 @@ from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.files.bounded_documents import parse_json, parse_toml, read_text
 from layerkit_runner.files.text import draw_table
-from layerkit_runner.observers.metrics_log import metric_series, metrics_path
+from layerkit_runner.observers.metrics_log import metric_series, metrics_path, read_metrics
 from layerkit_runner.run.job import environment
 from layerkit_runner.run.job_errors import job_errors
 from layerkit_runner.run.resolve import resolve_entry
@@ -124,8 +124,7 @@ def _plan(values: Mapping[str, Any], words: Sequence[str]) -> None:
                 rungs += repeat_with_seeds(rung, base, num_seeds=num_seeds)
             larger = larger or planned[num_rungs:]
     text = ladder_text(f"{held_out[0]}/loss", rungs, larger)
-    folder.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, text)
+    _write(path, text)
     run = ["runner", f"--exp={base.name}", f"--job_log_dir={folder}", f"--study={path}"]
     print(f"{text}\nwrote {path}\n{shlex.join(run)}\nrunner scaling fit {folder}", flush=True)
 
@@ -135,7 +134,8 @@ def _measure(job: JobRecord, metric: str) -> Result:
     info, state = job.metrics.info, "; ".join([job.state, *job.errors[-1:]])
     require(job.state == "finished", job.folder, "state", state, "finished", UsageError)
     with as_usage_error(UsageError, owner=job.folder):
-        series = metric_series(job.metrics.evals, metric)
+        # Evaluations in other modes may be of other data.
+        series = metric_series(read_metrics(job.folder).evals, metric)
     losses = [loss for step, loss in series if step == info["num_train_steps"]]
     is_loss = losses and 0 < losses[0] < math.inf
     require(is_loss, job.folder, metric, losses, "a finite loss of the last step", UsageError)
@@ -239,7 +239,7 @@ def _predict(folder: Path, ladder: Mapping[str, Any], law: Law, results: Sequenc
         "environment": environment(),
         "rungs": [{"folder": j.folder, **s._asdict(), "loss": loss} for j, s, loss in results],
     }
-    atomic_write(file, json.dumps(document, indent=2) + "\n")
+    _write(file, json.dumps(document, indent=2) + "\n")
     print(
         f"prediction for {size.C:.4g} FLOPs: {value:.5g} ({interval[0]:.5g} to {interval[1]:.5g})"
     )
@@ -269,6 +269,12 @@ def _grade(folder: Path) -> None:
 def _read(path: Path, parse: Any) -> Any:
     with as_usage_error(OSError, ValueError, owner=str(path)):
         return parse(read_text(path))
+
+
+def _write(path: Path, text: str) -> None:
+    with as_usage_error(OSError, owner=str(path)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, text)
 
 
 def _digest(config: Mapping[str, Any]) -> str:
