@@ -30,13 +30,15 @@ EXP = "--exp=lm.quickstart.LocalText"
         (
             LocalText(),
             20,
-            {"MODEL_DIMS": 80, "HIDDEN_DIMS": 320, "LEARNING_RATE": 0.00253, "WARMUP_STEPS": 0.1},
+            {"MODEL_DIMS": 80, "HIDDEN_DIMS": 320, "LEARNING_RATE": 0.00253, "WARMUP_STEPS": 0.1}
+            | {"PERCORE_BATCH_SIZE": 4},  # 8 · 0.625^1.3 = 4.34
         ),
         (
             LocalText(DIMS_PER_HEAD=64, NUM_HEADS=4, NUM_KV_HEADS=2, MODEL_DIMS=256),
             6,
             {"MODEL_DIMS": 384, "HIDDEN_DIMS": 768, "NUM_HEADS": 6, "NUM_KV_HEADS": 3}
-            | {"LEARNING_RATE": 0.001633, "WARMUP_STEPS": 0.1},
+            | {"LEARNING_RATE": 0.001633, "WARMUP_STEPS": 0.1}
+            | {"PERCORE_BATCH_SIZE": 14},  # 8 · 1.5^1.3 = 13.6
         ),
         (DepthDial(), 8, {"DEPTH": 8}),
     ],

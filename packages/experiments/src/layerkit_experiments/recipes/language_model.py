@@ -149,18 +149,19 @@ def untied_decoder(fields: Any) -> Config:
 
 
 def width_fields(fields: Any, size: int) -> dict[str, Any]:
-    """Return the fields of a decoder of another width, whose depth and batch stay.
+    """Return the fields of a decoder with `size` heads of DIMS_PER_HEAD; see docs/scaling.md.
 
-    A decoder of a size has so many heads of DIMS_PER_HEAD, or without that field NUM_HEADS heads of
-    2·size. The hidden layer grows in proportion. The rate is LEARNING_RATE·√(MODEL_DIMS/width), as
-    in nanochat, unless WIDTH_TRANSFER is set. The warmup keeps its fraction of MAX_STEPS.
+    Without that field it has NUM_HEADS heads of 2·size.
     """
     head, warmup = fields.DIMS_PER_HEAD, fields.WARMUP_STEPS
     dims = 2 * size * fields.NUM_HEADS if head is None else size * head
     growth, rate = dims / fields.MODEL_DIMS, fields.LEARNING_RATE
     if rate and getattr(fields, "WIDTH_TRANSFER", None) is None:
         rate = float(f"{rate / math.sqrt(growth):.4g}")
+    rows, parts = fields.PERCORE_BATCH_SIZE, fields.GRADIENT_ACCUMULATION_STEPS
+    grown = parts * max(1.0, round(rows * growth**1.3 / parts))
     values = {
+        "PERCORE_BATCH_SIZE": grown if rows >= 1 else rows,
         "MODEL_DIMS": dims,
         "HIDDEN_DIMS": fields.HIDDEN_DIMS and round(fields.HIDDEN_DIMS * growth),
         "LEARNING_RATE": rate,
