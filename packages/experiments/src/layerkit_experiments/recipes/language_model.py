@@ -149,10 +149,7 @@ def untied_decoder(fields: Any) -> Config:
 
 
 def width_fields(fields: Any, size: int) -> dict[str, Any]:
-    """Return the fields of a decoder with `size` heads of DIMS_PER_HEAD; see docs/scaling.md.
-
-    Without that field it has NUM_HEADS heads of 2·size.
-    """
+    """Return the fields of a decoder of a size, by the rules of docs/scaling.md."""
     head, warmup = fields.DIMS_PER_HEAD, fields.WARMUP_STEPS
     dims = 2 * size * fields.NUM_HEADS if head is None else size * head
     growth, rate = dims / fields.MODEL_DIMS, fields.LEARNING_RATE
