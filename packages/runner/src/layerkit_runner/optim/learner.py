@@ -35,7 +35,7 @@ from layerkit_runner.optim.optimizer_groups import (
     Stacks,
     map_tensors,
 )
-from layerkit_runner.optim.optimizer_updates import add_update, choose, is_schedule_free
+from layerkit_runner.optim.optimizer_updates import add_update, cast_like, choose, is_schedule_free
 from layerkit_runner.optim.spikes import IS_SPIKE, IS_VALID, SpikeWindow
 from layerkit_runner.optim.weight_selection import DecayedWeights, TrainedWeights
 
@@ -488,11 +488,6 @@ class Learner(Configurable):
             if rate is not None:
                 rates[f"learning/lr{suffix}"] = rate
         return rates
-
-
-def cast_like(tree: Any, like: Any) -> Any:
-    """Return a tree of arrays in the dtypes of another."""
-    return jax.tree.map(lambda leaf, other: leaf.astype(other.dtype), tree, like)
 
 
 def global_norm(tree: Any) -> jax.Array:

@@ -26,6 +26,11 @@ from optax.contrib import MuonState, ScheduleFreeState, schedule_free_eval_param
 from layerkit.errors import UserError
 
 
+def cast_like(tree: Any, like: Any) -> Any:
+    """Return a tree of arrays in the dtypes of another."""
+    return jax.tree.map(lambda leaf, other: leaf.astype(other.dtype), tree, like)
+
+
 def update(
     transformation: optax.GradientTransformation,
     grads: Any,

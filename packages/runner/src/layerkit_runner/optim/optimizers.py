@@ -12,6 +12,7 @@ import optax
 from layerkit.config.checks import check_non_negative, check_positive, check_rates, require
 from layerkit_runner.optim.optimizer_updates import (
     as_inner,
+    cast_like,
     declare_per_layer,
     is_schedule_free,
     round_stochastically,
@@ -208,9 +209,8 @@ def bfloat16_state(
         grads: Any, state: Bfloat16State, params: Any, **extra: Any
     ) -> tuple[Any, Bfloat16State]:
         shapes = jax.eval_shape(inner.init, widened(params))
-        whole = jax.tree.map(lambda x, shape: x.astype(shape.dtype), state.inner, shapes)
+        whole = cast_like(state.inner, shapes)
         updates, new = inner.update(widened(grads), whole, widened(params), **extra)
-        updates = jax.tree.map(lambda x, grad: x.astype(grad.dtype), updates, grads)
         leaves, structure = jax.tree.flatten(new)
         keys = jax.random.split(
             jax.random.fold_in(jax.random.key(0), state.num_updates), len(leaves)
@@ -220,7 +220,7 @@ def bfloat16_state(
             for x, key in zip(leaves, keys, strict=True)
         ]
         new_state = Bfloat16State(state.num_updates + 1, jax.tree.unflatten(structure, stored))
-        return updates, new_state
+        return cast_like(updates, grads), new_state
 
     return optax.GradientTransformationExtraArgs(init, update)
 

@@ -43,9 +43,9 @@ from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.evaluation import ROW_MARKS
 from layerkit_runner.optim.early_stopping import StoppingRule
-from layerkit_runner.optim.learner import cast_like, global_norm
+from layerkit_runner.optim.learner import global_norm
 from layerkit_runner.optim.optimizer_groups import Stacks, stacks_of
-from layerkit_runner.optim.optimizer_updates import choose
+from layerkit_runner.optim.optimizer_updates import cast_like, choose
 from layerkit_runner.optim.weight_selection import (
     DecayedWeights,
     Declarations,

@@ -209,9 +209,9 @@ class MultiHeadAttention(BaseAttention):
             from layerkit.layers.attention.biases import add_bias_of_rows
 
             bias = add_bias_of_rows(self.relative_bias, bias, mask)
-        own = first_axis(positions)
-        mask = mask.within(self.window).split_chunks(self.chunk, own)
-        mask = mask.look_ahead(self.look_ahead, own)
+        token_positions = first_axis(positions)
+        mask = mask.within(self.window).split_chunks(self.chunk, token_positions)
+        mask = mask.look_ahead(self.look_ahead, token_positions)
         options: dict[str, Any] = {"gate": self._gate(x), "are_keys_shared": kv is not None}
         return self._read(query, key, value, mask, bias, cached=False, **options)
 

@@ -307,8 +307,9 @@ class AttentionMask:
         if size is None or size == 1:
             return self
         require(self.causal, "AttentionMask", "look_ahead", size, "None without a causal mask")
-        own = self.query_positions if positions is None else positions
-        changes: dict[str, Any] = {"query_positions": self.query_positions + size - 1 - own % size}
+        positions = self.query_positions if positions is None else positions
+        ends = self.query_positions + size - 1 - positions % size
+        changes: dict[str, Any] = {"query_positions": ends}
         if self.in_row_order:
             changes["num_ahead"] = size - 1
         else:  # The slots of a cache after the queries are not written yet.
