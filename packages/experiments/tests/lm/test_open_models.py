@@ -28,6 +28,7 @@ PUBLISHED = {
     "llama.Llama31_405B": (405_853_388_800, 16.8, 20_133, 8e-5, 8e-7),
     "open_models.Qwen3_8B": (8_190_735_360, 4.19, 29_989, 3e-4, 3e-5),
     "open_models.Qwen3_30B_A3B": (30_532_122_624, 4.19, 29_989, 3e-4, 3e-5),
+    "open_models.Mixtral8x7B": (46_702_792_704, 4.19, 2097, 3e-4, 3e-5),
     "open_models.DeepSeekV3": (671_026_419_200 + MODULE, 62.9, 14_800, 2.2e-4, 2.2e-5),
     "open_models.GptOss20B": (20_914_757_184, 4.19, 2097, 3e-4, 3e-5),
     "open_models.GptOss120B": (116_829_156_672, 4.19, 2097, 1.5e-4, 1.5e-5),
@@ -43,6 +44,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "open_models.Qwen3_30B_A3B": (
         "qwen3_moe",
         {"num_experts": 128, "norm_topk_prob": True, "router_aux_loss_coef": 0.001},
+    ),
+    "open_models.Mixtral8x7B": (
+        "mixtral",
+        {"num_local_experts": 8, "rope_theta": 1e6, "router_aux_loss_coef": 0.02},
     ),
     "open_models.DeepSeekV3": (
         "deepseek_v3",

@@ -97,6 +97,7 @@ MESHES = {
     "lm.open_models.DeepSeekV3": [1, 2, 4, 1],
     "lm.open_models.GptOss20B": [1, 2, 2, 2],
     "lm.open_models.Qwen3_30B_A3B": [1, 2, 4, 1],
+    "lm.open_models.Mixtral8x7B": [1, 2, 4, 1],
     "lm.nvidia.GLaM64B64EProxy": [1, 2, 2, 2],
     "lm.nvidia.Grok": [1, 2, 4, 1],
     "lm.nvidia.Grok_PP": [2, 1, 2, 2, 1],

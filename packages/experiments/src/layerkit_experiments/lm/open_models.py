@@ -26,6 +26,17 @@ from layerkit_experiments.recipes.meshes import EXPERT_AXES
 _REDUCED = {**REDUCED_TEXT, "INIT_STD": None}
 
 
+def balanced_mixture(fields: Any) -> Config:
+    """Return the config of a LanguageModel with experts that balance all choices of a token.
+
+    Args:
+      fields: Experiment with the fields of `MixtureOfExperts`.
+    """
+    model = untied_decoder(fields)
+    experts = mixture(fields, model).set(balance_all_choices=True)
+    return add_experts(fields, model, experts)
+
+
 class OpenLm(LmExperiment, abstract=True):
     """Rotary decoder with RMS norms, SwiGLU and an untied embedding, in bfloat16."""
 
@@ -96,12 +107,36 @@ class Qwen3_30B_A3B(MixtureOfExperts, OpenLm):  # noqa: N801
 
     reduced_fields: ClassVar[Mapping[str, Any]] = {"NUM_KV_HEADS": 2, "NUM_EXPERTS_PER_TOKEN": 2}
     mesh_axes = EXPERT_AXES
+    model = balanced_mixture
 
-    def model(self) -> Config:
-        """Return the config of the LanguageModel."""
-        model = untied_decoder(self)
-        experts = mixture(self, model).set(balance_all_choices=True)
-        return add_experts(self, model, experts)
+
+class Mixtral8x7B(MixtureOfExperts, OpenLm):
+    """Mixtral 8x7B on 16 nodes, whose 8 GPUs share the experts (h100x128).
+
+    Sizes and the length of rows are those of the report (Jiang et al., 2024, arXiv:2401.04088), the
+    base of the positions and the weight of the balance those of the configuration. Batch, rates and
+    the number of tokens are not published.
+    """
+
+    NUM_LAYERS = 32
+    MODEL_DIMS = 4096
+    HIDDEN_DIMS = 14336
+    NUM_HEADS = 32
+    NUM_KV_HEADS = 8
+    NORM_EPSILON = 1e-5
+    ROTARY_BASE = 1e6
+    VOCAB_SIZE = 32_000
+    MAX_SEQ_LEN = 32_768
+    USE_GATED_EXPERTS = True
+    LOAD_BALANCE_WEIGHT = 0.02 * 2 / 32  # 0.02 for the sum of 2 choices, over all 32 layers
+    MAX_STEPS = 500_000
+    PERCORE_BATCH_SIZE = 1.0
+    ICI_MESH_SHAPE = [1, 1, 8, 1]
+    DCN_MESH_SHAPE = [1, 16, 1, 1]
+
+    reduced_fields: ClassVar[Mapping[str, Any]] = {"NUM_KV_HEADS": 2}
+    mesh_axes = EXPERT_AXES
+    model = balanced_mixture
 
 
 class DeepSeekV3(MixtureOfExperts, OpenLm):

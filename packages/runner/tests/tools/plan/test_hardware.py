@@ -32,7 +32,7 @@ def test_usable_memory_of_a_kind():
     assert device_kind("cpu").usable_bytes is None
 
 
-@pytest.mark.parametrize("name", ["a100", "a100-40gb", "h100", "h200", "b200"])
+@pytest.mark.parametrize("name", ["a100", "a100-40gb", "h100", "h200", "b200", "gb200"])
 def test_target_config_of_a_gpu(name):
     kind = device_kind(name)
     text = target_config(kind)
