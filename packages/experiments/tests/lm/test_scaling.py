@@ -40,9 +40,17 @@ EXP = "--exp=lm.quickstart.LocalText"
             | {"LEARNING_RATE": 0.001633, "WARMUP_STEPS": 0.1}
             | {"PERCORE_BATCH_SIZE": 14},  # 8 · 1.5^1.3 = 13.6
         ),
+        (
+            # Of MODEL_DIMS=128, whose 12 heads have 1.5 times as many dimensions: half of all.
+            LocalText(DIMS_PER_HEAD=16, NUM_HEADS=12, NUM_KV_HEADS=4, DECAY_END=500),
+            4,
+            {"MODEL_DIMS": 64, "HIDDEN_DIMS": 256, "NUM_HEADS": 6, "NUM_KV_HEADS": 2}
+            | {"LEARNING_RATE": 0.002828, "WARMUP_STEPS": 0.1, "DECAY_END": 0.25}
+            | {"PERCORE_BATCH_SIZE": 3},  # 8 · 0.5^1.3 = 3.25
+        ),
         (DepthDial(), 8, {"DEPTH": 8}),
     ],
-    ids=["constant heads", "heads of one size", "DepthDial"],
+    ids=["constant heads", "heads of one size", "more heads than MODEL_DIMS", "DepthDial"],
 )
 def test_size_fields_give_a_model_that_resolves(experiment, size, fields):
     assert experiment.size_fields(size) == fields
@@ -117,6 +125,17 @@ def test_flops_of_a_rung_are_those_of_its_plan(tmp_path, capsys):
     plan = json.loads(capsys.readouterr().out)
     size = step_size(resolve(LocalText(**small)))
     assert size == (plan["num_params"], plan["batch"]["tokens"], plan["flops_per_step"])
+
+
+@pytest.mark.parametrize(
+    ("exp", "more", "field"),
+    [("lm.optimal_scaling.DepthDial", (), "eval_loop_num_batches")]
+    + [("lm.quickstart.LocalText", ("--metric=other/loss",), "--metric")],
+)
+def test_rungs_that_no_rows_score_alike_are_an_error(tmp_path, raises, exp, more, field):
+    with raises(UsageError, field=field):
+        run_scaling(["plan", f"--exp={exp}", f"--job_log_dir={tmp_path}", "--flops=1e12", *more])
+    assert not [*tmp_path.iterdir()]
 
 
 def test_ladder_of_an_experiment_without_sizes_is_an_error(tmp_path, raises):

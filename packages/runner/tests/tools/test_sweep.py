@@ -41,7 +41,7 @@ TOML = """
 metric = "held out/score/accuracy"
 direction = "maximize"
 num_trials = 7
-sampler = {name = "tpe", seed = 4}
+sampler = {seed = 4}
 pruner = "median"
 
 [space]
@@ -173,6 +173,13 @@ def test_trial_whose_process_was_killed_while_it_drew_values_is_replaced(study_f
     assert len(run_all(study)) == 2
     states = [trial.state for trial in study.study.get_trials()]
     assert states == [TrialState.RUNNING, TrialState.COMPLETE, TrialState.COMPLETE]
+
+
+def test_study_is_a_file_of_its_folder_whatever_the_name(study_file, tmp_path):
+    folder = tmp_path / "a?b %20"
+    folder.mkdir()
+    sweep.open_study(study_file(), folder, None, {"metric": "heldout/loss"})
+    assert [path.name for path in folder.iterdir()] == ["study.db"]
 
 
 def test_grid_runs_every_combination_once(study_file, tmp_path):

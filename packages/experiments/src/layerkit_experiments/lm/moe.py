@@ -32,8 +32,8 @@ from layerkit_experiments.recipes.optimizers import adafactor_sqrt, capped_cosin
 class Glam(MixtureOfExperts, LmExperiment, abstract=True):
     """Common values of the family: 64 experts, of which each token uses two."""
 
-    CONSTANT_STEPS: int = 10_000
-    """Number of steps at LEARNING_RATE, followed by LEARNING_RATE·√(CONSTANT_STEPS / step)."""
+    CONSTANT_STEPS: int | float = 10_000
+    """Steps, or a fraction of MAX_STEPS, at LEARNING_RATE. It then falls as 1/√step."""
     SECOND_MOMENT_DECAY: float = 0.8
     """Exponent c of the decay 1 - step^-c of the factored second moments."""
     UPDATE_RMS_CAP: float | None = 1.0

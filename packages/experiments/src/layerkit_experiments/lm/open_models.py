@@ -191,6 +191,11 @@ class DeepSeekV3(MixtureOfExperts, OpenLm):
     }
     mesh_axes = EXPERT_AXES
 
+    def size_fields(self, size: int) -> dict[str, Any]:
+        """Return no fields, since no rule of a size scales the latents."""
+        del size
+        return {}
+
     def model(self) -> Config:
         """Return the config of the LanguageModel: 3 dense layers, 9 times as wide as an expert."""
         model = use_latent_attention(self, untied_decoder(self))

@@ -109,6 +109,8 @@ _DOTS = {
     "nvfp4": "NvFp4Dot",
     "int8": "Int8Dot",
 }
+# Fields with numbers of steps, or fractions of MAX_STEPS.
+_STEP_FIELDS = ("WARMUP_STEPS", "DECAY_START", "DECAY_END", "CONSTANT_STEPS")
 _LAYERS = r"lm_tpl\.stack_tpl\..*"
 
 
@@ -150,7 +152,7 @@ def untied_decoder(fields: Any) -> Config:
 
 def width_fields(fields: Any, size: int) -> dict[str, Any]:
     """Return the fields of a decoder of a size, by the rules of docs/scaling.md."""
-    head, warmup = fields.DIMS_PER_HEAD, fields.WARMUP_STEPS
+    head, known = fields.DIMS_PER_HEAD, experiment_fields(type(fields))
     dims = 2 * size * fields.NUM_HEADS if head is None else size * head
     growth, rate = dims / fields.MODEL_DIMS, fields.LEARNING_RATE
     if rate and getattr(fields, "WIDTH_TRANSFER", None) is None:
@@ -158,17 +160,19 @@ def width_fields(fields: Any, size: int) -> dict[str, Any]:
     rows, parts = fields.PERCORE_BATCH_SIZE, fields.GRADIENT_ACCUMULATION_STEPS
     grown = parts * max(1.0, round(rows * growth**1.3 / parts))
     values = {
-        "PERCORE_BATCH_SIZE": grown if rows >= 1 else rows,
+        "PERCORE_BATCH_SIZE": grown if rows >= 1 and growth != 1.0 else rows,
         "MODEL_DIMS": dims,
         "HIDDEN_DIMS": fields.HIDDEN_DIMS and round(fields.HIDDEN_DIMS * growth),
         "LEARNING_RATE": rate,
-        "WARMUP_STEPS": min(warmup / fields.MAX_STEPS, 1.0) if type(warmup) is int else warmup,
     }
+    for name in filter(known.__contains__, _STEP_FIELDS):
+        steps = getattr(fields, name)
+        values[name] = min(steps / fields.MAX_STEPS, 1.0) if type(steps) is int else steps
     if head is not None:
-        most = max(1.0, (fields.NUM_KV_HEADS or fields.NUM_HEADS) * size / fields.NUM_HEADS)
-        kv_heads = max(n for n in range(1, size + 1) if size % n == 0 and n <= most)
-        values |= {"NUM_HEADS": size, "NUM_KV_HEADS": kv_heads}
-    known = experiment_fields(type(fields))
+        heads = max(1, round(fields.NUM_HEADS * growth))
+        most = max(1.0, (fields.NUM_KV_HEADS or fields.NUM_HEADS) * growth)
+        kv_heads = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
+        values |= {"NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads}
     return {name: v for name, v in values.items() if v is not None and name in known}
 
 

@@ -63,9 +63,8 @@ def adafactor_sqrt(fields: Any) -> Config:
         decay_rate=fields.SECOND_MOMENT_DECAY,
         clipping_threshold=fields.UPDATE_RMS_CAP,
     )
-    rate: Config = Config(
-        schedules.sqrt_decay, fields.LEARNING_RATE, decay_start=fields.CONSTANT_STEPS
-    )
+    start = number_of_steps(fields, "CONSTANT_STEPS")
+    rate: Config = Config(schedules.sqrt_decay, fields.LEARNING_RATE, decay_start=start)
     return checked_learner(fields, optimizer, rate)
 
 

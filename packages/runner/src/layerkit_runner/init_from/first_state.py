@@ -26,7 +26,7 @@ from layerkit_runner.checkpointing.stored_state import OPT_STATE, LeafPath, join
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.init_from.matching import PARAMS, InitialValue, Matched, match
 from layerkit_runner.init_from.settings import InitFrom
-from layerkit_runner.init_from.sources import StoredAdapters, StoredHuggingFace, open_sources
+from layerkit_runner.init_from.sources import StoredAdapters, open_sources
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_state import (
     RANDOM_INIT,
@@ -223,8 +223,7 @@ def _provenance(state: TrainState, matched: Matched) -> Provenance:
     weights = {join(path[1:]): str(one) for path, one in values.items() if path[0] != OPT_STATE}
     weights |= {join(path[1:]): RANDOM_INIT for path in matched.drawn}
     weights |= {join(path): copy_of(join(one)) for path, one in matched.copied.items()}
-    sources = (one.stored for one in values.values())
-    labels = (source.label for source in sources if isinstance(source, StoredHuggingFace))
+    folders = (one.stored.hugging_face for one in values.values())
     return Provenance(
         weights=weights,
         opt_state={
@@ -233,7 +232,7 @@ def _provenance(state: TrainState, matched: Matched) -> Provenance:
         step=matched.step_from,
         converted={dtypes: tuple(names) for dtypes, names in converted.items()},
         num_opt_state=len(jax.tree.leaves(state.opt_state)),
-        hugging_face=next(labels, None),
+        hugging_face=next(filter(None, folders), None),
     )
 
 

@@ -36,7 +36,7 @@ from layerkit_runner.files.atomic_write import absolute, is_remote
 from layerkit_runner.files.text import near_folders
 from layerkit_runner.init_from.pax.paxml_folders import PaxFolder, find
 from layerkit_runner.init_from.settings import ADAPTER_WEIGHTS, Source
-from layerkit_runner.step.train_state import ADAPTERS, TrainState
+from layerkit_runner.step.train_state import ADAPTERS, TrainState, recorded_hugging_face
 
 if TYPE_CHECKING:
     from layerkit_runner.init_from.pax.stored_pax import StoredPax
@@ -218,6 +218,8 @@ class StoredCheckpoint:
         """Open a checkpoint, by default the newest that is not damaged; no values are read."""
         self.step = _choose(directory, step, report)
         self.label = f"{directory}:{self.step}"
+        # The job may have begun with the weights of such a folder itself.
+        self.hugging_face = recorded_hugging_face(directory.parent)
         self._state = folders.step_folder(directory, self.step) / "state"
         folders.read_metadata(self._state.parent)  # raises an error for a later layout
         # Orbax takes most of a second to import.
@@ -265,7 +267,7 @@ class StoredHuggingFace:
         Layers are named as a stack, one by one, or as in the network of `model`, whichever shares
         more names with the weights `like`.
         """
-        self.label = str(directory)
+        self.label = self.hugging_face = str(directory)
         self._directory = directory
         with as_usage_error(OSError, ValueError, ImportError):
             self._family = families.family_in(folder.read_json(directory))
@@ -305,7 +307,7 @@ class StoredHuggingFace:
 class StoredAdapters:
     """Weighted adapters in folders of PEFT, named as in a model that has adapters."""
 
-    step = None
+    step = hugging_face = None
 
     def __init__(self, adapters: Mapping[str, float], *, model: BaseModel) -> None:
         """Match the modules of the folders with the network of `model`, its field `lm_tpl`."""

@@ -88,7 +88,8 @@ class Provenance:
       step: `DIR:STEP` from which the step count continues; None if it starts at 0.
       converted: Paths of the converted values, by conversion such as `float32 → bfloat16`.
       num_opt_state: Number of values in the optimizer state.
-      hugging_face: First Hugging Face folder, whose tokenizer an export copies.
+      hugging_face: First Hugging Face folder, also of a chain of jobs, whose tokenizer an export
+        copies.
     """
 
     weights: Mapping[str, str]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 import optuna
+import sqlalchemy
 from optuna import distributions, pruners, samplers
 from optuna.storages.journal import JournalFileBackend
 from optuna.trial import Trial, TrialState
@@ -110,9 +111,12 @@ def read_study_file(path: str, *, num_trials: int | None = None) -> StudyFile:
         names = [field.name for field in dataclasses.fields(StudyFile)]
         for key in document.keys() - {*names}:
             raise UsageError("unknown key", value=key, choices=names)
-        for key in ("sampler", "pruner"):
-            if isinstance(document.get(key), str):
-                document[key] = {"name": document[key]}
+        for key, default in {"sampler": "tpe", "pruner": "nop"}.items():
+            match document.get(key):
+                case str(name):
+                    document[key] = {"name": name}
+                case dict(options):
+                    document[key] = {"name": default, **options}
         for key, value in document.items():
             kind = field_annotations(StudyFile)[key]
             require(kind.fit(value) is not MISMATCH, None, key, value, kind, UsageError)
@@ -195,7 +199,8 @@ def open_study(
 ) -> optuna.Study:
     """Open or create the study; raise an error if it began with another record."""
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    storage: Any = address or f"sqlite:///{folder / 'study.db'}"
+    url = sqlalchemy.URL.create("sqlite", database=str(folder / "study.db"))
+    storage: Any = address or url.render_as_string()
     try:
         if "://" not in storage:
             storage = optuna.storages.JournalStorage(JournalFileBackend(storage))
@@ -327,6 +332,8 @@ class Sweep:
             lines = (folder / "output.txt").read_text(errors="replace").splitlines()
             # JAX adds advice below the line with the error.
             errors = [line for line in lines[-50:] if "Error" in line or "runner: " in line]
+            if code == 0 and not values:
+                errors = [f"no evaluation has {self.file.metric}, but {', '.join(evals) or 'none'}"]
             trial.set_user_attr("reason", f"exit code {code}: {['no output', *lines, *errors][-1]}")
         last = values[max(values)] if state == TrialState.COMPLETE else None
         self.study.tell(trial.number, last, state=state)

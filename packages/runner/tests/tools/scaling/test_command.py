@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ def write_job(job: Path, size: int, **fields: str) -> None:
     """Write a finished run of a model with so many weights."""
     job.mkdir(parents=True)
     step = {"num_params": size, "tokens_per_step": 2 * size, "flops_per_step": 12 * size**2}
+    step["num_devices"] = 1
     record = {"dataset": "heldout", "loss": 9.0, "score/accuracy": 2.0 / size}
     lines = [
         {"event": "start", "step": 0, "time": 1.0, "num_train_steps": 10, **step},
@@ -55,6 +57,16 @@ def test_fit_reads_a_metric_with_a_slash_and_names_fields_beside_the_ladder(
     write_ladder(tmp_path / "same", RATE="0.5")
     with pytest.raises(UsageError, match="a.B"):  # which is resolved next
         command.run_scaling(["fit", str(tmp_path / "same")])
+    config = tmp_path / "same" / "trials" / "0002" / "config.json"
+    content = json.loads(config.read_text()) | {"arguments": ["--init_from=/base"]}
+    config.write_text(json.dumps(content))
+    with raises(UsageError, owner=str(config.parent), value=({"init_from": "/base"}, 1)):
+        command.run_scaling(["fit", str(tmp_path / "same")])
+    write_ladder(tmp_path / "images", RATE="0.5")
+    for metrics in (tmp_path / "images").glob("*/*/metrics.jsonl"):
+        metrics.write_text(re.sub(r'(?<="tokens_per_step": )\d+', "0", metrics.read_text()))
+    with raises(UsageError, field="rungs", value=0):
+        command.run_scaling(["fit", str(tmp_path / "images")])
 
 
 def test_fit_names_fields_that_the_larger_run_lacks_and_runs_without_a_result(

@@ -85,6 +85,8 @@ class _View:
 class StoredPax:
     """A step of Paxml; `leaves` have the shape and dtype of every value by its path."""
 
+    hugging_face = None
+
     def __init__(
         self,
         step_folder: epath.Path,

@@ -340,7 +340,7 @@ def _slices(mesh: Mesh, target: Target) -> list[int]:
 def _plan_batch(batch: Any, partitioner: Partitioner, *, parts: int) -> BatchPlan:
     fields = dict(batch.flatten_items())
     rows = next(iter(fields.values())).shape[0]
-    length = batch.ids.shape[1] if "ids" in batch else None
+    length = batch.ids.shape[1] if "ids" in batch and batch.ids.ndim > 1 else None
     return BatchPlan(
         rows=rows,
         rows_per_device=rows / partitioner.mesh.size,

@@ -18,29 +18,32 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from layerkit.config.checks import require
-from layerkit_runner.config.config_tree import config_json
+from layerkit_runner.config.config_tree import config_json, field_value
 from layerkit_runner.config.flags import parse_flags, read_flags
 from layerkit_runner.config.help import flag_rows, table
 from layerkit_runner.config.registry import find_experiment
+from layerkit_runner.config.requests import ResolvedExperiment, flag_word
 from layerkit_runner.data.host_inputs import dataset_name
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.files.bounded_documents import parse_json, parse_toml, read_text
 from layerkit_runner.files.text import draw_table
 from layerkit_runner.observers.metrics_log import metric_series, metrics_path, read_metrics
-from layerkit_runner.run.job import environment
+from layerkit_runner.run.job import build_parts, environment
 from layerkit_runner.run.job_errors import job_errors
 from layerkit_runner.run.resolve import resolve_entry
-from layerkit_runner.run_options import Flag, positive
+from layerkit_runner.run_options import Flag, RunOptions, positive
 from layerkit_runner.tools.report.record import JobRecord, read_jobs
 from layerkit_runner.tools.scaling.fit import LEVEL, Law, fit_law
 from layerkit_runner.tools.scaling.ladder import (
     Rung,
     Size,
     field_overrides,
+    has_mesh,
     ladder_text,
     plan_rungs,
     repeat_with_seeds,
@@ -68,6 +71,7 @@ _FLAGS = (
     Flag("flops", _numbers, "model FLOPs of the rungs", "C,C"),
     Flag("predict", _numbers, "model FLOPs of the larger run", "C"),
     Flag("tokens_per_weight", _numbers, "D/N: one for a ray, several for L(N, D)", "D/N", (20.0,)),
+    Flag("metric", str, "held-out metric of the law", "NAME/loss"),
     Flag("seeds", _counts, "runs of a rung: one number, or one for each of --flops", "N,N", (1,)),
     Flag("help", bool, "print these flags"),
 )
@@ -95,7 +99,7 @@ def run_scaling(words: Sequence[str]) -> int:
 def _plan(values: Mapping[str, Any], words: Sequence[str]) -> None:
     flags, owner = parse_flags(words), "`runner scaling plan`"
     is_whole = flags.values.keys() == {"exp", "job_log_dir"} and values["flops"] is not None
-    more = "--predict, --tokens_per_weight, --seeds, --fdl"
+    more = "--predict, --tokens_per_weight, --metric, --seeds, --fdl"
     expected = f"--flops, --exp and --job_log_dir; others are {more}"
     require(is_whole, owner, "flags", [*flags.values], expected, UsageError)
     predicted = values["predict"] or ()
@@ -110,8 +114,7 @@ def _plan(values: Mapping[str, Any], words: Sequence[str]) -> None:
     path, entry = folder / "ladder.toml", find_experiment(flags.exp or "")
     require(not path.exists(), owner, "--job_log_dir", str(folder), "no ladder.toml", UsageError)
     base = resolve_entry(entry, flags.overrides)
-    held_out = [dataset_name(config) for config in base.datasets if not config.is_training]
-    require(held_out, base.name, "held-out data", held_out, "a data set", UsageError)
+    metric = _held_out_metric(base, values["metric"])
     rungs: list[Rung] = []
     larger: list[Rung] = []
     with job_errors("plan", base):
@@ -123,10 +126,25 @@ def _plan(values: Mapping[str, Any], words: Sequence[str]) -> None:
             for rung, num_seeds in zip(planned, seeds, strict=False):
                 rungs += repeat_with_seeds(rung, base, num_seeds=num_seeds)
             larger = larger or planned[num_rungs:]
-    text = ladder_text(f"{held_out[0]}/loss", rungs, larger)
+    text = ladder_text(metric, rungs, larger)
     _write(path, text)
     run = ["runner", f"--exp={base.name}", f"--job_log_dir={folder}", f"--study={path}"]
     print(f"{text}\nwrote {path}\n{shlex.join(run)}\nrunner scaling fit {folder}", flush=True)
+    if not has_mesh(build_parts(base)[0]):
+        print(f"D is counted for the {jax.device_count()} devices here, without ICI_MESH_SHAPE")
+
+
+def _held_out_metric(base: ResolvedExperiment, metric: str | None) -> str:
+    """Return the metric that all rungs are scored by, on all rows of a held-out data set."""
+    held_out = {f"{dataset_name(one)}/": one for one in base.datasets if not one.is_training}
+    chosen = [name for name in held_out if metric is None or metric.startswith(name)]
+    expected = f"a metric of one of the held-out data sets: {', '.join(held_out) or 'none'}"
+    require(len(chosen) == 1, base.name, "--metric", metric, expected, UsageError)
+    (name,), field = chosen, "eval_loop_num_batches"
+    most = field_value(held_out[name], field)
+    expected = "None, as with --fdl.EVAL_NUM_BATCHES=None: other batches score other rows"
+    require(most is None, name[:-1], field, most, expected, UsageError)
+    return metric or f"{name}loss"
 
 
 def _measure(job: JobRecord, metric: str) -> Result:
@@ -140,6 +158,8 @@ def _measure(job: JobRecord, metric: str) -> Result:
     is_loss = losses and 0 < losses[0] < math.inf
     require(is_loss, job.folder, metric, losses, "a finite loss of the last step", UsageError)
     step = Size(info["num_params"], info["tokens_per_step"], info["flops_per_step"])
+    is_counted, expected = min(step) > 0, "above 0, as of language models"
+    require(is_counted, job.folder, "N, D, C of a step", [*step], expected, UsageError)
     return job, step.times(info["num_train_steps"]), losses[0]
 
 
@@ -216,15 +236,23 @@ def _predict(folder: Path, ladder: Mapping[str, Any], law: Law, results: Sequenc
         others = {p: text for p, text in job.config.overrides.items() if p not in paths}
         expected = f"fields of {owner}; set others in its [larger], too"
         require(not others, job.folder, "fields", others, expected, UsageError)
-    overrides, experiment = field_overrides(larger_fields), results[0][0].config.experiment
+    first = results[-1][0]
+    starts, num_devices = _starts(first), first.metrics.info["num_devices"]
+    for job, *_ in results:
+        same, expected = (_starts(job), job.metrics.info["num_devices"]), (starts, num_devices)
+        as_of = f"{expected}, as of {first.folder}"
+        require(same == expected, job.folder, "flags, devices", same, as_of, UsageError)
+    overrides, experiment = field_overrides(larger_fields), first.config.experiment
     resolved = resolve_entry(find_experiment(experiment), overrides)
-    size = step_size(resolved).times(resolved.task.train.num_train_steps)
+    step = step_size(resolved, num_devices=num_devices)
+    size = step.times(resolved.task.train.num_train_steps)
     ratios, ratio = [one.D / one.N for _, one, _ in results], size.D / size.N
     is_near = min(ratios) / _MIN_SPREAD < ratio < _MIN_SPREAD * max(ratios)
     expected = f"that of the rungs, {min(ratios):.3g} to {max(ratios):.3g}"
     require(is_near or law.names != ("C",), "larger run", "D/N", ratio, expected, UsageError)
     value, *interval = law.predict(size._asdict())
     command = ["runner", f"--exp={experiment}", f"--job_log_dir={larger}", *map(str, overrides)]
+    command += [flag_word(name, value) for name, value in starts.items()]
     document = {
         "time": time.time(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -241,9 +269,16 @@ def _predict(folder: Path, ladder: Mapping[str, Any], law: Law, results: Sequenc
     }
     _write(file, json.dumps(document, indent=2) + "\n")
     print(
-        f"prediction for {size.C:.4g} FLOPs: {value:.5g} ({interval[0]:.5g} to {interval[1]:.5g})"
+        f"prediction for {size.C:.4g} FLOPs on {num_devices} devices: {value:.5g}"
+        f" ({interval[0]:.5g} to {interval[1]:.5g})"
     )
     print(f"wrote {file}\n{shlex.join(command)}\nrunner scaling grade {folder}", flush=True)
+
+
+def _starts(job: JobRecord) -> dict[str, Any]:
+    """Return the flags with which a run began, such as `--init_from`."""
+    default, given = RunOptions(), job.config.first_start_options()
+    return {name: value for name, value in given.items() if value != getattr(default, name)}
 
 
 def _grade(folder: Path) -> None:

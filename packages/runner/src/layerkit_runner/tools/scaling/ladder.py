@@ -9,10 +9,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from layerkit.config.checks import require
 from layerkit_runner.config.requests import Override, ResolvedExperiment, parse_override
 from layerkit_runner.data.train_inputs import training_configs
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import parse_toml
+from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run.job_folder import last_step_path
 from layerkit_runner.run.start_report import num_params
@@ -40,22 +42,35 @@ Rung = tuple[Size, dict[str, Any]]
 """The size of a run, and the values of its fields by path."""
 
 
-def step_size(resolved: ResolvedExperiment) -> Size:
+def step_size(resolved: ResolvedExperiment, *, num_devices: int | None = None) -> Size:
     """Return the size of one step of an experiment, counted as `--mode=plan` counts.
 
-    The step is that of the experiment's mesh, or without one of the devices of this machine.
+    Args:
+      resolved: The experiment, whose training data sets have batches of one shape.
+      num_devices: Number of devices if the experiment sets no mesh; None for those of this machine.
     """
     partitioner, task = build_parts(resolved)
-    has_mesh = getattr(partitioner, "ici_mesh_shape", None) is not None
-    target = planned_target(partitioner, target=None if has_mesh else "here")
+    is_here = num_devices is None and not has_mesh(partitioner)
+    target = planned_target(
+        partitioner, target="here" if is_here else None, default=num_devices or 1
+    )
     partitioner.start(target_devices(target))
     partitioner.bind(task)
-    batch = abstract_batch(next(iter(training_configs(resolved).values())), partitioner)
-    if "ids" not in batch:
-        raise UsageError(owner=resolved.name, field="batch", value=[*batch], expected="tokens, ids")
-    flops = model_flops_per_step(resolved.task, batch, batch.ids.shape[0])
+    configs = training_configs(resolved)
+    batches = {name: abstract_batch(one, partitioner) for name, one in configs.items()}
+    shapes = {name: batch.ids.shape if "ids" in batch else () for name, batch in batches.items()}
+    is_text = len({*shapes.values()}) == 1 and all(len(shape) > 1 for shape in shapes.values())
+    expected = "tokens, ids [batch, length], of one shape for all data sets"
+    require(is_text, resolved.name, "batch", shapes, expected, UsageError)
+    (shape, *_), (batch, *_) = shapes.values(), batches.values()
+    flops = model_flops_per_step(resolved.task, batch, shape[0])
     params = partitioner.abstract_stored_state(task).params
-    return Size(num_params(params), math.prod(batch.ids.shape), flops)
+    return Size(num_params(params), math.prod(shape), flops)
+
+
+def has_mesh(partitioner: Partitioner) -> bool:
+    """Return whether a partitioner sets the sizes of its mesh, whatever the devices."""
+    return getattr(partitioner, "ici_mesh_shape", None) is not None
 
 
 def plan_rungs(
