@@ -19,6 +19,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from layerkit.config import build
 from layerkit.config.nested_map import NestedMap
 from layerkit.interop.praxis import find_sources
+from layerkit.layers.attention.base_attention import AttentionLayer
+from layerkit.ops.attention.dot_product import describe_call
 from layerkit_experiments.time_series.timesfm import TimesFM200M
 from layerkit_runner.run.resolve import resolve
 
@@ -72,6 +74,21 @@ def test_predictions_equal_those_of_timesfm(train: bool | None, name: str):
     expected = REFERENCE[name]
     np.testing.assert_allclose(values[0], expected[0], **CLOSE)
     np.testing.assert_allclose(values[1:, 1:], expected[1:, 1:], **CLOSE)
+
+
+def test_kernels_of_runs_are_not_selected_for_series_with_gaps(monkeypatch: pytest.MonkeyPatch):
+    calls = []
+
+    def attend(layer: Any, query: Any, key: Any, value: Any, options: Any) -> Any:
+        calls.append(describe_call(query, key, value, options))
+        return value
+
+    monkeypatch.setattr(AttentionLayer, "attend", attend)
+    model = model_of()
+    predict = functools.partial(model.apply, method=lambda model, *inputs: model.predict(*inputs))
+    jax.eval_shape(predict, weights_of(model), *batch().values())
+    assert calls
+    assert not any(call.segments_are_runs for call in calls)
 
 
 def test_forecast_equals_that_of_timesfm():

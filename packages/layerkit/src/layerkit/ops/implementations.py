@@ -135,6 +135,12 @@ def check_supported(unmet: list[str], *, operation: str, alternative: str, **pla
         )
 
 
+def ampere_or_later(compute_capability: str) -> dict[str, bool]:
+    """Return the requirement of cuDNN's attention and of Triton; "" is unknown and meets it."""
+    is_older = re.match(r"[1-7]\.", compute_capability) is not None
+    return {f"a GPU of compute capability 8.0 or later instead of {compute_capability}": is_older}
+
+
 def _unmet(requirements: Mapping[str, bool]) -> list[str]:
     return [requirement for requirement, is_unmet in requirements.items() if is_unmet]
 

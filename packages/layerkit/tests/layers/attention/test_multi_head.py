@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 
 from layerkit.base.sharding import DEFAULT_RULES, BoundSharding
 from layerkit.errors import ConfigError
-from layerkit.layers.attention.base_attention import HeadProjection
+from layerkit.layers.attention.base_attention import AttentionLayer, HeadProjection
 from layerkit.layers.attention.biases import Alibi, RelativeBias
+from layerkit.layers.attention.latent import MultiHeadLatentAttention
 from layerkit.layers.attention.multi_head import MultiHeadAttention
 from layerkit.layers.basic.normalizations import RmsNorm, RmsNormNoScale
 from layerkit.layers.basic.positions import RotaryPositionalEmbedding
@@ -23,6 +24,12 @@ from layerkit.ops.attention.masks import AttentionMask
 BATCH, LENGTH, DIMS, HEADS, HEAD_DIM = 2, 6, 8, 4, 2
 ROTARY = RotaryPositionalEmbedding.HParams.config()
 RMS_NORM, NO_SCALE = RmsNorm.HParams.config(), RmsNormNoScale.HParams.config()
+LATENT_SIZES = {
+    "latent_dims": 4,
+    "plain_dim_per_head": 2,
+    "rotary_dim_per_head": 2,
+    "value_dim_per_head": 2,
+}
 ALIBI = Alibi.HParams.config()
 # Four heads have the slopes 1/4, 1/16, 1/64 and 1/256.
 ALIBI_OF_HEADS = -np.array([0.25**h for h in (1, 2, 3, 4)])[:, None, None] * np.abs(
@@ -310,6 +317,33 @@ def test_fixed_sink_without_a_scale_equals_the_extra_logit_of_praxis(praxis):
     np.testing.assert_allclose(result, case["outputs"], rtol=1e-4, atol=1e-5)
     without = run(layer.clone(sink_logit=None), variables, x)
     assert np.abs(result - without).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("layer_class", "fields"),
+    [
+        (MultiHeadAttention, {"value_norm_tpl": RMS_NORM}),
+        (MultiHeadAttention, {"qk_norm_tpl": RMS_NORM, "rotary_tpl": ROTARY}),
+        (MultiHeadLatentAttention, {"up_tpl": HeadProjection.HParams.config(), **LATENT_SIZES}),
+    ],
+)
+def test_attention_runs_in_the_compute_dtype_whatever_that_of_a_child(
+    monkeypatch, layer_class, fields
+):
+    dtypes = set()
+
+    def attend(layer, query, key, value, options):
+        dtypes.update(x.dtype for x in (query, key, value))
+        return value
+
+    monkeypatch.setattr(AttentionLayer, "attend", attend)
+    templates = {name: value for name, value in fields.items() if name.endswith("_tpl")}
+    templates = {name: tpl.clone().set(fprop_dtype="float32") for name, tpl in templates.items()}
+    layer = layer_class(
+        **{"input_dims": DIMS, "num_heads": HEADS, **fields, **templates}, fprop_dtype="bfloat16"
+    )
+    run(layer, drawn_weights(layer), inputs())
+    assert dtypes == {jnp.dtype("bfloat16")}
 
 
 class LinearAttention(MultiHeadAttention):

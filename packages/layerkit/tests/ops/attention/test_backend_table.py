@@ -92,6 +92,13 @@ def packed(q, k):
     return AttentionMask.causal_mask(BATCH, q, segment_ids=segments(q))
 
 
+def with_gaps(q, k):
+    """Return the mask of documents that padding splits."""
+    ids = jnp.where(jnp.arange(q) % 5 == 1, 0, segments(q))
+    mask = AttentionMask.causal_mask(BATCH, q, segment_ids=ids)
+    return dataclasses.replace(mask, segments_are_runs=False)
+
+
 def cross(q, k):
     """Return the mask of a memory whose rows have different lengths."""
     rows = [jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (BATCH, n)) for n in (q, k)]
@@ -120,6 +127,7 @@ CELLS = {
         mask=lambda q, k: AttentionMask.bidirectional_mask(BATCH, q, segment_ids=segments(q))
     ),
     "packed, window of 5": Cell(mask=lambda q, k: packed(q, k).within(5)),
+    "documents with gaps of padding": Cell(mask=with_gaps),
     "prefix": Cell(
         mask=lambda q, k: AttentionMask.causal_mask(
             BATCH, q, in_prefix=first_tokens(jnp.array([3, 7]), q)
@@ -130,6 +138,11 @@ CELLS = {
     "logit cap": Cell(options={"logit_cap": 1.5}),
     "bias, float32": Cell(bias_dtype=jnp.float32),
     "bias, bfloat16 like the rest": Cell(bias_dtype=jnp.bfloat16, dtype=jnp.bfloat16),
+    "bias, bfloat16, window of 5": Cell(
+        mask=lambda q, k: AttentionMask.causal_mask(BATCH, q).within(5),
+        bias_dtype=jnp.bfloat16,
+        dtype=jnp.bfloat16,
+    ),
     "bias by distance (T5, ALiBi)": Cell(distance_bias=True),
     "bias by distance, not causal": Cell(
         mask=lambda q, k: AttentionMask.bidirectional_mask(BATCH, q), distance_bias=True
@@ -275,10 +288,16 @@ attention backend: pallas (auto: cudnn requires no segments or padding; tokamax 
     pip install tokamax==0.0.17, in Python 3.12 or later)
 ```
 
-`tokamax` reads a document as a run of consecutive tokens. A row in which padding or another
-document splits one gives NaN, because which tokens a document has is known at run time only; other
-backends support such rows. `pallas` is written in Pallas' Triton backend on GPUs, which JAX 0.12
-deprecates. Once JAX has removed it, `auto` skips the row, and Tokamax runs a bias by distance, too
+The kernels for GPUs require compute capability 8.0 (Ampere) or later, and all fused kernels
+require queries, keys and values of one dtype, as layers pass them.
+
+`tokamax` reads a document as a run of consecutive tokens. Other backends support a document that
+padding or another document splits. Such a mask has `segments_are_runs=False`, with which `auto`
+does not select `tokamax`; `PatchedDecoder` sets it, because a series may have gaps. Without it, a
+row with such a document gives NaN, because which tokens a document has is known at run time only.
+
+`pallas` is written in Pallas' Triton backend on GPUs, which JAX 0.12 deprecates. Once JAX has
+removed it, `auto` skips the row, and Tokamax runs a bias by distance, too
 ([decision](decisions/0014-kernels-from-libraries.md)). JAX 0.10 and Python 3.11 have no Tokamax
 and use `pallas`.
 

@@ -14,6 +14,7 @@ from layerkit.ops.attention.backends import (
     AttentionCall,
     select_backend,
 )
+from layerkit.ops.attention.cudnn import find_missing_cudnn
 from layerkit.ops.implementations import UnsupportedBackendError
 
 # A call that every kernel supports; each row of the tables changes something about it.
@@ -41,6 +42,9 @@ CUDNN_UNSUPPORTED = [
     {"is_in_row_order": False},
     {"value_dim": 32},
     {"window": 8, "is_causal": False},
+    {"window": 8, "bias_dtype": "bfloat16"},
+    {"compute_capability": "7.5"},
+    {"has_mixed_dtypes": True},
     {"bias_dtype": "float32"},
     {"bias_dtype": "bfloat16", "num_queries": 7, "num_keys": 7},
     {"has_sinks": True},
@@ -61,6 +65,8 @@ TOKAMAX_UNSUPPORTED = [
     {"value_dim": 264},  # refused by a group of warps, which multiplies at most 256 columns
     {"num_queries": 48, "num_keys": 48},
     {"num_queries": 64},
+    {"has_mixed_dtypes": True},
+    {"has_segments": True, "segments_are_runs": False},
     {"is_in_row_order": False},
     {"num_length_shards": 2},
     {"has_prefix": True},
@@ -69,6 +75,9 @@ TOKAMAX_UNSUPPORTED = [
 PALLAS_UNSUPPORTED = [
     {"platform": "cpu"},
     {"dtype": "int8"},
+    {"compute_capability": "7.0"},
+    {"has_mixed_dtypes": True},
+    {**ON_TPU, "has_mixed_dtypes": True},
     {"head_dim": 320},
     {"value_dim": 320},
     {"num_queries": 24, "num_keys": 24},
@@ -191,10 +200,26 @@ def test_auto_reports_a_missing_library_once_and_only_where_it_decides(raises, i
         select_backend("cudnn", FUSABLE)
 
 
+def test_missing_cudnn_has_the_reason_of_jax(monkeypatch):
+    reason = "Compute capability 10.3 requires cuDNN version >= 9.11"
+
+    def fail(*arguments, **keywords):
+        raise NotImplementedError(f"{reason}.")
+
+    monkeypatch.setattr("jax.nn.dot_product_attention", fail)
+    missing = find_missing_cudnn.__wrapped__()
+    assert missing.startswith(f"cuDNN cannot run ({reason}): pip install -U nvidia-cudnn-cu13")
+
+
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
         ({}, "cudnn"),
+        ({"compute_capability": "10.0"}, "cudnn"),
+        ({"compute_capability": "7.5", "device_kind": "Tesla T4"}, "xla"),
+        ({"has_mixed_dtypes": True}, "xla"),
+        ({"window": 8, "bias_dtype": "bfloat16"}, "tokamax"),
+        ({"has_segments": True, "segments_are_runs": False}, "pallas"),
         ({"has_segments": True, "window": 8}, "tokamax"),
         ({"has_sinks": True, "has_logit_cap": True}, "tokamax"),
         ({"is_causal": False, "has_segments": True}, "tokamax"),

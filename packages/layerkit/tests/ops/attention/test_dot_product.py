@@ -14,6 +14,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from layerkit.errors import ConfigError
 from layerkit.ops.attention.dot_product import AttentionOptions, dot_product_attention
 from layerkit.ops.attention.masks import AttentionMask
+from layerkit.ops.implementations import UnsupportedBackendError
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 2, 5, 4, 3
 SEGMENTS = np.array([[1, 1, 2, 2, 0], [1, 2, 2, 2, 2]], np.int32)
@@ -243,6 +244,15 @@ def test_platform_is_that_of_a_surrounding_mesh(caplog):
             jax.eval_shape(attend, array)
         jax.eval_shape(attend, array)
     assert ["pallas" in line for line in caplog.messages] == [True, False]
+
+
+@pytest.mark.parametrize("other", range(3))
+def test_kernels_require_one_dtype(raises, other):
+    dtypes = [jnp.float32 if i == other else jnp.bfloat16 for i in range(3)]
+    inputs = [jax.ShapeDtypeStruct((2, 64, 2, 16), dtype) for dtype in dtypes]
+    options = AttentionOptions(backend="pallas", platform="gpu")
+    with raises(UnsupportedBackendError, field="backend", value="pallas"):
+        jax.eval_shape(lambda *x: dot_product_attention(*x, options), *inputs)
 
 
 @pytest.mark.parametrize(

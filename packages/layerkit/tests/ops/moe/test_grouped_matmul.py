@@ -214,10 +214,17 @@ def test_auto_selects_the_kernel_of_the_platform(platform, dtype, expected, capl
     assert by_name == "grouped matmul: ragged_dot (as requested)"
 
 
-@pytest.mark.parametrize(("platform", "dtype"), [("cpu", "bfloat16"), ("cuda", "float32")])
-def test_kernel_by_name_raises_where_it_is_not_supported(raises, platform, dtype):
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"platform": "cpu", "dtype": "bfloat16"},
+        {"platform": "cuda", "dtype": "float32"},
+        {"platform": "gpu", "dtype": "float16", "compute_capability": "7.5"},
+    ],
+)
+def test_kernel_by_name_raises_where_it_is_not_supported(raises, call):
     with raises(ConfigError, field="grouped_matmul", value="pallas"):
-        select_grouped_matmul("pallas", platform=platform, dtype=dtype, owner="moe")
+        select_grouped_matmul("pallas", owner="moe", **call)
 
 
 def test_blocks_of_kernels_are_supported_by_triton():

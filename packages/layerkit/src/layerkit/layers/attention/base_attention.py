@@ -440,7 +440,9 @@ class BaseAttention(AttentionLayer):
         """
         if self.per_dim_scale:
             scale = jax.nn.softplus(self.theta.scale.astype(jnp.float32))
-            query = self.cast(query * (_INVERSE_SOFTPLUS_OF_0 * scale))
+            query = query * (_INVERSE_SOFTPLUS_OF_0 * scale)
+        # A norm or another child may have a compute dtype of its own; kernels require a single one.
+        query, key, value = (self.cast(heads) for heads in (query, key, value))
         sizes: dict[str, Any] = {
             "head_dim": query.shape[-1],
             "sinks": self._sinks(),

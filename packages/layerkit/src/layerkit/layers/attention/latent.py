@@ -153,7 +153,7 @@ class MultiHeadLatentAttention(AttentionLayer):
         query = jnp.concatenate(self._queries(x, positions), axis=-1)
         key, value = self._expand(*self._compress(x, positions))
         query, key, value = (
-            name_activation(heads, name)
+            name_activation(self.cast(heads), name)
             for heads, name in ((query, "query"), (key, "key"), (value, "value"))
         )
         options = self._options_of_heads(mask, bias, cached=False)

@@ -157,9 +157,13 @@ class MoeFeedForward(BaseMoeFeedForward):
 
     def _run_dropless(self, x: jax.Array, routing: Routing) -> jax.Array:
         sharding = self.inherited("sharding")
-        mesh, platform = sharding and sharding.mesh, model_device(sharding).platform
+        mesh, device = sharding and sharding.mesh, model_device(sharding)
         matmul = select_grouped_matmul(
-            self.grouped_matmul, platform=platform, dtype=x.dtype, owner=self.path_name
+            self.grouped_matmul,
+            platform=device.platform,
+            dtype=x.dtype,
+            owner=self.path_name,
+            compute_capability=getattr(device, "compute_capability", ""),
         )
         activation, variables = self.activation.unbind()
 

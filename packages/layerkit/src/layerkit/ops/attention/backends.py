@@ -22,6 +22,7 @@ from layerkit.ops.implementations import (
     GPU_PLATFORMS,
     HOPPER,
     Implementation,
+    ampere_or_later,
     check_supported,
     select,
 )
@@ -37,7 +38,9 @@ class AttentionCall:
     Attributes:
       platform: JAX's name of the platform that runs it: `cpu`, `gpu`, `cuda` or `tpu`.
       device_kind: JAX's name of the kind of device, such as `NVIDIA H100 80GB HBM3`.
-      dtype: Dtype of queries, keys and values.
+      compute_capability: That of a CUDA device, such as `9.0`; "" if unknown.
+      dtype: Dtype of queries.
+      has_mixed_dtypes: True if keys or values have another dtype.
       head_dim: Size of a head of queries and keys.
       value_dim: Size of a head of values.
       num_queries: Queries per row.
@@ -47,6 +50,7 @@ class AttentionCall:
       window: Number of positions back that a query sees, itself included; None for all.
       reach: Largest numbers of tokens before and after a query that it sees; None if unknown.
       has_segments: True if rows hold several documents or padding.
+      segments_are_runs: False if padding or another document may split a document.
       has_prefix: True if all queries of a row see a prefix of it.
       bias_dtype: Dtype of the bias of the logits; None if there is no bias.
       has_distance_bias: True if the bias is a `DistanceBias`.
@@ -68,11 +72,14 @@ class AttentionCall:
     num_queries: int
     num_keys: int
     device_kind: str = ""
+    compute_capability: str = ""
+    has_mixed_dtypes: bool = False
     is_causal: bool = False
     is_in_row_order: bool = True
     window: int | None = None
     reach: tuple[int, int] | None = None
     has_segments: bool = False
+    segments_are_runs: bool = True
     has_prefix: bool = False
     bias_dtype: Any = None
     has_distance_bias: bool = False
@@ -171,6 +178,9 @@ def _zeroed_empty_rows(call: AttentionCall) -> dict[str, bool]:
 
 def _fused_requirements(call: AttentionCall) -> dict[str, bool]:
     return {
+        f"keys and values in the dtype of queries, {jnp.dtype(call.dtype).name}": (
+            call.has_mixed_dtypes
+        ),
         "no prefix": call.has_prefix,
         # Fused kernels could drop probabilities by random bits of their own only. The results of a
         # run would then depend on the backend.
@@ -210,6 +220,7 @@ def _cudnn_requirements(call: AttentionCall) -> dict[str, bool]:
     has_bias = bias_dtype is not None
     queries, keys, head_dim = call.num_queries, call.num_keys, call.head_dim
     return {
+        **ampere_or_later(call.compute_capability),
         **_half_precision(call),
         # Hopper supports 256, but a plan for other machines does not name the chip.
         f"heads of a multiple of 8 and at most 128 instead of {head_dim}": (
@@ -225,6 +236,8 @@ def _cudnn_requirements(call: AttentionCall) -> dict[str, bool]:
             head_dim != call.value_dim
         ),
         "no window unless causal": call.window is not None and not call.is_causal,
+        # cuDNN supports both since 9.10.2.
+        "no bias with a window": has_bias and call.window is not None,
         f"a bias of {dtype.name} instead of {bias_dtype}, which would be rounded": (
             has_bias and jnp.dtype(bias_dtype) != dtype
         ),
@@ -256,6 +269,9 @@ def _tokamax_requirements(call: AttentionCall) -> dict[str, bool]:
         f"lengths of a multiple of 64 instead of {call.num_queries} and {call.num_keys}": (
             call.num_queries % 64 + call.num_keys % 64 > 0
         ),
+        "documents that are runs of tokens (AttentionMask.segments_are_runs)": (
+            not call.segments_are_runs
+        ),
         **_same_tokens(call),
         **_whole_rows(call),
         **_fused_requirements(call),
@@ -273,6 +289,7 @@ def _pallas_gpu_requirements(call: AttentionCall) -> dict[str, bool]:
     dtype, sizes = jnp.dtype(call.dtype), (call.head_dim, call.value_dim)
     queries, keys = call.queries_per_part, call.keys_per_part
     return {
+        **ampere_or_later(call.compute_capability),
         f"a float dtype instead of {dtype.name}": (
             dtype not in (jnp.bfloat16, jnp.float16, jnp.float32)
         ),

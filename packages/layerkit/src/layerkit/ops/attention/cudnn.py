@@ -44,10 +44,11 @@ class CudnnAttention(FusedAttention):
 
 @functools.cache
 def find_missing_cudnn() -> str:
-    """Return how to install cuDNN if JAX, which would fail to trace a call, does not find it."""
+    """Return why JAX fails to trace a call of cuDNN and how to install a version, else ""."""
     probe = jax.ShapeDtypeStruct((1, 64, 1, 64), jnp.bfloat16)
     try:
         jax.eval_shape(lambda x: CudnnAttention(1.0)(x, x, x), probe)
-    except RuntimeError:
-        return "cuDNN is not installed: pip install nvidia-cudnn-cu13, or -cu12 with CUDA 12"
+    except RuntimeError as error:  # cuDNN is missing, or older than this GPU requires.
+        install = "pip install -U nvidia-cudnn-cu13, or -cu12 with CUDA 12"
+        return f"cuDNN cannot run ({str(error).rstrip('.')}): {install}"
     return ""

@@ -184,11 +184,13 @@ def describe_call(
     whole rows and another sharding.
     """
     mask, bias, sharding = options.mask, options.bias, options.sharding
-    num_shards = options.num_length_shards
+    num_shards, device = options.num_length_shards, model_device(sharding)
     return AttentionCall(
         platform=options.platform,
-        device_kind=model_device(sharding).device_kind,
+        device_kind=device.device_kind,
+        compute_capability=getattr(device, "compute_capability", ""),
         dtype=query.dtype,
+        has_mixed_dtypes=not query.dtype == key.dtype == value.dtype,
         head_dim=query.shape[-1],
         value_dim=value.shape[-1],
         num_queries=query.shape[1],
@@ -198,6 +200,7 @@ def describe_call(
         window=None if mask is None else mask.window,
         reach=None if mask is None else mask.reach,
         has_segments=mask is not None and mask.query_segments is not None,
+        segments_are_runs=mask is None or mask.segments_are_runs,
         has_prefix=mask is not None and mask.reads_ahead,
         bias_dtype=None if bias is None else jax.tree.leaves(bias)[0].dtype,
         has_distance_bias=isinstance(bias, DistanceBias),

@@ -36,9 +36,8 @@ class AttentionMask:
     Attributes:
       query_positions: int32 `[batch, queries]`.
       key_positions: int32 `[batch, keys]`.
-      query_segments: int32 `[batch, queries]`, or None for a single segment without padding. The
-        backend `tokamax` reads a segment as a run of tokens, and gives NaN in rows where padding or
-        another segment splits one.
+      query_segments: int32 `[batch, queries]`, or None for a single segment without padding. See
+        `segments_are_runs`.
       key_segments: int32 `[batch, keys]`; None if `query_segments` is None.
       key_in_prefix: bool `[batch, keys]`, True for keys that all queries attend although the mask
         is causal (prefix language models; Raffel et al., 2020, arXiv:1910.10683); None for no
@@ -51,6 +50,8 @@ class AttentionMask:
         arXiv:2004.05150). None for no window.
       in_row_order: True if positions count the tokens of each row from its start, and query i and
         key i are the same token. Fused kernels support only such positions.
+      segments_are_runs: False if padding or another segment may split a segment. The backend
+        `tokamax` requires True, and gives NaN in rows where a segment is split nevertheless.
       num_ahead: Largest number of tokens after a query that it sees by `look_ahead` in rows in
         order; 0 for none, or for other rows.
     """
@@ -64,6 +65,7 @@ class AttentionMask:
     causal: bool = struct.field(pytree_node=False, default=False)
     window: int | None = struct.field(pytree_node=False, default=None)
     in_row_order: bool = struct.field(pytree_node=False, default=False)
+    segments_are_runs: bool = struct.field(pytree_node=False, default=True)
     num_ahead: int = struct.field(pytree_node=False, default=0)
 
     @property

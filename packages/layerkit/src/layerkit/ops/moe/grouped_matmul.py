@@ -15,14 +15,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from layerkit.ops.implementations import GPU_PLATFORMS, Implementation, find_row, select
+from layerkit.ops.implementations import (
+    GPU_PLATFORMS,
+    Implementation,
+    ampere_or_later,
+    find_row,
+    select,
+)
 
 # Largest tiles of (rows, contracted dimension, outputs) of megablox, in bfloat16; those of
 # MaxText. They fill most of the vector memory that XLA gives a kernel.
@@ -76,7 +82,9 @@ class GroupedMatmul:
         return product
 
 
-def select_grouped_matmul(name: str, *, platform: str, dtype: Any, owner: str) -> GroupedMatmul:
+def select_grouped_matmul(
+    name: str, *, platform: str, dtype: Any, owner: str, compute_capability: str = ""
+) -> GroupedMatmul:
     """Return the named implementation of the products of experts, or that of `auto`; log why.
 
     Args:
@@ -84,6 +92,7 @@ def select_grouped_matmul(name: str, *, platform: str, dtype: Any, owner: str) -
       platform: JAX's name of the platform that runs it: `cpu`, `gpu`, `cuda` or `tpu`.
       dtype: Dtype of rows and weights.
       owner: Name of the layer for error messages.
+      compute_capability: That of a CUDA device, such as `9.0`; "" if unknown.
 
     Raises:
       UnsupportedBackendError: The named implementation does not support the product.
@@ -91,7 +100,7 @@ def select_grouped_matmul(name: str, *, platform: str, dtype: Any, owner: str) -
     row = select(
         GROUPED_MATMULS,
         name,
-        jnp.dtype(dtype),
+        _GroupedCall(jnp.dtype(dtype), compute_capability),
         platform=platform,
         operation="grouped matmul",
         field="grouped_matmul",
@@ -267,23 +276,32 @@ def _slice_block(rows: jax.Array, i: jax.Array, block: int) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(rows, i * block, block, axis=0)
 
 
-def _dtype_in(*supported: Any) -> Callable[[Any], dict[str, bool]]:
-    names = " or ".join(jnp.dtype(dtype).name for dtype in supported)
-    return lambda dtype: {f"{names} instead of {dtype.name}": dtype not in supported}
+class _GroupedCall(NamedTuple):
+    """Dtype of rows and weights, and compute capability of a CUDA device or ""."""
+
+    dtype: jnp.dtype
+    compute_capability: str
 
 
-# The call is the dtype of rows and weights.
-GROUPED_MATMULS: tuple[Implementation[Any], ...] = (
+def _requirements(*dtypes: Any) -> Callable[[_GroupedCall], dict[str, bool]]:
+    names = " or ".join(jnp.dtype(dtype).name for dtype in dtypes)
+    return lambda call: {
+        f"{names} instead of {call.dtype.name}": call.dtype not in dtypes,
+        **ampere_or_later(call.compute_capability),
+    }
+
+
+GROUPED_MATMULS: tuple[Implementation[_GroupedCall], ...] = (
     Implementation(
         name="pallas",
         function=_megablox,
-        requires=_dtype_in(jnp.bfloat16, jnp.float32),
+        requires=_requirements(jnp.bfloat16, jnp.float32),
         platforms=("tpu",),
     ),
     Implementation(
         name="pallas",
         function=_triton,
-        requires=_dtype_in(jnp.bfloat16, jnp.float16),
+        requires=_requirements(jnp.bfloat16, jnp.float16),
         platforms=GPU_PLATFORMS,
         probe="layerkit.ops.triton.find_missing_triton",
     ),
