@@ -26,6 +26,7 @@ from layerkit.ops.implementations import UnsupportedBackendError
 
 BATCH, LENGTH, HEADS, KV_HEADS = 2, 16, 4, 2
 SEGMENTS = jnp.asarray(np.repeat([[1, 1, 2, 0], [1, 2, 2, 3]], 4, axis=1), jnp.int32)
+GPU_KERNEL = {"backend": "pallas", "platform": "gpu", "interpret": True}
 SINKS = jnp.array([1.0, -1.0, 0.0, 2.0])
 
 MASKS = {
@@ -182,6 +183,24 @@ def test_single_key_head_is_replicated_over_tensor(way):
     check_split(draw(kv_heads=1), way=way, sharding=sharding, mask=MASKS["causal"]())
 
 
+@pytest.mark.parametrize(
+    ("way", "sizes", "kernel"),
+    [
+        ("all_gather", {"data": 2, "tensor": 4}, GPU_KERNEL),
+        ("all_gather", {"tensor": 2}, GPU_KERNEL),
+        ("all_gather", {"tensor": 4}, {}),
+        ("ring", {"tensor": 4, "context": 2}, {}),
+    ],
+)
+def test_devices_that_split_query_heads_alone_have_the_key_heads_of_these(way, sizes, kernel):
+    rules = DEFAULT_RULES.replace(act_kv_heads=None)
+    options = {"mask": MASKS["packed"](), "logit_cap": 1.5}
+    expected = values_and_gradients(draw(), {"sinks": SINKS}, **options)
+    options |= {"sharding": BoundSharding(bound(**sizes).mesh, rules), "context_parallel": way}
+    ours = values_and_gradients(draw(), {"sinks": SINKS}, **options, **kernel)
+    check_equal(ours, expected)
+
+
 @pytest.mark.slow
 def test_ring_supports_low_precision_and_other_lengths_of_keys():
     inputs = draw(dtype=jnp.bfloat16, keys=2 * LENGTH)
@@ -331,10 +350,9 @@ def test_ring_runs_the_gpu_kernel():
     segments = jnp.repeat(SEGMENTS, 4, axis=1)
     options = {"mask": AttentionMask.causal_mask(BATCH, 64, segment_ids=segments), "scale": 0.4}
     inputs = draw(queries=64, keys=64, kv_heads=1)
-    kernel = {"backend": "pallas", "platform": "gpu", "interpret": True}
     ring = {"sharding": bound(context=2), "context_parallel": "ring"}
     ours = jax.jit(
-        lambda *x: dot_product_attention(*x, AttentionOptions(**options, **ring, **kernel))
+        lambda *x: dot_product_attention(*x, AttentionOptions(**options, **ring, **GPU_KERNEL))
     )(*inputs)
     np.testing.assert_allclose(
         ours, dot_product_attention(*inputs, AttentionOptions(**options)), atol=3e-6
@@ -345,7 +363,7 @@ def test_ring_runs_the_gpu_kernel():
 def test_gpu_kernel_of_split_rows_equals_that_of_whole_rows():
     segments = jnp.repeat(SEGMENTS, 3, axis=1)  # three blocks of 16, one for each shard
     options = {"mask": AttentionMask.causal_mask(BATCH, 48, segment_ids=segments)}
-    options |= {"backend": "pallas", "platform": "gpu", "interpret": True}
+    options |= GPU_KERNEL
     inputs, sharding = draw(queries=48, keys=48), bound(data=2, context=3)
     check_split(inputs, {"sinks": SINKS}, way="all_gather", sharding=sharding, **options)
 

@@ -293,7 +293,8 @@ class BaseAttention(AttentionLayer):
       num_kv_heads: Number of key and value heads, a divisor of num_heads; None for num_heads, 1 for
         multi-query attention (Shazeer, 2019). A single head is replicated over the mesh axes that
         split heads. Other numbers must be divisible by the size of these axes, unless
-        `ShardingRules.replace` sets the rules of `kv_heads` and `act_kv_heads` to None.
+        `ShardingRules.replace` sets the rules of `kv_heads` and `act_kv_heads` to None. Each device
+        then computes all key heads and attends with those that its query heads read.
       dim_per_head: Size of a head; None for input_dims / num_heads.
       use_bias: Adds a bias in the projections.
       use_output_bias: Adds a bias in the output projection; None for the value of `use_bias`.

@@ -35,6 +35,11 @@ from layerkit.ops.attention.backends import AttentionCall, BackendName, select_b
 from layerkit.ops.attention.distance_bias import DistanceBias, LogitBias
 from layerkit.ops.attention.local_blocks import attend_by_local_blocks, find_local_block
 from layerkit.ops.attention.masks import MASKED_LOGIT, AttentionMask, count_visible_pairs
+from layerkit.ops.attention.sharded_kernel import (
+    find_split_problem,
+    run_kernel_on_mesh,
+    split_key_heads,
+)
 from layerkit.ops.implementations import Implementation
 from layerkit.ops.soft_cap import soft_cap
 
@@ -139,6 +144,9 @@ def dot_product_attention(
             return dot_product_attention(query, key, value, whole_rows)
 
         return ulysses_attention(attend, query, key, value, sharding)
+    if sharding is not None:
+        key, value, sharding = split_key_heads(query, key, value, sharding)
+        options = dataclasses.replace(options, sharding=sharding)
     call = describe_call(query, key, value, options)
     chosen = select_backend(options.backend, call)
     if sharding is not None and call.uses_ring:
@@ -232,8 +240,6 @@ def _scope_of_counts(call: AttentionCall, backend: str, *, in_blocks: bool) -> s
 def _find_split_problem(query: Any, key: Any, sharding: BoundSharding | None) -> str:
     if sharding is None or sharding.mesh is None or sharding.mesh.size == 1:
         return ""
-    from layerkit.ops.attention.sharded_kernel import find_split_problem
-
     return find_split_problem(query, key, sharding)
 
 
@@ -245,8 +251,6 @@ def _run_kernel(
     options: AttentionOptions,
 ) -> jax.Array:
     """Run the fused kernel of a backend on the shard of each device."""
-    from layerkit.ops.attention.sharded_kernel import run_kernel_on_mesh
-
     kernel, prepare, num_shards = _kernel(chosen, options), None, options.num_length_shards
     if options.platform == "tpu" and num_shards > 1:
         prepare = functools.partial(kernel.kernel, query, key, options.mask, num_shards=num_shards)

@@ -77,6 +77,30 @@ def run_kernel_on_mesh(
     return read
 
 
+def split_key_heads(
+    query: jax.Array, key: jax.Array, value: jax.Array, sharding: BoundSharding
+) -> tuple[jax.Array, jax.Array, BoundSharding]:
+    """Return keys and values whose heads can be split like query heads, and that sharding.
+
+    The rules may split query heads alone, such as over more devices than there are key heads. A key
+    head that several devices read is then repeated, so that each device has a copy.
+
+    Args:
+      query: `[batch, queries, heads, head_dim]`; only its shape is read.
+      key: `[batch, keys, kv_heads, head_dim]`.
+      value: `[batch, keys, kv_heads, value_dim]`.
+      sharding: Sharding of the model; it is returned with the arrays as they are if its rules split
+        key heads, or if one of the numbers of devices and of key heads does not divide the other.
+    """
+    heads, kv_heads, count = query.shape[2], key.shape[2], sharding.num_shards("act_heads")
+    is_even = heads % count == 0 and (kv_heads % count == 0 or count % kv_heads == 0)
+    if count == 1 or kv_heads == 1 or sharding.is_split("act_kv_heads") or not is_even:
+        return key, value, sharding
+    rules = sharding.rules.replace(act_kv_heads=sharding.split_axes("act_heads"))
+    key, value = (jnp.repeat(x, max(1, count // kv_heads), axis=2) for x in (key, value))
+    return key, value, BoundSharding(sharding.mesh, rules)
+
+
 def find_split_problem(query: Any, key: Any, sharding: BoundSharding) -> str:
     """Return the message of the error that `check_split` raises; "" if it raises none."""
     try:
