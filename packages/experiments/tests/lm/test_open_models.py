@@ -116,4 +116,6 @@ def test_depth_sets_the_values_of_nanochat():
     assert (deep.NUM_LAYERS, deep.MODEL_DIMS, deep.NUM_HEADS) == (26, 1664, 13)
     assert deep.PERCORE_BATCH_SIZE == 2 * tuned.PERCORE_BATCH_SIZE
     assert pytest.approx(1.8e-3 * math.sqrt(2 * 768 / 1664)) == deep.LEARNING_RATE
+    transferred = DepthDial(DEPTH=26, WIDTH_TRANSFER=768)
+    assert pytest.approx(1.8e-3 * math.sqrt(2)) == transferred.LEARNING_RATE
     assert DepthDial(DEPTH=26, MAX_STEPS=7, MODEL_DIMS=128).MAX_STEPS == 7

@@ -18,7 +18,7 @@ from flax.traverse_util import flatten_dict
 
 import layerkit_experiments
 from layerkit.base.base_layer import PARAMS
-from layerkit.base.weights import unbox
+from layerkit.base.weights import WeightBox, unbox
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_experiments.lm.hybrid import HybridText
@@ -272,6 +272,28 @@ def test_start_report_states_the_factors_of_the_rates():
     assert LocalText().start_notes() == []
     (note,) = LocalText(OPTIMIZER="lion").start_notes()
     assert "lion: rate 0.1 × LEARNING_RATE, weight decay 10 × WEIGHT_DECAY" in note
+
+
+@pytest.mark.parametrize(
+    "name", ["psgd", *(pytest.param(n, marks=SLOW) for n in ("muon", "soap", "shampoo"))]
+)
+def test_updates_of_matrices_are_about_as_large_as_those_of_adamw(name: str):
+    """Gradients are noise; rates have the factors."""
+    params, box = {"w": jnp.zeros((16, 16))}, WeightBox(None, ("embed", "mlp"), is_factor=True)
+    box = box.replace(fans=(16, 16), fan_in_dims=(-2,), fan_out_dims=(-1,))
+    sizes = []
+    for row in (OPTIMIZERS[name], OPTIMIZERS["adamw"]):
+        optimizer = row.config(Dense(WEIGHT_DECAY=0.0), None).Instantiate()(learning_rate=row.rate)
+
+        def step(state: Any, key: Any, optimizer: Any = optimizer) -> Any:
+            grads = {"w": jax.random.normal(key, (16, 16))}
+            updates, state = optimizer.update(grads, state, params)
+            return state, jnp.sqrt(jnp.mean(jnp.square(updates["w"])))
+
+        with declared({("w",): box}):
+            keys = jax.random.split(jax.random.key(0), 300)
+            sizes.append(float(jax.lax.scan(step, optimizer.init(params), keys)[1][-100:].mean()))
+    assert 0.5 < sizes[0] / sizes[1] < 2.0
 
 
 def rate_at(step: int, **fields: Any) -> float:

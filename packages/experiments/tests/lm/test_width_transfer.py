@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from flax.traverse_util import flatten_dict
 
+from layerkit.config import Config
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_experiments.lm.moe import Glam126M64E
+from layerkit_experiments.lm.nvidia import GLaM64B64EProxy, Grok
 from layerkit_experiments.lm.open_models import DeepSeekV3
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_experiments.recipes.language_model import untied_decoder
@@ -126,10 +128,28 @@ def test_the_base_width_trains_as_without_the_field():
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("optimizer", ["muon", pytest.param("normuon", marks=pytest.mark.slow)])
-def test_muon_divides_its_rate_by_the_root_and_routers_keep_adam(optimizer: str):
-    learner = sized(256, 64, OPTIMIZER=optimizer).task().train.learner
-    expected = {"main": (1e-3, 0.2), "adamw": (2e-3, 0.1), "routers": (5e-4, 0.4)}
+class Spectral(LocalText):
+    """A decoder whose best rate of Muon does not depend on the width."""
+
+    def learner(self) -> Config:
+        learner = super().learner()
+        learner.optimizer.scale = "spectral"
+        return learner
+
+
+@pytest.mark.parametrize(
+    ("cls", "optimizer", "main"),
+    [
+        (LocalText, "muon", (1e-3, 0.2)),
+        (Spectral, "muon", (2e-3, 0.1)),
+        pytest.param(LocalText, "normuon", (1e-3, 0.2), marks=pytest.mark.slow),
+    ],
+)
+def test_muon_divides_its_rate_by_the_root_and_routers_keep_adam(
+    cls: type[BaseExperiment], optimizer: str, main: tuple[float, float]
+):
+    learner = sized(256, 64, cls, OPTIMIZER=optimizer).task().train.learner
+    expected = {"main": main, "adamw": (2e-3, 0.1), "routers": (5e-4, 0.4)}
     result = groups_of(learner)
     assert result.keys() == expected.keys()
     for name, group in expected.items():
@@ -194,6 +214,17 @@ def test_what_no_rule_covers_raises(fields: Any, field: str, raises: Any):
         sized(128, base, **fields).task()
 
 
-def test_latent_attention_has_no_rule(raises: Any):
-    with raises(ConfigError, field="WIDTH_TRANSFER", value=64):
-        DeepSeekV3(WIDTH_TRANSFER=64).task()
+@pytest.mark.parametrize(
+    ("cls", "field"),
+    [
+        (DeepSeekV3, "WIDTH_TRANSFER"),
+        (Grok, "lm_tpl.softmax_tpl.logit_scale"),
+        (GLaM64B64EProxy, "lm_tpl.softmax_tpl.logit_scale"),
+    ],
+    ids=["latent attention", "Grok", "GLaM"],
+)
+def test_latent_attention_and_scaled_logits_have_no_rule(
+    cls: type[BaseExperiment], field: str, raises: Any
+):
+    with raises(ConfigError, field=field):
+        cls(WIDTH_TRANSFER=64).task()

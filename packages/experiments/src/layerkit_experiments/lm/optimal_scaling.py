@@ -147,8 +147,9 @@ class DepthDial(LmExperiment):
     A model of DEPTH layers has 64 dimensions per layer, in heads of 128. With N weights in the
     matrices of the layers and the softmax, it sees D = 12·N tokens. A step has B tokens, the power
     of two next to 2¹⁹·(D/D₁₂)^0.383, where D₁₂ is that of DEPTH 12, for which the constants are
-    tuned. The rate is 1.8e-3·√(B/2¹⁹)·√(dims₁₂/dims) and the decay 0.1·√(B/2¹⁹)·D₁₂/D. The rate
-    falls to a twentieth over the last 65 % of the steps. A field that is set replaces its rule.
+    tuned. The rate is 1.8e-3·√(B/2¹⁹)·√(dims₁₂/dims), where dims is WIDTH_TRANSFER if that is set,
+    and the decay 0.1·√(B/2¹⁹)·D₁₂/D. The rate falls to a twentieth over the last 65 % of the steps.
+    A field that is set replaces its rule.
 
     nanochat trains matrices by Muon; here all weights have AdamW, with the rate of a speed run of
     nanoGPT (KellerJordan/modded-nanogpt, 2024-06-06). There are no value embeddings or windows.
@@ -213,6 +214,7 @@ class DepthDial(LmExperiment):
 def depth_rules(fields: DepthDial) -> dict[str, Any]:
     """Return the values of fields that follow from DEPTH; see `DepthDial`."""
     check_sizes(None, DEPTH=fields.DEPTH, DIMS_PER_HEAD=fields.DIMS_PER_HEAD)
+    check_sizes(None, WIDTH_TRANSFER=fields.WIDTH_TRANSFER)
 
     def heads(depth: int) -> int:
         return math.ceil(depth * fields.DIMS_PER_LAYER / fields.DIMS_PER_HEAD)
@@ -225,12 +227,13 @@ def depth_rules(fields: DepthDial) -> dict[str, Any]:
     batch = 2 ** round(math.log2(_TUNED_BATCH * growth**0.383))
     devices = math.prod(fields.ICI_MESH_SHAPE or ()) * math.prod(fields.DCN_MESH_SHAPE or ())
     scale = math.sqrt(batch / _TUNED_BATCH)
+    dims, tuned = (heads(depth) * fields.DIMS_PER_HEAD for depth in (fields.DEPTH, _TUNED_DEPTH))
     return {
         "NUM_LAYERS": fields.DEPTH,
-        "MODEL_DIMS": heads(fields.DEPTH) * fields.DIMS_PER_HEAD,
+        "MODEL_DIMS": dims,
         "NUM_HEADS": heads(fields.DEPTH),
         "PERCORE_BATCH_SIZE": batch / fields.MAX_SEQ_LEN / devices,
-        "LEARNING_RATE": 1.8e-3 * scale * math.sqrt(heads(_TUNED_DEPTH) / heads(fields.DEPTH)),
+        "LEARNING_RATE": 1.8e-3 * scale * math.sqrt(tuned / (fields.WIDTH_TRANSFER or dims)),
         "WEIGHT_DECAY": 0.1 * scale / growth,
         "MAX_STEPS": int(tokens(fields.DEPTH) // batch),
     }

@@ -136,7 +136,8 @@ def _import(function: str) -> Callable[..., Any]:
 
 
 # Sources of the factors: Lion, Chen et al., 2023, section 5 (rates 3 to 10 times smaller, decay as
-# much larger); Sophia, the page of its code (rate of AdamW, twice its decay). The papers of the
+# much larger); Sophia, the page of its code (rate of AdamW, twice its decay); PSGD, the page of
+# kron_torch (a rate around 3 times smaller, so the same product with the decay). The papers of the
 # others compare them with AdamW at similar rates.
 OPTIMIZERS: Mapping[str, OptimizerChoice] = MappingProxyType(
     {
@@ -163,7 +164,9 @@ OPTIMIZERS: Mapping[str, OptimizerChoice] = MappingProxyType(
         "adamuon": OptimizerChoice(
             f"{_OPTIM}.matrix.muon.muon", {}, {"variant": "adamuon"}, only_matrices=True
         ),
-        "psgd": OptimizerChoice(f"{_OPTIM}.matrix.psgd.psgd", {}, only_matrices=True),
+        "psgd": OptimizerChoice(
+            f"{_OPTIM}.matrix.psgd.psgd", {}, rate=1 / 3, decay=3.0, only_matrices=True
+        ),
         "shampoo": OptimizerChoice(f"{_OPTIM}.matrix.shampoo.shampoo", {}, only_matrices=True),
         "soap": OptimizerChoice(f"{_OPTIM}.matrix.soap.soap", {}, only_matrices=True),
     }

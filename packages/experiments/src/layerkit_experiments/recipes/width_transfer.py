@@ -5,8 +5,8 @@ condition for Muon (Yang et al., 2023, arXiv:2310.17813). They follow from the d
 weights. With m = MODEL_DIMS / WIDTH_TRANSFER, at which all sizes of a layer have grown by m:
 
 - Weights that contract a dimension of the width start with a variance of 1 / inputs. Their rate is
-  divided by m under Adam, and by √m under Muon, whose update grows by √m in the spectral norm. The
-  product of rate and weight decay stays.
+  divided by m under Adam, and by √m under Muon, whose update grows by √m in the spectral norm; with
+  another `scale` of Muon than "rms" it does not grow. The product of rate and weight decay stays.
 - Embeddings, head, positions, norms and biases keep initial scale and rate.
 - Logits of tokens are divided by m, and those of attention by √m more than by √head size if heads
   grow.
@@ -87,8 +87,8 @@ class WidthTransfer(NamedTuple):
         """Set rates, initial weights and scales of a task of a decoder, and return it.
 
         Raises:
-          ConfigError: The model is no decoder or scales its embeddings, or no rule is known for the
-            optimizer.
+          ConfigError: The model is no decoder, or scales its embeddings or logits, or no rule is
+            known for the optimizer.
         """
         base = experiment.WIDTH_TRANSFER
         owner, model = type(experiment).__qualname__, task.model
@@ -103,6 +103,9 @@ class WidthTransfer(NamedTuple):
         expected = "False with WIDTH_TRANSFER, since its factor grows with the width"
         scales = experiment.SCALE_EMBEDDING
         require(not scales, owner, "SCALE_EMBEDDING", scales, expected)
+        scale = model.lm_tpl.softmax_tpl.logit_scale
+        expected = "None with WIDTH_TRANSFER; the scales of Praxis' experts depend on MODEL_DIMS"
+        require(scale is None, owner, "lm_tpl.softmax_tpl.logit_scale", scale, expected)
         transfer = cls(base, experiment.MODEL_DIMS)
         transfer._set_initial_weights(model.lm_tpl)
         transfer._set_logit_scales(model.lm_tpl, grows=experiment.DIMS_PER_HEAD is None)
@@ -139,7 +142,7 @@ class WidthTransfer(NamedTuple):
             positions.weight_init = _with_fans(inherited, positions.max_length, self.base)
 
     def _set_logit_scales(self, lm: Config, *, grows: bool) -> None:
-        lm.softmax_tpl.logit_scale = (lm.softmax_tpl.logit_scale or 1.0) / self.growth
+        lm.softmax_tpl.logit_scale = 1.0 / self.growth
         for config in walk_configs(lm.stack_tpl):
             if grows and issubclass(target_of(config), BaseAttention):
                 heads = config.num_heads or lm.num_heads
@@ -162,7 +165,10 @@ class WidthTransfer(NamedTuple):
         )
         routers = rest.clone(name="routers", weights=is_router)
         self._divide_rate(routers, power=1.0)
-        self._divide_rate(learner, power=_POWERS[function])
+        power, scale = _POWERS[function], assigned_fields(learner.optimizer).get("scale", "rms")
+        if function is muon and scale != "rms":
+            power = 0.0  # Its updates do not grow in the spectral norm.
+        self._divide_rate(learner, power=power)
         learner.auxiliary_optimizers = [rest, routers] if others else [rest]
 
     def _divide_rate(self, config: Config, *, power: float) -> None:
