@@ -36,6 +36,7 @@ from layerkit_runner.optim.optimizers import (
     spares_norms,
 )
 from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
+from layerkit_runner.optim.weight_selection import weight_decay_of
 
 ZEROS = WeightInit.Constant(0.0)
 
@@ -149,6 +150,30 @@ def test_decay_of_a_complete_optimizer_is_reported(tiny: Any, optimizer: Any, *,
     task = tiny.task_config(learner={"optimizer": optimizer, "learning_rate": None}).Instantiate()
     (report,) = task.decayed_weights(shapes_of(task))
     assert report.decayed == ((("linear", "w"),) if decays_all else ())
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "line"),
+    [
+        (
+            Config(
+                optax.chain,
+                Config(optax.adamw, 0.1, weight_decay=0.5),
+                Config(optax.apply_every, 4),
+            ),
+            "unknown: weight_decay=0.5 changed no weight in one step without a gradient",
+        ),
+        (
+            Config(optax.adamw, 0.1, weight_decay=0.5, mask={"linear": {"w": False}}),
+            "no weight: weight_decay=0.5 has no effect, because its mask spares all weights",
+        ),
+    ],
+    ids=["accumulated", "masked"],
+)
+def test_report_blames_a_mask_only_if_there_is_one(tiny: Any, optimizer: Any, line: str):
+    task = tiny.task_config(learner={"optimizer": optimizer, "learning_rate": None}).Instantiate()
+    (report,), shapes = task.decayed_weights(shapes_of(task)), flatten_dict(shapes_of(task))
+    assert [*report.lines(shapes, strength=weight_decay_of(optimizer))] == [f"decayed      {line}"]
 
 
 def test_mask_without_norms_spares_their_scales_and_biases_alone(task_of: Any):

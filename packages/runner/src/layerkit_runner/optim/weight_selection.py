@@ -226,6 +226,7 @@ The weight is (logical axes, shape) of the weight of an array of another shape, 
 _DECLARED: ContextVar[tuple[Declarations, Layout | None]] = ContextVar("declared")
 
 _DECAY_ARGUMENTS = ("weight_decay", "l1_regularizer_weight", "l2_regularizer_weight")
+_MASK_ARGUMENTS = ("mask", "weight_decay_mask")
 
 # Names in a line of the report, before the others are counted.
 _MAX_NAMES = 6
@@ -319,13 +320,14 @@ class DecayedWeights(NamedTuple):
     spared: tuple[Path, ...]
     rate: Callable[[jax.Array], jax.Array | None]
 
-    def lines(self, params: Mapping[Path, Any], *, strength: tuple[str, float]) -> Iterator[str]:
+    def lines(
+        self, params: Mapping[Path, Any], *, strength: tuple[str, float, bool]
+    ) -> Iterator[str]:
         """Yield the lines of the start report.
 
         Args:
           params: Shapes of the weights by path.
-          strength: Argument of the optimizer that asks for decay, and its value; see
-            `weight_decay_of`.
+          strength: Argument of the optimizer that asks for decay; see `weight_decay_of`.
         """
         prefix = f"{self.optimizer}: " if self.optimizer else ""
         if self.decayed:
@@ -336,24 +338,30 @@ class DecayedWeights(NamedTuple):
         if not self.spared:
             yield f"decayed      {prefix}no weight, since it updates none"
             return
-        name, number = strength
+        name, number, has_mask = strength
+        if number and not has_mask:  # It may accumulate updates of several steps.
+            reason = f"{name}={number:g} changed no weight in one step without a gradient"
+            yield f"decayed      {prefix}unknown: {reason}"
+            return
         reason = f": {name}={number:g} has no effect, because its mask spares all weights"
         yield f"decayed      {prefix}no weight{reason if number else ''}"
 
 
-def weight_decay_of(optimizer: Any) -> tuple[str, float]:
-    """Return (name, value) of the argument of an optimizer's config that asks for decay.
+def weight_decay_of(optimizer: Any) -> tuple[str, float, bool]:
+    """Return (name, value, has a mask) of the argument of an optimizer that asks for decay.
 
-    The optimizers inside it are searched too. The value is 0 if there is none.
+    The optimizers inside its config are searched too. The value is 0 if there is none.
     """
     arguments = optimizer.__arguments__ if isinstance(optimizer, fdl.Buildable) else {}
+    has_mask = any(arguments.get(name) is not None for name in _MASK_ARGUMENTS)
     candidates = [
-        (name, float(arguments[name]))
+        (name, float(arguments[name]), has_mask)
         for name in _DECAY_ARGUMENTS
         if isinstance(arguments.get(name), (int, float))
     ]
-    candidates += map(weight_decay_of, arguments.values())
-    return max(candidates, key=lambda candidate: candidate[1], default=("weight_decay", 0.0))
+    inner = map(weight_decay_of, arguments.values())
+    candidates += [(name, number, has_mask or masked) for name, number, masked in inner]
+    return max(candidates, key=lambda one: one[1], default=("weight_decay", 0.0, False))
 
 
 def _count_text(paths: Iterable[Path], params: Mapping[Path, Any]) -> str:
