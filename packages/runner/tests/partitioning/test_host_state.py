@@ -23,12 +23,18 @@ def no_norms(params: Any) -> Any:
     return jax.tree.map(lambda x: x.ndim > 2, params)
 
 
+def scaled_adam(learning_rate: Any) -> optax.GradientTransformation:
+    """An optimizer that declares nothing."""
+    return optax.chain(optax.scale_by_adam(eps=1e-2), optax.scale_by_learning_rate(learning_rate))
+
+
 OPTIMIZERS = {
     "adam": Partial(optax.adam, eps=1e-2),  # With a small one, Adam enlarges rounding errors.
     "masked": Partial(optax.adamw, eps=1e-2, weight_decay=0.1, mask=no_norms),
     "momentum": Partial(optax.sgd, momentum=0.9),
     "factored": Partial(optax.adafactor, min_dim_size_to_factor=8, momentum=0.9),
     "capped": Partial(adam_with_update_cap, eps=1e-2),
+    "undeclared": Partial(scaled_adam),
 }
 
 
@@ -63,7 +69,8 @@ def trained(arrangements: Any, partitioner: Any, task: Any) -> tuple[Any, Any]:
 )
 def test_training_equals_that_with_the_state_on_devices(arrangements: Any, name: str, split: bool):
     """Also if the state is split over the data axis (`shard_optimizer_over_data`)."""
-    task = make_task(arrangements, OPTIMIZERS[name])
+    per_layer = False if name == "undeclared" else None
+    task = make_task(arrangements, OPTIMIZERS[name], per_layer=per_layer)
     plain = trained(arrangements, arrangements.start([2, 2, 2], task), task)
     fields = {"shard_optimizer_over_data": split, **HOST}
     state, scalars = trained(arrangements, arrangements.start([2, 2, 2], task, **fields), task)

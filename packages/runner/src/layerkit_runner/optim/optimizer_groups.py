@@ -170,8 +170,11 @@ class OptimizerGroups:
             if any(map(optimizer_updates.is_on_host, jax.tree.leaves(states[name]))):
                 from layerkit_runner.optim import host_state
 
+                declared = group.optimizer.per_layer
                 is_by_layer = group.sizes or host_state.has_state_by_entry(
-                    states[name], params_, per_layer=group.optimizer.per_layer
+                    states[name],
+                    params_,
+                    per_layer=self._per_layer if declared is None else declared,
                 )
                 is_allowed = is_by_layer and not optimizer_updates.is_schedule_free(states[name])
                 kind = getattr(group.optimizer.transformation.update, "__qualname__", "")
