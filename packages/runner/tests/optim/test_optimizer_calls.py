@@ -192,6 +192,19 @@ def test_schedule_free_layers_of_a_stack_have_averages_of_their_own():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), result, expected)
 
 
+@pytest.mark.parametrize("stochastic_rounding", [True, False])
+def test_bfloat16_weights_are_schedule_free_only_with_averages_in_float32(
+    raises: Any, stochastic_rounding: bool
+):
+    ours = learner(schedule_free(), stochastic_rounding=stochastic_rounding)
+    params = {**PARAMS, "b": {"w": PARAMS["b"]["w"].astype(jnp.bfloat16)}}
+    if stochastic_rounding:
+        assert ours.init(params).weight_sum.dtype == jnp.float32
+        return
+    with raises(ConfigError, owner="Learner.optimizer"):
+        ours.init(params)
+
+
 def test_ema_decay_of_a_schedule_free_optimizer_is_an_error(raises):
     with raises(ConfigError, field="ema_decay", value=0.9):
         learner(schedule_free(), ema_decay=0.9).init(PARAMS)

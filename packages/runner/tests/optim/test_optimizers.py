@@ -11,7 +11,18 @@ import numpy as np
 import optax
 import pytest
 
+from layerkit.base.weights import WeightBox
+from layerkit.config import Partial
 from layerkit.errors import ConfigError
+from layerkit_runner.optim.adamw_variants import (
+    ademamix,
+    cautious,
+    mars,
+    schedule_free_adamw,
+    sophia,
+)
+from layerkit_runner.optim.learner import Learner
+from layerkit_runner.optim.matrix.muon import muon
 from layerkit_runner.optim.optimizer_updates import round_stochastically
 from layerkit_runner.optim.optimizers import (
     adam_with_update_cap,
@@ -19,6 +30,7 @@ from layerkit_runner.optim.optimizers import (
     elastic_weight_consolidation,
     lp_regularized,
 )
+from layerkit_runner.optim.weight_selection import declared
 
 
 def numpy_adam(params, grads_by_step, *, rate, b1, b2, eps, weight_decay, cap):
@@ -172,3 +184,58 @@ def test_bfloat16_state_of_an_optimizer_that_keeps_weights_is_an_error(raises, i
     optimizer = bfloat16_state(1e-3, optimizer=inner)
     with raises(ConfigError, field="optimizer", value=state):
         optimizer.init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    "wrapper",
+    [cautious, partial(elastic_weight_consolidation, ewc_regularizer_weight=0.1)],
+    ids=["cautious", "elastic"],
+)
+def test_schedule_free_optimizer_whose_updates_are_changed_is_an_error(raises, wrapper: Any):
+    optimizer = wrapper(1e-3, optimizer=optax.contrib.schedule_free_adamw)
+    with raises(ConfigError, field="optimizer", value="schedule-free"):
+        optimizer.init(PARAMS)
+
+
+@pytest.mark.parametrize("inner", [optax.adam, muon, sophia])
+def test_cautious_treats_layers_of_a_stack_alone(inner: Any):
+    """Also around optimizers that take whole stacks."""
+    optimizer = Partial(cautious, optimizer=Partial(inner), weight_decay=0.1)
+    learner = Learner.HParams.config(optimizer=optimizer, learning_rate=0.1).Instantiate()
+    weights, *gradients = np.random.default_rng(0).normal(size=(4, 3, 4, 6)).astype(np.float32)
+    box = WeightBox(None, ("embed", "mlp"), is_factor=True, fans=(4, 6), fan_in_dims=(-2,))
+
+    def trained(weight: Any, gradients: Any, stack: tuple[int, ...]) -> Any:
+        axes = (*("layers" for _ in stack), "embed", "mlp")
+        stacks, params = {("w",): stack} if stack else {}, {"w": weight}
+        with declared({("w",): box.replace(axes=axes, fan_out_dims=(-1,))}):
+            state = learner.init(params, stacks=stacks)
+            update = jax.jit(
+                partial(learner.update, stacks=stacks, hvp=partial(jax.tree.map, jnp.copy))
+            )
+            for step, grad in enumerate(gradients):
+                result = update({"w": grad}, state, params, step=step)
+                params, state = result.params, result.opt_state
+        return params["w"]
+
+    layers = [trained(w, [grad[n] for grad in gradients], ()) for n, w in enumerate(weights)]
+    np.testing.assert_allclose(trained(weights, gradients, (3,)), layers, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "field", "value"),
+    [
+        (partial(ademamix, num_steps=10), "b1", 1.0),
+        (partial(ademamix, num_steps=10), "b2", 1.0),
+        (partial(ademamix, num_steps=10), "b3", 1.0),
+        (partial(ademamix, num_steps=10), "alpha", -1.0),
+        (mars, "eps", -1.0),
+        (schedule_free_adamw, "b1", 0.0),
+        (schedule_free_adamw, "b2", 1.0),
+        (sophia, "update_interval", 0),
+        (partial(cautious, optimizer=optax.adam), "weight_decay", -0.1),
+    ],
+)
+def test_numbers_out_of_range_raise(raises, optimizer: Any, field: str, value: float):
+    with raises(ConfigError, field=field, value=value):
+        optimizer(1e-3, **{field: value})

@@ -19,6 +19,7 @@ from layerkit.errors import ConfigError
 from layerkit.layers.basic.linears import FeedForward
 from layerkit.layers.transformer.repeat import Repeat
 from layerkit_runner.optim import optimizer_updates
+from layerkit_runner.optim.adamw_variants import cautious
 from layerkit_runner.optim.learner import Learner
 from layerkit_runner.optim.optimizer_groups import map_tensors, stacks_of
 from layerkit_runner.optim.optimizer_updates import per_layer_of
@@ -229,6 +230,7 @@ def test_optimizer_of_optax_depends_on_whole_tensors_as_declared(name: str):
         (Partial(adam_with_update_cap, update_rms_cap=None), False),
         (Partial(sharded_adafactor), True),
         (Partial(bfloat16_state, optimizer=Partial(optax.adam)), False),
+        (Partial(cautious, optimizer=Partial(optax.adam)), False),
         (Partial(lp_regularized, optimizer=Partial(optax.lamb), l2_regularizer_weight=0.1), True),
         (optax.prodigy if hasattr(optax, "prodigy") else optax.contrib.prodigy, None),
         (optax.sgd(0.1), None),

@@ -13,16 +13,23 @@ All decay a weight w as `optax.adamw` does, by learning_rate·weight_decay·w. C
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
 
-from layerkit.config.checks import check_non_negative, check_positive, check_rates
-from layerkit_runner.optim.optimizer_updates import declare_per_layer
+from layerkit.config.checks import check_non_negative, check_positive, check_rates, check_sizes
+from layerkit_runner.optim.optimizer_groups import STACK_AXES
+from layerkit_runner.optim.optimizer_updates import (
+    as_inner,
+    declare_per_layer,
+    refuse_schedule_free,
+)
 from layerkit_runner.optim.schedules import concrete_numbers
+from layerkit_runner.optim.weight_selection import declaration, weight_path
 
 # Smallest mean of a cautious mask, by which the update is divided; as in the published code.
 _SMALLEST_MEAN = 1e-3
@@ -47,6 +54,9 @@ def ademamix(
     from that of `b1` to that of `b3`.
     """
     check_positive("ademamix", num_steps=num_steps, **concrete_numbers(b1=b1, b3=b3))
+    _check(
+        "ademamix", {"b1": b1, "b2": b2, "b3": b3}, alpha=alpha, eps=eps, weight_decay=weight_decay
+    )
 
     def slow_decay(step: jax.Array) -> jax.Array:
         part = jnp.minimum(step / num_steps, 1.0)
@@ -73,8 +83,7 @@ def mars(
     It is AdamW of c = g + gamma·b1/(1 - b1)·(g - last g), where a tensor c of a norm above 1 is
     scaled to 1, as in the published code. That code trains vectors by AdamW; this trains all.
     """
-    check_rates("mars", **concrete_numbers(b1=b1, b2=b2))
-    check_non_negative("mars", **concrete_numbers(gamma=gamma))
+    _check("mars", {"b1": b1, "b2": b2}, gamma=gamma, eps=eps, weight_decay=weight_decay)
 
     def correct(grad: jax.Array, last: jax.Array) -> jax.Array:
         corrected = grad + gamma * b1 / (1.0 - b1) * (grad - last)
@@ -105,6 +114,7 @@ def schedule_free_adamw(
     weights at which gradients are computed.
     """
     check_positive("schedule_free_adamw", **concrete_numbers(b1=b1))
+    _check("schedule_free_adamw", {"b1": b1, "b2": b2}, eps=eps, weight_decay=weight_decay)
     base = optax.chain(
         optax.scale_by_rms(decay=b2, eps=eps, eps_in_sqrt=False, bias_correction=True),
         optax.add_decayed_weights(weight_decay, mask),
@@ -129,6 +139,8 @@ def sophia(
     Every `update_interval` steps, the diagonal of the Hessian is estimated by Hutchinson's method
     with one tree of random signs, which follow from the number of estimates. `gamma` scales it.
     """
+    check_sizes("sophia", update_interval=update_interval)
+    _check("sophia", {"b1": b1, "b2": b2}, gamma=gamma, weight_decay=weight_decay)
 
     def estimate(
         grads: Any, count: jax.Array, params: Any = None, *, hvp: Any, **_: Any
@@ -150,7 +162,7 @@ class CautiousState(NamedTuple):
     decay: Any
 
 
-@declare_per_layer(lambda **_: True)
+@declare_per_layer(as_inner)
 def cautious(
     learning_rate: optax.ScalarOrSchedule,
     *,
@@ -161,20 +173,31 @@ def cautious(
     """Return an optimizer without the entries of its updates that go up the gradient.
 
     The rest of a tensor's update is divided by the share of the entries that are left (Liang et
-    al., 2024, arXiv:2411.16085). `optimizer` is a function of `learning_rate` without weight decay,
-    such as `Partial(optax.adam)`; `weight_decay` is added to what is left.
+    al., 2024, arXiv:2411.16085); of a declared stack, each layer is a tensor. `optimizer` is a
+    function of `learning_rate` without weight decay, such as `Partial(optax.adam)`; `weight_decay`
+    is added to what is left.
+
+    Raises:
+      ConfigError: The optimizer is schedule-free, or the weight decay is below 0.
     """
+    _check("cautious", {}, weight_decay=weight_decay)
     inner = optax.with_extra_args_support(optimizer(learning_rate=learning_rate))
     decay = optax.chain(
         optax.add_decayed_weights(weight_decay, mask), optax.scale_by_learning_rate(learning_rate)
     )
 
-    def align(update: jax.Array, grad: jax.Array) -> jax.Array:
+    def align(path: KeyPath, update: jax.Array, grad: jax.Array) -> jax.Array:
+        box = declaration(weight_path(path))
+        axes = () if box is None else box.axes[len(box.axes) - update.ndim :]
+        num_stacked = sum(axis in STACK_AXES for axis in axes)
         descends = (jnp.sign(update) * jnp.sign(grad) < 0).astype(update.dtype)
-        return update * descends / jnp.maximum(jnp.mean(descends), _SMALLEST_MEAN)
+        share = jnp.mean(descends, axis=tuple(range(num_stacked, update.ndim)), keepdims=True)
+        return update * descends / jnp.maximum(share, _SMALLEST_MEAN)
 
     def init(params: Any) -> CautiousState:
-        return CautiousState(inner.init(params), decay.init(params))
+        state = inner.init(params)
+        refuse_schedule_free("cautious", state)
+        return CautiousState(state, decay.init(params))
 
     def update(
         grads: Any, state: CautiousState, params: Any, **extra: Any
@@ -182,7 +205,14 @@ def cautious(
         updates, inner_state = inner.update(grads, state.inner, params, **extra)
         zeros = jax.tree.map(jnp.zeros_like, updates)
         pulls, decay_state = decay.update(zeros, state.decay, params)
-        new = jax.tree.map(lambda u, g, pull: align(u, g) + pull, updates, grads, pulls)
+        aligned = jax.tree_util.tree_map_with_path(align, updates, grads)
+        new = jax.tree.map(jnp.add, aligned, pulls)
         return new, CautiousState(inner_state, decay_state)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check(owner: str, rates: Mapping[str, Any], **numbers: Any) -> None:
+    """Raise `ConfigError` unless decays of averages are in [0, 1) and numbers are 0 or more."""
+    check_rates(owner, **concrete_numbers(**rates))
+    check_non_negative(owner, **concrete_numbers(**numbers))

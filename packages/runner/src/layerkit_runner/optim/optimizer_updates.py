@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonState, ScheduleFreeState, schedule_free_eval_params
 
+from layerkit.config.checks import require
 from layerkit.errors import UserError
 
 
@@ -67,7 +68,7 @@ def find_problem(transformation: optax.GradientTransformation, params: Any) -> s
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         line = str(error).strip().partition("\n")[0]
         return f"the optimizer fails with (gradients, state, weights, value=loss): {line}"
-    averages = [average.z for average in _instances(state, ScheduleFreeState)]
+    averages = _instances(state, ScheduleFreeState)
     if _instances(state, MuonState):
         name = "layerkit_runner.optim.matrix.muon.muon"
         return f"optax.contrib.muon trains weights of three dimensions by Adam; use {name}"
@@ -76,7 +77,10 @@ def find_problem(transformation: optax.GradientTransformation, params: Any) -> s
         return "the optimizer's updates differ in structure or shape from the weights"
     if _structure(new_state) != _structure(state):
         return "the optimizer's update changes the structure, shape or dtype of its state"
-    if any(_structure(average)[0] != _structure(shapes)[0] for average in averages):
+    if any(jnp.finfo(average.weight_sum.dtype).bits < 32 for average in averages):
+        fix = "store them in float32, or bfloat16 ones with Learner.stochastic_rounding=True"
+        return f"schedule-free averages stop after some 256 steps at these dtypes of weights; {fix}"
+    if any(_structure(average.z)[0] != _structure(shapes)[0] for average in averages):
         return "schedule-free for some of the weights: their averages cannot be evaluated"
     return None
 
@@ -96,6 +100,15 @@ def steps_taken(state: Any) -> jax.Array | None:
 def is_schedule_free(state: Any) -> bool:
     """Return whether an optimizer's state, of any leaves, has schedule-free averages."""
     return bool(_instances(state, ScheduleFreeState))
+
+
+def refuse_schedule_free(owner: str, state: Any) -> None:
+    """Raise `ConfigError` if the state of a wrapped optimizer has schedule-free averages.
+
+    They follow from the weights, and so only from updates that are not changed afterwards.
+    """
+    expected = "one that is not schedule-free, since its updates are changed"
+    require(not is_schedule_free(state), owner, "optimizer", "schedule-free", expected)
 
 
 def evaluated(state: Any, params: Any) -> Any:

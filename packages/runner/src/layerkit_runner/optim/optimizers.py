@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import optax
 
 from layerkit.config.checks import check_non_negative, check_positive, check_rates, require
+from layerkit_runner.optim.matrix.matrix_rule import MatrixState
 from layerkit_runner.optim.optimizer_updates import (
     as_inner,
     cast_like,
     declare_per_layer,
     is_schedule_free,
+    refuse_schedule_free,
     round_stochastically,
 )
 from layerkit_runner.optim.schedules import concrete_numbers
@@ -89,6 +91,9 @@ def elastic_weight_consolidation(
       learning_rate: A number or schedule.
       optimizer: A function of `learning_rate`, such as `Partial(optax.adamw)`.
       ewc_regularizer_weight: Weight λ of the penalty.
+
+    Raises:
+      ConfigError: The optimizer is schedule-free, or the weight is below 0.
     """
     check_non_negative(
         "elastic_weight_consolidation",
@@ -98,9 +103,9 @@ def elastic_weight_consolidation(
     rate = optax.scale_by_learning_rate(learning_rate)
 
     def init(params: Any) -> ElasticWeightsState:
-        anchor = jax.tree.map(jnp.copy, params)
-        has_anchor = jnp.zeros((), bool)
-        return ElasticWeightsState(has_anchor, anchor, inner.init(params), rate.init(params))
+        anchor, state = jax.tree.map(jnp.copy, params), inner.init(params)
+        refuse_schedule_free("elastic_weight_consolidation", state)
+        return ElasticWeightsState(jnp.zeros((), bool), anchor, state, rate.init(params))
 
     def update(
         grads: Any, state: ElasticWeightsState, params: Any, **extra: Any
@@ -179,8 +184,8 @@ def bfloat16_state(
     """Return an optimizer that computes in float32 and stores its state in bfloat16.
 
     This halves the memory of the state. Float32 arrays of at least one axis are stored in bfloat16;
-    scalars and other dtypes stay. The same step draws the same random numbers, on any mesh and
-    after a restart.
+    scalars, other dtypes and the first two factors of a `MatrixState` stay. The same step draws the
+    same random numbers, on any mesh and after a restart.
 
     Args:
       learning_rate: Rate, or a schedule of the step.
@@ -202,7 +207,7 @@ def bfloat16_state(
         has_weights = any(isinstance(node, ElasticWeightsState) for node in nodes)
         is_moments = not (has_weights or is_schedule_free(state))
         require(is_moments, "bfloat16_state", "optimizer", kind, expected)
-        stored = jax.tree.map(lambda x: x.astype(_stored_dtype(x)), state)
+        stored = jax.tree.map(lambda x, dtype: x.astype(dtype), state, _stored_dtypes(state))
         return Bfloat16State(jnp.zeros((), jnp.int32), stored)
 
     def update(
@@ -216,8 +221,10 @@ def bfloat16_state(
             jax.random.fold_in(jax.random.key(0), state.num_updates), len(leaves)
         )
         stored = [
-            round_stochastically(x, key) if _stored_dtype(x) != x.dtype else x
-            for x, key in zip(leaves, keys, strict=True)
+            round_stochastically(x, key) if dtype != x.dtype else x
+            for x, key, dtype in zip(
+                leaves, keys, jax.tree.leaves(_stored_dtypes(new)), strict=True
+            )
         ]
         new_state = Bfloat16State(state.num_updates + 1, jax.tree.unflatten(structure, stored))
         return cast_like(updates, grads), new_state
@@ -229,8 +236,19 @@ def _computed_dtype(x: jax.Array) -> Any:
     return jnp.float32 if x.dtype in (jnp.bfloat16, jnp.float16) else x.dtype
 
 
-def _stored_dtype(x: jax.Array) -> Any:
-    return jnp.bfloat16 if x.dtype == jnp.float32 and x.ndim else x.dtype
+def _stored_dtypes(state: Any) -> Any:
+    """Return the tree of the dtypes in which `bfloat16_state` stores a state."""
+
+    def dtypes_of(node: Any) -> Any:
+        dtypes = jax.tree.map(
+            lambda x: jnp.bfloat16 if x.dtype == jnp.float32 and x.ndim else x.dtype, node
+        )
+        if not isinstance(node, MatrixState):
+            return dtypes
+        exact = jax.tree.map(lambda x: x.dtype, node.factors[:2])
+        return dtypes._replace(factors=(*exact, *dtypes.factors[2:]))
+
+    return jax.tree.map(dtypes_of, state, is_leaf=lambda node: isinstance(node, MatrixState))
 
 
 def decays(params: Any) -> Any:

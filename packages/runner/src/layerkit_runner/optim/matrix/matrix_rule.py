@@ -31,7 +31,9 @@ class MatrixState(NamedTuple):
       last: `count` at the last computation of the factors, int32 scalar.
       moments: Trees of float32 arrays shaped like the weights.
       factors: Trees with the paths of the weights. A leaf is a list of float32 arrays
-        `[*batch, ...]`, one for each matrix of a weight; see `as_matrices`.
+        `[*batch, ...]`, one for each matrix of a weight; see `as_matrices`. `bfloat16_state` keeps
+        the first two trees in float32: rounding the averages of G Gᵀ and Gᵀ G would hide their
+        small eigenvalues.
     """
 
     count: jax.Array  # type: ignore[assignment]  # the name in Optax, and a method of tuples

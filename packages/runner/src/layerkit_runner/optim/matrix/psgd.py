@@ -40,7 +40,7 @@ def psgd(
     The roots Q are fitted so that the result is white, by the quadratic form of Li's PyTorch code,
     which consists of products. Momentum, schedule and the limit of updates, a root mean square of
     1.1, are those of kron_torch. Where Li adds noise to gradients, this adds its expected effect.
-    The factors of a matrix are Q_in and Q_out, `[size, size]` or a diagonal, and curvatures.
+    The factors of a matrix are curvatures, and Q_in and Q_out, `[size, size]` or a diagonal.
 
     Args:
       learning_rate: A number or schedule.
@@ -68,7 +68,7 @@ def psgd(
         return _fit(x, *factors, rate=precond_lr)
 
     def direct(matrices: Any, factors: Any) -> tuple[Any, Any]:
-        x = _whiten(*matrices, *factors[:2])
+        x = _whiten(*matrices, *factors[2:])
         rms = jnp.sqrt(jnp.mean(jnp.square(x)))
         return (x * jnp.minimum(1.0, _MAX_RMS / (rms + 1e-12)),), (None,) * 4
 
@@ -85,7 +85,7 @@ def psgd(
         learning_rate,
         update,
         moments=1,
-        makers=[lambda ins, _: make(ins), lambda _, outs: make(outs), *scalar],
+        makers=[*scalar, lambda ins, _: make(ins), lambda _, outs: make(outs)],
         interval=interval,
         rates={"b1": b1},
         positive={"update_probability": update_probability, "precond_lr": precond_lr},
@@ -103,9 +103,9 @@ def _whiten(x: jax.Array, in_root: jax.Array, out_root: jax.Array) -> jax.Array:
 
 def _fit(x: jax.Array, *factors: jax.Array, rate: float) -> tuple[jax.Array, ...]:
     """Return the factors after a step of fitting them to a matrix `[in, out]`."""
-    sizes = [jnp.max(jnp.abs(q)) for q in factors[:2]]
+    sizes = [jnp.max(jnp.abs(q)) for q in factors[2:]]
     mean = jnp.sqrt(sizes[0] * sizes[1])
-    roots = [q * (mean / size) for q, size in zip(factors[:2], sizes, strict=True)]
+    roots = [q * (mean / size) for q, size in zip(factors[2:], sizes, strict=True)]
     times = [jnp.matmul if q.ndim > 1 else jnp.multiply for q in roots]
     squares = [multiply(q, q) for multiply, q in zip(times, roots, strict=True)]
     noise = _DAMPING + jnp.finfo(jnp.float32).eps * jnp.sqrt(jnp.mean(jnp.square(x)))
@@ -118,13 +118,13 @@ def _fit(x: jax.Array, *factors: jax.Array, rate: float) -> tuple[jax.Array, ...
         covariance += scale * multiply(squares[side], squares[side])
         target = y.shape[1]
         bound = (_norm_bound if is_matrix else jnp.max)(covariance) + target
-        curvature = jnp.maximum(mix(_CURVATURE_DECAY, factors[2 + side], bound), bound)
+        curvature = jnp.maximum(mix(_CURVATURE_DECAY, factors[side], bound), bound)
         half = rate / 2 / curvature
         q = q - half * (multiply(covariance, q) - target * q)
         q = q - half * (multiply(q, covariance) - target * q)
         fitted.append((q + q.T) / 2)
         curvatures.append(curvature)
-    return *fitted, *curvatures
+    return *curvatures, *fitted
 
 
 def _norm_bound(x: jax.Array) -> jax.Array:

@@ -70,9 +70,14 @@ def soap(
         branch = jnp.where(is_due, jnp.where(count == 1, 1, 2), 0)
         functions = (_decompose, _refine)
         factors = matrix_rule.compute_factors(branch, functions, run, grads, state.factors)
-        # The first bases are those of the first gradient, which must not be rotated by them.
-        mu = jax.tree.map(lambda a, b: jnp.where(count > 0, a, b), mix(b1, mu, grads), mu)
-        (directions, nu), factors = run(step, (grads, mu, nu), factors)
+
+        def skip_first(new: Any, old: Any) -> Any:
+            return jax.tree.map(lambda a, b: jnp.where(count > 0, a, b), new, old)
+
+        # The first gradient only gives the first bases, also to weights without one.
+        mu = skip_first(mix(b1, mu, grads), mu)
+        (directions, new_nu), factors = run(step, (grads, mu, nu), factors)
+        nu = skip_first(new_nu, nu)
         steps = jnp.maximum(count, 1).astype(jnp.float32)
         scale = jnp.sqrt(1 - b2**steps) / (1 - b1**steps)
         return jax.tree.map(lambda x: scale * x, directions), (mu, nu), factors
