@@ -237,11 +237,11 @@ def _predict(folder: Path, ladder: Mapping[str, Any], law: Law, results: Sequenc
         expected = f"fields of {owner}; set others in its [larger], too"
         require(not others, job.folder, "fields", others, expected, UsageError)
     first = results[-1][0]
-    starts, num_devices = _starts(first), first.metrics.info["num_devices"]
+    starts, num_devices = began = _starts(first), first.metrics.info["num_devices"]
     for job, *_ in results:
-        same, expected = (_starts(job), job.metrics.info["num_devices"]), (starts, num_devices)
-        as_of = f"{expected}, as of {first.folder}"
-        require(same == expected, job.folder, "flags, devices", same, as_of, UsageError)
+        same = _starts(job), job.metrics.info["num_devices"]
+        expected = f"{began}, as of {first.folder}"
+        require(same == began, job.folder, "flags, devices", same, expected, UsageError)
     overrides, experiment = field_overrides(larger_fields), first.config.experiment
     resolved = resolve_entry(find_experiment(experiment), overrides)
     step = step_size(resolved, num_devices=num_devices)

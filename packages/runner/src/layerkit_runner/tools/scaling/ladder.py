@@ -62,10 +62,10 @@ def step_size(resolved: ResolvedExperiment, *, num_devices: int | None = None) -
     is_text = len({*shapes.values()}) == 1 and all(len(shape) > 1 for shape in shapes.values())
     expected = "tokens, ids [batch, length], of one shape for all data sets"
     require(is_text, resolved.name, "batch", shapes, expected, UsageError)
-    (shape, *_), (batch, *_) = shapes.values(), batches.values()
-    flops = model_flops_per_step(resolved.task, batch, shape[0])
+    batch = next(iter(batches.values()))
+    flops = model_flops_per_step(resolved.task, batch, batch.ids.shape[0])
     params = partitioner.abstract_stored_state(task).params
-    return Size(num_params(params), math.prod(shape), flops)
+    return Size(num_params(params), math.prod(batch.ids.shape), flops)
 
 
 def has_mesh(partitioner: Partitioner) -> bool:
