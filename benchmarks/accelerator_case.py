@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from memory_traffic import memory_traffic
 
 from layerkit.config import Config
 from layerkit.config.nested_map import NestedMap
@@ -47,7 +48,6 @@ from layerkit_runner.tools.plan.compiling import (
 )
 from layerkit_runner.tools.plan.hardware import DeviceKind, Target, parse_target
 from layerkit_runner.tools.plan.memory import step_memory, tensor_memory
-from layerkit_runner.tools.plan.memory_traffic import memory_traffic
 from layerkit_runner.tools.plan.targets import described_kind, target_devices
 
 # Fields that differ from GPT-3 Small.

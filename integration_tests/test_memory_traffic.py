@@ -1,10 +1,13 @@
-"""Bytes that a program reads and writes, on HLO written by hand."""
+"""Bytes that a program reads and writes by `benchmarks/memory_traffic.py`, on HLO by hand."""
 
 from __future__ import annotations
 
+import runpy
+from pathlib import Path
+
 import pytest
 
-from layerkit_runner.tools.plan.memory_traffic import memory_traffic
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 # A loop of three rounds over a stack of three rows of four float32 numbers, 16 bytes each.
 PROGRAM = """HloModule test, is_scheduled=true
@@ -81,6 +84,7 @@ ENTRY %main (x: f32[3,4]) -> f32[] {
 def test_access_of_an_instruction_counts_the_parts_that_it_reads_and_writes(
     name: str, size: int, executions: int, *, is_copy: bool
 ):
+    memory_traffic = runpy.run_path(str(BENCHMARKS / "memory_traffic.py"))["memory_traffic"]
     accesses = memory_traffic(PROGRAM)
     assert len(accesses) == 5  # allocations, tuples and the loop itself have none
     assert [one.bytes for one in accesses] == sorted((one.bytes for one in accesses), reverse=True)
