@@ -1,4 +1,4 @@
-"""Readers of YAML, TOML and JSON documents that this package did not write itself.
+"""Readers of TOML and JSON documents that this package did not write itself.
 
 They bound the size, and the depth of nesting, which would exceed the stack of what walks the value.
 """
@@ -47,46 +47,19 @@ def parse_toml(text: str) -> dict[str, Any]:
 def _parse(load: Callable[[str], Any], text: str) -> Any:
     try:
         document = load(text)
+        level = [document]
+        for _ in range(_MAX_DEPTH):
+            level = [item for value in level for item in _items(value)]
+        if level:
+            raise RecursionError
     except RecursionError:
-        raise _too_deep() from None
+        raise DocumentError(f"expected values nested at most {_MAX_DEPTH} deep") from None
     except ValueError as error:
         raise DocumentError(str(error)) from error
-    _check_depth(document)
     return document
-
-
-def parse_yaml(text: str) -> Any:
-    """Parse YAML without tags of Python; raise `DocumentError` as for JSON."""
-    import yaml
-
-    try:
-        document = yaml.safe_load(text)
-    except RecursionError:
-        raise _too_deep() from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        place = "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
-        raise DocumentError(f"{error.problem}{place}") from error
-    except (yaml.YAMLError, ValueError) as error:  # such as a date that no calendar has
-        raise DocumentError(" ".join(str(error).split())) from error
-    _check_depth(document)
-    return document
-
-
-def _too_deep() -> DocumentError:
-    return DocumentError(f"expected values nested at most {_MAX_DEPTH} deep")
-
-
-def _check_depth(document: Any) -> None:
-    level = {id(document): document}
-    for _ in range(_MAX_DEPTH):
-        # A level has each object once. Aliases of YAML may repeat it exponentially often.
-        level = {id(item): item for value in level.values() for item in _items(value)}
-    if level:
-        raise _too_deep()
 
 
 def _items(value: Any) -> Iterable[Any]:
     if isinstance(value, dict):
         return value.values()
-    return value if isinstance(value, list | tuple) else ()
+    return value if isinstance(value, list) else ()

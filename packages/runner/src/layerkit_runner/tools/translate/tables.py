@@ -14,10 +14,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from layerkit.errors import as_sentence, near_names
 from layerkit_runner.config.registry import experiment_packages
 from layerkit_runner.errors import UsageError
-from layerkit_runner.files.bounded_documents import parse_yaml, read_text
 
 FILE_NAME = "translate.yml"
 # Bound of sizes, steps and rates.
@@ -70,7 +71,7 @@ def read_tables() -> dict[str, Any]:
         for folder in (spec and spec.submodule_search_locations) or ():
             path = Path(folder, FILE_NAME)
             if path.is_file():
-                return parse_yaml(read_text(path))
+                return yaml.safe_load(path.read_bytes())
     hint = "Install layerkit-experiments."
     raise UsageError(f"no package of experiments has a {FILE_NAME}", hint=hint)
 
