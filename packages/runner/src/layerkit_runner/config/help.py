@@ -43,6 +43,8 @@ runner COMMAND [flags]                  {commands}
 `runner --help all` lists all flags, `runner --help MODE` those of a mode:
   {modes}"""
 ALL = "all"
+HELP = Flag("help", bool, "print these flags")
+"""The flag of all tools."""
 
 
 def help_text(topic: str | None = None) -> str:
@@ -96,12 +98,12 @@ def read_command(
 
     Args:
       words: Words after the program's name.
-      tables: Flags by first word, each with the switch `help`.
+      tables: Flags by first word, without `help`.
       kind: What the first word names, for error messages.
       page: Text that `--help` prints.
 
     Returns:
-      (first word, values of the given flags by name, other words), or None if help was printed.
+      (first word, values of all flags by name, other words), or None if help was printed.
     """
     name, *rest = words or [""]
     if name in ("--help", "-h"):
@@ -109,11 +111,23 @@ def read_command(
         return None
     if name not in tables:
         raise UsageError(f"unknown {kind}", value=name, choices=tables)
-    values, others = read_flags(rest, tables[name], takes_words=True)
+    read = read_words(rest, tables[name], page=page)
+    return None if read is None else (name, *read)
+
+
+def read_words(
+    words: Sequence[str], rows: Sequence[Flag], *, page: str, takes_words: bool = True
+) -> tuple[dict[str, Any], list[str]] | None:
+    """Read the words of a tool with a table of flags; `--help` prints the page and the table.
+
+    Returns:
+      (values of all flags by name, other words), or None if help was printed.
+    """
+    values, others = read_flags(words, (*rows, HELP), takes_words=takes_words)
     if values.pop("help", False):
-        print("\n".join([page, *table(flag_rows(tables[name]))]))
+        print("\n".join([page.rstrip(), "", *table(flag_rows((*rows, HELP)))]))
         return None
-    return name, values, others
+    return {row.name: row.default for row in rows} | values, others
 
 
 def flag_rows(rows: Iterable[Flag]) -> list[tuple[str, str]]:

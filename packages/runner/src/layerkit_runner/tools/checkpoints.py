@@ -38,18 +38,16 @@ from layerkit_runner.run_options import Flag, non_negative
 
 _TARGETS = ("safetensors",)
 
-_HELP = Flag("help", bool, "print these flags")
 _NEWEST = Flag("step", non_negative, "the step; by default the newest", "STEP")
 # The flags of each command.
 _FLAGS = {
-    "list": (Flag("read", bool, "detect damage by reading all files, not by sizes alone"), _HELP),
-    "verify": (Flag("step", non_negative, "one step; by default all", "STEP"), _HELP),
-    "show": (_NEWEST, _HELP),
+    "list": (Flag("read", bool, "detect damage by reading all files, not by sizes alone"),),
+    "verify": (Flag("step", non_negative, "one step; by default all", "STEP"),),
+    "show": (_NEWEST,),
     "convert": (
         Flag("to", str, f"format to write: {', '.join(_TARGETS)}", "FORMAT", choices=_TARGETS),
         _NEWEST,
-        Flag("part", str, "part of the state to write; by default params", "PART"),
-        _HELP,
+        Flag("part", str, "part of the state to write", "PART", default="params"),
     ),
 }
 
@@ -79,7 +77,7 @@ def _run(words: Sequence[str]) -> int:
     places = ["DIR", "DEST"] if name == "convert" else ["DIR"]
     if len(paths) != len(places):
         raise UsageError(field="folders", value=paths, expected=" and ".join(places))
-    if name == "convert" and "to" not in values:
+    if name == "convert" and values["to"] is None:
         raise UsageError("missing flag", field="--to", choices=_TARGETS)
     runs: dict[str, Callable[..., int]] = {
         "list": _list,
@@ -90,7 +88,7 @@ def _run(words: Sequence[str]) -> int:
     return runs[name](*paths, **values)
 
 
-def _list(folder: str, *, read: bool = False) -> int:
+def _list(folder: str, *, read: bool) -> int:
     directory = _existing(folder)
     try:
         evaluations = read_evaluations(directory)
@@ -162,7 +160,7 @@ def _metric(metrics: Mapping[str, float], reasons: Sequence[str]) -> str:
     return f"{names[0]} {metrics[names[0]]:.4g}" if names else ""
 
 
-def _verify(folder: str, *, step: int | None = None) -> int:
+def _verify(folder: str, *, step: int | None) -> int:
     _use_cpu()
     from layerkit_runner.checkpointing import conversion, stored_state
 
@@ -183,7 +181,7 @@ def _verify(folder: str, *, step: int | None = None) -> int:
     return StorageError.exit_code if is_damaged else 0
 
 
-def _show(folder: str, *, step: int | None = None) -> int:
+def _show(folder: str, *, step: int | None) -> int:
     from layerkit_runner.checkpointing import handlers, stored_state
 
     directory = _existing(folder)
@@ -203,9 +201,7 @@ def _show(folder: str, *, step: int | None = None) -> int:
     return 0
 
 
-def _convert(
-    folder: str, destination: str, *, to: str, step: int | None = None, part: str = "params"
-) -> int:
+def _convert(folder: str, destination: str, *, to: str, step: int | None, part: str) -> int:
     _use_cpu()
     from layerkit_runner.checkpointing import conversion, handlers
 

@@ -28,8 +28,7 @@ from typing import NamedTuple
 from etils import epath
 
 from layerkit.errors import pip_install
-from layerkit_runner.config.flags import read_flags
-from layerkit_runner.config.help import flag_rows, table
+from layerkit_runner.config.help import read_words
 from layerkit_runner.files.text import color_text, size_text
 from layerkit_runner.run_options import FLAGS
 
@@ -77,14 +76,14 @@ Report = Iterable[str | Problem]
 
 def run_doctor(words: Sequence[str]) -> int:
     """Check this machine, print the page, and return the exit code."""
-    rows = [row for row in FLAGS if row.name in ("job_log_dir", "help")]
-    values, _ = read_flags(words, rows)
-    if values.get("help"):
-        print("\n".join(["runner doctor [flags]", "", _HELP, "", *table(flag_rows(rows))]))
+    rows = [row for row in FLAGS if row.name == "job_log_dir"]
+    page = f"runner doctor [flags]\n\n{_HELP}"
+    if (read := read_words(words, rows, page=page, takes_words=False)) is None:
         return 0
+    values, _ = read
     fails = print_report("packages", examine_packages()) | print_report("host", examine_host())
     for name, limit in TIME_LIMITS.items():
-        fails |= run_check(name, values.get("job_log_dir", "."), limit=limit)
+        fails |= run_check(name, values["job_log_dir"] or ".", limit=limit)
     verdict = ("some checks failed", "red") if fails else ("all checks passed", "green")
     print(f"\n{color_text(*verdict)}")
     return 1 if fails else 0

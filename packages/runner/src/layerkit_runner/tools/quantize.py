@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from layerkit.errors import ConfigError
-from layerkit_runner.config.flags import read_flags
-from layerkit_runner.config.help import flag_rows, table
+from layerkit_runner.config.help import read_words
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.text import size_text
 from layerkit_runner.run_options import Flag, non_negative
@@ -23,7 +22,9 @@ if TYPE_CHECKING:
     from layerkit_runner.config.requests import ResolvedExperiment
     from layerkit_runner.run.job import Job
 
-_DESCRIPTION = """\
+_PAGE = """\
+runner quantize SOURCE OUT [flags]
+
 Write a model with weights in 8-bit or 4-bit integers. The new folder has no optimizer state.
 Evaluate it by `runner --job_log_dir=OUT --mode=eval`; see docs/quantization.md."""
 _FLAGS = (
@@ -35,7 +36,6 @@ _FLAGS = (
         default="int8",
     ),
     Flag("step", non_negative, "checkpoint step; by default the newest", "STEP"),
-    Flag("help", bool, "print these flags"),
 )
 _FORMAT_PATH = "task.model.weight_format"
 # The description and the tokenizer of a Hugging Face model, in the new folder.
@@ -44,11 +44,9 @@ _HUGGING_FACE = "hugging_face"
 
 def run_quantize(words: Sequence[str]) -> int:
     """Write the model of a folder with weights in integers; return the exit code."""
-    values, folders = read_flags(words, _FLAGS, takes_words=True)
-    if values.pop("help", False):
-        usage = "runner quantize SOURCE OUT [flags]"
-        print("\n".join([usage, "", _DESCRIPTION, "", *table(flag_rows(_FLAGS))]))
+    if (read := read_words(words, _FLAGS, page=_PAGE)) is None:
         return 0
+    values, folders = read
     if len(folders) != 2:
         expected = "the folder to read and the folder to write"
         raise UsageError(

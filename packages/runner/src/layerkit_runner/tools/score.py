@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from layerkit.config.checks import require
-from layerkit_runner.config.flags import read_flags
-from layerkit_runner.config.help import flag_rows, table
+from layerkit_runner.config.help import read_words
 from layerkit_runner.errors import as_usage_error
 from layerkit_runner.files.text import check_utf8, printable
 from layerkit_runner.run_options import Flag, html_file, non_negative, positive
@@ -39,17 +38,16 @@ _FLAGS = (
     Flag("batch_size", positive, "windows that are scored together", "N", default=8),
     Flag("json", bool, "print JSON"),
     Flag("html", html_file, "write the loss of each token to this file, as a page", "FILE"),
-    Flag("help", bool, "print these flags"),
 )
 
 
 def run_score(words: Sequence[str]) -> int:
     """Print the scores of a text file; return the exit code."""
-    values, files = read_flags(words, _FLAGS, takes_words=True)
-    if values.get("help"):
-        print("\n".join(["runner score FILE --model=DIR [flags]", "", *table(flag_rows(_FLAGS))]))
+    page = "runner score FILE --model=DIR [flags]"
+    if (read := read_words(words, _FLAGS, page=page)) is None:
         return 0
-    is_complete, expected = len(files) == 1 and "model" in values, "one text file, and --model=DIR"
+    values, files = read
+    is_complete, expected = len(files) == 1 and values["model"], "one text file, and --model=DIR"
     require(is_complete, "`runner score`", "files", files, expected)
     with as_usage_error(OSError, owner="`runner score`"):
         text = Path(files[0]).read_bytes().decode("utf-8", "surrogateescape")
@@ -58,9 +56,9 @@ def run_score(words: Sequence[str]) -> int:
     from layerkit_runner.run.model.generation import prompt_ids
     from layerkit_runner.run.programs.lm_eval_program import context_length
 
-    model = load_folder(values["model"], step=values.get("step"), experiment=None, overrides=[])
-    length = context_length(model.job, values.get("max_length"))
-    stride = values.get("stride") or max(length // 2, 1)
+    model = load_folder(values["model"], step=values["step"], experiment=None, overrides=[])
+    length = context_length(model.job, values["max_length"])
+    stride = values["stride"] or max(length // 2, 1)
     require(stride < length, None, "--stride", stride, f"less than max_length={length}")
     ids = prompt_ids(text, model.tokenizer, is_source=False)
     require(len(ids) > 1, None, "tokens of the file", len(ids), "at least 2")
@@ -69,7 +67,7 @@ def run_score(words: Sequence[str]) -> int:
         for begin in range(0, max(len(ids) - length, 0) + stride, stride)
         for done in [begin + length - stride if begin else 1]  # end of the window before
     ]
-    log_probs, size = [], values.get("batch_size", 8)
+    log_probs, size = [], values["batch_size"]
     for start in range(0, len(windows), size):
         prompts, texts = zip(*windows[start : start + size], strict=True)
         log_probs += [s.token_log_probs for s in model.score_ids(texts, prompts=prompts)]
@@ -84,10 +82,10 @@ def run_score(words: Sequence[str]) -> int:
         "bits_per_byte": float(losses.sum()) / math.log(2) / num_bytes,
     }
     lines = [f"{name.replace('_', ' '):<16}{value:,.6g}" for name, value in scores.items()]
-    if "html" in values:
+    if values["html"]:
         page = score_page(Path(files[0]).name, scores, ids, losses, model.tokenizer)
         lines.append(f"wrote {write_page(values['html'], page)}")
-    print(json.dumps(scores) if values.get("json") else "\n".join(lines), flush=True)
+    print(json.dumps(scores) if values["json"] else "\n".join(lines), flush=True)
     return 0
 
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from layerkit_runner.config import flags
 from layerkit_runner.config.flags import read_flags, unknown_flag
-from layerkit_runner.config.help import flag_rows, table
+from layerkit_runner.config.help import HELP, flag_rows, table
 from layerkit_runner.errors import UsageError
 from layerkit_runner.run_options import FLAGS, Flag
 from layerkit_runner.tools.launch import local, slurm
@@ -36,7 +36,7 @@ _COMMON = (
     Flag("runner", str, "command that starts `runner`", "COMMAND"),
     Flag("script", str, "file of the script; by default in DIR/launch or, for a store, ./", "FILE"),
     Flag("dry_run", bool, "print the script and the command, and exit"),
-    Flag("help", bool, "print these flags"),
+    HELP,
 )
 _HELP = """\
 runner launch KIND [flags of the kind] --exp=NAME --job_log_dir=DIR [flags of runner]

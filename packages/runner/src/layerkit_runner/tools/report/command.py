@@ -9,8 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from layerkit_runner.config.flags import read_flags
-from layerkit_runner.config.help import flag_rows, table
+from layerkit_runner.config.help import read_words
 from layerkit_runner.errors import as_usage_error
 from layerkit_runner.files.text import color_text, draw_table, printable, size_text
 from layerkit_runner.observers.base import Observer, RunInfo
@@ -21,7 +20,6 @@ from layerkit_runner.tools.report.record import JobRecord, read_jobs
 _FLAGS = (
     Flag("html", html_file, "file of the page", "FILE", default="report.html"),
     Flag("refresh_secs", positive, "time after which a browser reads the file again", "SECONDS"),
-    Flag("help", bool, "print these flags"),
 )
 
 
@@ -29,15 +27,15 @@ def run_report(words: Sequence[str]) -> int:
     """Write the report of job folders as one HTML file; return the exit code."""
     values, jobs = _read_words(words, _FLAGS, "runner report DIR [DIR …] [--html=FILE]")
     if jobs:
-        report = Report(jobs, refresh_secs=values.get("refresh_secs"))
-        path = report.save(values.get("html", "report.html"))
+        report = Report(jobs, refresh_secs=values["refresh_secs"])
+        path = report.save(values["html"])
         print(f"wrote {path} ({size_text(len(report.html.encode()))})", flush=True)
     return 0
 
 
 def run_status(words: Sequence[str]) -> int:
     """Print the state of job folders; return 1 if a run failed or was killed."""
-    _, jobs = _read_words(words, _FLAGS[-1:], "runner status DIR [DIR …]")
+    _, jobs = _read_words(words, (), "runner status DIR [DIR …]")
     styles = {"finished": "bold green", "failed": "bold red", "killed": "bold red"}
     for job in jobs:
         print(color_text(f"{job.name}: {job.state}", styles.get(job.state, "bold cyan")))
@@ -50,10 +48,9 @@ def _read_words(
     words: Sequence[str], flags: Sequence[Flag], usage: str
 ) -> tuple[dict[str, Any], list[JobRecord]]:
     """Return the values of flags and the records of folders; print the usage for `--help`."""
-    values, folders = read_flags(words, flags, takes_words=True)
-    if values.get("help"):
-        print("\n".join([usage, "", *table(flag_rows(flags))]))
-        return values, []
+    if (read := read_words(words, flags, page=usage)) is None:
+        return {}, []
+    values, folders = read
     with as_usage_error(OSError, owner=usage):
         return values, read_jobs(folders)
 

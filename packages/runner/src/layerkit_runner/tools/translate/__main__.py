@@ -24,7 +24,6 @@ from layerkit_runner.run_options import Flag
 from layerkit_runner.tools.translate.pax_classes import translate_pax
 from layerkit_runner.tools.translate.tables import module_text, read_tables
 
-_HELP = Flag("help", bool, "print these flags")
 # The flags of the framework.
 _FLAGS = {
     "pax": (
@@ -36,7 +35,6 @@ _FLAGS = {
             "NAME",
             repeats=True,
         ),
-        _HELP,
     ),
 }
 
@@ -51,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _, values, files = command
         if not files:
             raise UsageError(field="files", value=files, expected="one or more")
-        names, texts = values.get("class"), {file: _read(file) for file in files}
+        names, texts = values["class"], {file: _read(file) for file in files}
         translations, others = translate_pax(texts, read_tables(), names)
     except (UserError, OSError) as error:
         print(f"translate: {error}", file=sys.stderr)
