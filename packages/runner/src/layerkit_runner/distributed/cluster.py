@@ -27,19 +27,17 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from layerkit.errors import UserError, error_text
+from layerkit_runner.distributed.launchers import ClusterInfo, find_cluster
 from layerkit_runner.distributed.watchdog import Identity, exit_now, print_error, reporting_to
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.run_options import RunOptions
 
 if TYPE_CHECKING:
-    from layerkit_runner.distributed.launchers import ClusterInfo
     from layerkit_runner.distributed.peers import Peers
 
 _BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"  # which JAX reads
 _SMALLEST_MESSAGE = 256
 _SECONDS_TO_ARRIVE = 30
-# A process without any of these variables and flags is the only one of its job.
-_LAUNCHER_VARIABLES = {"WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_SIZE", "JOB_COMPLETION_INDEX"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +62,7 @@ def joined(flags: RunOptions) -> Iterator[JoinedProcess]:
     If one of several processes fails, it prints the reason and ends at once, with the exit code of
     the failure, since the others may wait for it in a step.
     """
-    cluster = None
-    if not _is_alone(flags):
-        from layerkit_runner.distributed.launchers import find_cluster
-
-        cluster = find_cluster(flags, os.environ)
+    cluster = find_cluster(flags, os.environ)
     if cluster is None:
         yield JoinedProcess(Identity(0, 1, socket.gethostname(), os.getpid()), flags.job_log_dir)
         return
@@ -157,18 +151,6 @@ def distributed_state() -> Any:
     from jax._src import distributed
 
     return distributed.global_state
-
-
-def _is_alone(flags: RunOptions) -> bool:
-    """Return whether neither flags nor the environment can name other processes of the job."""
-    from jax._src import cloud_tpu_init  # a TPU pod sets no variable
-
-    numbers = (flags.coordinator_address, flags.num_processes, flags.process_id)
-    return not (
-        any(number is not None for number in numbers)
-        or _LAUNCHER_VARIABLES & os.environ.keys()
-        or cloud_tpu_init.running_in_cloud_tpu_vm
-    )
 
 
 def _initialize(cluster: ClusterInfo) -> Identity:

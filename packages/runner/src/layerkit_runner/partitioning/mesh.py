@@ -55,32 +55,17 @@ def make_mesh(
     needed = math.prod(ici_mesh_shape) * math.prod(dcn_mesh_shape)
     if needed != len(devices):
         kind = devices[0].device_kind if devices else "none"
+        settings: dict[str, Any] = {"partitioner.ici_mesh_shape": [len(devices), *ones]}
+        if math.prod(dcn_mesh_shape) > 1:
+            settings["partitioner.dcn_mesh_shape"] = None
         raise UsageError(
             f"the mesh needs {needed} devices, but there are {len(devices)} ({kind})",
             field="partitioner.ici_mesh_shape",
             value=list(ici_mesh_shape),
-            settings=mesh_settings(len(devices), len(axis_names), dcn_mesh_shape),
+            settings=settings,
         )
     arranged = _arrange(list(ici_mesh_shape), list(dcn_mesh_shape), devices)
     return Mesh(arranged, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
-
-
-def mesh_settings(
-    num_devices: int,
-    num_axes: int,
-    dcn_mesh_shape: Sequence[int] | None = None,
-    *,
-    num_slices: int = 1,
-) -> dict[str, list[int] | None]:
-    """Return the fields of a mesh that has all devices and slices on the first of its axes."""
-    ones = [1] * (num_axes - 1)
-    fields: dict[str, list[int] | None] = {}
-    fields["partitioner.ici_mesh_shape"] = [num_devices // num_slices, *ones]
-    if num_slices > 1:
-        fields["partitioner.dcn_mesh_shape"] = [num_slices, *ones]
-    elif math.prod(dcn_mesh_shape or ()) > 1:
-        fields["partitioner.dcn_mesh_shape"] = None
-    return fields
 
 
 def num_tpu_slices(devices: Sequence[Any]) -> int:
