@@ -35,7 +35,7 @@ from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run.resolve import resolve
-from layerkit_runner.run.start_report import LayerNotes, num_params
+from layerkit_runner.run.start_report import layer_notes, num_params
 from layerkit_runner.step.step_cost import model_flops_per_step, scoped_flops
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.tools.plan.bounds import device_work, layer_flops, step_bounds
@@ -192,9 +192,9 @@ def trace(resolved: ResolvedExperiment, devices: Sequence[jax.Device]) -> Traced
         lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype, sharding=sharding),
         example_batch(config, partitioner, HostTopology(0, 1, lambda _: 0)),
     )
-    with LayerNotes() as notes:
+    with layer_notes() as notes:
         program = partitioner.train_step_fn(task).trace(state, batch)
-    return Traced(resolved, partitioner, task, state, batch, program, notes.lines)
+    return Traced(resolved, partitioner, task, state, batch, program, notes)
 
 
 def predictions(traced: Traced, step: CompiledStep, device: DeviceKind) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import pytest
 
 from layerkit.layers import TransformerFeedForward, quantize_model
 from layerkit_runner.run.start_report import (
-    LayerNotes,
     compiled_lines,
+    layer_notes,
     num_params,
 )
 
@@ -20,11 +20,11 @@ def test_notes_of_layers_are_collected_once_and_not_propagated(caplog: pytest.Lo
     # caplog listens at the root logger, as absl does once TensorFlow is imported.
     logger = logging.getLogger("layerkit.attention")
     with caplog.at_level(logging.INFO, "layerkit"):
-        with LayerNotes() as notes:
+        with layer_notes() as notes:
             logger.info("attention backend: %s", "xla")
             logger.info("attention backend: xla")
             logger.warning("slow")
-        assert notes.lines == ["attention backend: xla", "slow"]
+        assert notes == ["attention backend: xla", "slow"]
         assert caplog.messages == []
         logger.info("afterwards")
     assert caplog.messages == ["afterwards"]

@@ -331,14 +331,6 @@ class TrainInputs:
         """Return the fraction of the steps that use a data set."""
         return self.inputs[index].steps / self.num_turn_steps
 
-    def by_name(self) -> dict[str, Prefetch]:
-        """Return the data sets by the names of the inputs."""
-        return {data.input_name: data.dataset for data in self.inputs}
-
-    def by_key(self) -> dict[str, Prefetch]:
-        """Return the data sets by the checkpoint key of their input position."""
-        return {data.key: data.dataset for data in self.inputs}
-
     def set_states(self, states: Mapping[str, Any], *, step: int) -> list[str]:
         """Restore the input positions of a checkpoint; return the keys that have none.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -40,38 +41,32 @@ from layerkit_runner.step.train_state import FirstState, TrainState
 _NUM_RATES = 1001
 
 
-class LayerNotes(logging.Handler):
-    """A handler that collects what layers log while they are traced, such as the attention backend.
+@contextlib.contextmanager
+def layer_notes() -> Iterator[list[str]]:
+    """Collect what layers log while they are traced, such as the attention backend, each line once.
 
-    Inside the `with` block, records do not reach Python's root logger, whose handlers, such as
+    Inside the block, records do not reach Python's root logger, whose handlers, such as
     TensorFlow's, would print them.
     """
+    logger, lines = logging.getLogger("layerkit"), list[str]()
+    level, propagate = logger.level, logger.propagate
 
-    def __init__(self) -> None:
-        """Create a handler that is active inside a `with` statement."""
-        super().__init__(logging.INFO)
-        self.lines: list[str] = []
-        self._logger = logging.getLogger("layerkit")
-        self._previous = self._logger.level, self._logger.propagate
+    def collect(record: logging.LogRecord) -> bool:
+        if (line := record.getMessage()) not in lines:
+            lines.append(line)
+        return False  # which ends the way of the record
 
-    def __enter__(self) -> LayerNotes:
-        """Start to collect."""
-        self._logger.addHandler(self)
-        self._logger.setLevel(min(logging.INFO, self._logger.getEffectiveLevel()))
-        self._logger.propagate = False
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        """Restore the logger."""
-        self._logger.removeHandler(self)
-        level, self._logger.propagate = self._previous
-        self._logger.setLevel(level)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Collect a record; a repeated line is collected once."""
-        line = record.getMessage()
-        if line not in self.lines:
-            self.lines.append(line)
+    handler = logging.Handler(logging.INFO)
+    handler.addFilter(collect)
+    logger.addHandler(handler)
+    logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()))
+    logger.propagate = False
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
 
 
 def data_lines(inputs: Mapping[str, BaseInput]) -> Iterator[str]:

@@ -14,7 +14,6 @@ from collections.abc import Callable
 import jax
 
 from layerkit.errors import error_text
-from layerkit_inputs.base.base_input import BaseInput
 from layerkit_runner.checkpointing import CheckpointManager, RestoredCheckpoint, SaveTimeoutError
 from layerkit_runner.checkpointing.errors import naming_damage
 from layerkit_runner.config.requests import ResolvedExperiment
@@ -66,9 +65,9 @@ from layerkit_runner.run.programs.train_program import (
     StepReports,
 )
 from layerkit_runner.run.start_report import (
-    LayerNotes,
     compiled_lines,
     data_lines,
+    layer_notes,
     report_start,
     stage_lines,
     step_works,
@@ -195,12 +194,12 @@ class TrainingRun:
         progress("tracing the training step", compiles=True, waits_for_others=True)
         self._compiler = StepCompiler(job, self.inputs, self.abstract_state)
         self.resources.callback(self._compiler.close)
-        with LayerNotes() as notes, job.goodput.phase("compile"):
+        with layer_notes() as self.notes, job.goodput.phase("compile"):
             self._compiler.trace_next(self._likely_step)
-        self.notes = notes.lines
         progress("compiling and restoring", compiles=True, waits_for_others=True)
         self.works = step_works(job, self.inputs)
-        self.about_data = [*data_lines({**self.inputs.by_name(), **inputs_of(self.evals)})]
+        trained = {data.input_name: data.dataset for data in self.inputs.inputs}
+        self.about_data = [*data_lines({**trained, **inputs_of(self.evals)})]
 
     def restore(self) -> None:
         """Make or restore the first state, trace the other programs, and wait for the compiler."""
@@ -377,7 +376,7 @@ class TrainingRun:
         if jax.process_count() > 1:
             # Prefetched data sets have the positions of the delivered batches; their sources, which
             # have read further, are not compared.
-            trained: dict[str, BaseInput] = {**self.inputs.by_key()}
+            trained = {data.key: data.dataset for data in self.inputs.inputs}
             check_same_data({**trained, **inputs_of(self.evals)}, gather_values)
             check_same_data(inputs_of(self.decodes), gather_values)
 

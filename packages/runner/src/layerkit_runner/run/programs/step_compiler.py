@@ -18,7 +18,7 @@ from layerkit_runner.data.train_inputs import TrainInputs
 from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.run.job import Job
-from layerkit_runner.run.programs.train_program import CompiledStep, DeferredRun, trace_step
+from layerkit_runner.run.programs.train_program import CompiledStep, trace_step
 from layerkit_runner.run.start_report import compiled_lines
 from layerkit_runner.step.train_state import TrainState
 
@@ -93,7 +93,8 @@ class StepCompiler:
     def _deferred(self, index: int) -> CompiledStep:
         data = self._inputs.inputs[index]
 
-        def begin() -> CompiledStep:
+        @functools.cache
+        def compiled_step() -> CompiledStep:
             progress(f"waiting for the compiler of stage {index + 1}", compiles=True)
             with self._job.goodput.phase("compile"):
                 self._trace(index)
@@ -101,7 +102,11 @@ class StepCompiler:
             self._job.observers.message(f"stage {index + 1} begins: {data}")
             return compiled
 
-        return dataclasses.replace(self.first[0], run=DeferredRun(begin), batch=data.abstract_batch)
+        return dataclasses.replace(
+            self.first[0],
+            run=lambda state, batch: compiled_step().run(state, batch),
+            batch=data.abstract_batch,
+        )
 
     def _tell(self, index: int) -> None:
         try:

@@ -89,22 +89,6 @@ def trace_step(
     return compile_step
 
 
-class DeferredRun:
-    """The `run` of a compiled step that is not needed yet, and is compiled in the background."""
-
-    def __init__(self, begin: Callable[[], CompiledStep]) -> None:
-        """Store a function that waits for the compiler; the first call calls it."""
-        self._begin = begin
-
-    @functools.cached_property
-    def _run(self) -> Callable[[TrainState, NestedMap], tuple[TrainState, Any]]:
-        return self._begin().run
-
-    def __call__(self, state: TrainState, batch: NestedMap) -> tuple[TrainState, Any]:
-        """Run the compiled step."""
-        return self._run(state, batch)
-
-
 @dataclasses.dataclass(frozen=True)
 class StepReports:
     """The objects to which a training program reports its steps.

@@ -23,7 +23,7 @@ from layerkit_runner.data.train_inputs import run_stages, training_configs
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.run.job import build_parts, versions
-from layerkit_runner.run.start_report import LayerNotes, num_params
+from layerkit_runner.run.start_report import layer_notes, num_params
 from layerkit_runner.step.step_cost import model_flops_per_step, scoped_flops
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_state import batch_spec
@@ -209,7 +209,7 @@ def _plan_step(
     device = described_kind(target, devices)
     begun = time.perf_counter()
     state = partitioner.abstract_state(task)
-    with LayerNotes() as notes, tracing_for(devices[0]):
+    with layer_notes() as notes, tracing_for(devices[0]):
         program = partitioner.train_step_fn(task).trace(state, batch)
         lowered = program.lower()
     batch_plan = _plan_batch(batch, partitioner, parts=task.train.gradient_accumulation_steps)
@@ -252,7 +252,7 @@ def _plan_step(
         collectives=collectives,
         notes=[
             *([f"padded: {padded}"] if padded else []),
-            *notes.lines,
+            *notes,
             *narrow_products(products, device),
             *([_ABSENT_HOST_NOTE] if offloads_state and platform == "gpu" and not is_here else []),
             *compiler_notes(
