@@ -9,7 +9,7 @@ import pytest
 import xxhash
 from etils import epath
 
-from layerkit_runner.checkpointing import NewerManifestError, integrity
+from layerkit_runner.checkpointing import LayoutVersionError, integrity
 from layerkit_runner.checkpointing.integrity import Entry, Finding, FindingKind
 
 MANIFEST = "integrity/manifest.json"
@@ -131,7 +131,7 @@ def test_step_under_another_number_is_damaged(step):
 def test_manifest_of_a_later_version_is_an_error_but_no_damage(raises, step):
     body = json.loads((step / MANIFEST).read_text())["manifest"] | {"version": 3}
     write_manifest(step, body)
-    with raises(NewerManifestError, owner=str(step), value=3):
+    with raises(LayoutVersionError, owner=str(step), value=3):
         integrity.verify(step)
 
 

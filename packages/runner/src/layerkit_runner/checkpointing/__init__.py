@@ -6,7 +6,6 @@ does not import Orbax, which is imported on first use.
 
 from layerkit_runner.checkpointing.errors import DamagedCheckpointError as DamagedCheckpointError
 from layerkit_runner.checkpointing.errors import LayoutVersionError as LayoutVersionError
-from layerkit_runner.checkpointing.errors import NewerManifestError as NewerManifestError
 from layerkit_runner.checkpointing.errors import ProcessCountError as ProcessCountError
 from layerkit_runner.checkpointing.errors import SaveError as SaveError
 from layerkit_runner.checkpointing.errors import SaveTimeoutError as SaveTimeoutError

@@ -29,23 +29,19 @@ class DamagedCheckpointError(UserError, RuntimeError):
 
 
 class LayoutVersionError(ConfigError):
-    """A checkpoint that a later version of this package wrote."""
-
-
-class NewerManifestError(ConfigError):
-    """A manifest, itself undamaged, that a later version of this package wrote."""
+    """A checkpoint, or an undamaged manifest, that a later version of this package wrote."""
 
 
 class ProcessCountError(ConfigError):
     """Input states of single processes, which a job with another number of processes wrote."""
 
 
-def later_version(
-    kind: type[ConfigError], owner: object, field: str, value: object, newest: int
-) -> ConfigError:
+def later_version(owner: object, field: str, value: object, newest: int) -> LayoutVersionError:
     """Return the error about a file that a later version of this package wrote."""
-    expected, hint = f"at most {newest}", "Use the later version of layerkit-runner that wrote it."
-    return kind(owner=str(owner), field=field, value=value, expected=expected, hint=hint)
+    hint = "Use the later version of layerkit-runner that wrote it."
+    return LayoutVersionError(
+        owner=str(owner), field=field, value=value, expected=f"at most {newest}", hint=hint
+    )
 
 
 @contextlib.contextmanager

@@ -23,7 +23,6 @@ from etils import epath
 
 from layerkit_runner.checkpointing.errors import (
     DamagedCheckpointError,
-    LayoutVersionError,
     ProcessCountError,
     later_version,
     naming_damage,
@@ -174,9 +173,7 @@ def read_metadata(step_directory: epath.Path) -> dict[str, Any]:
         about["user"] = dict(about["user"])
     if is_later:
         version = about["layout_version"]
-        raise later_version(
-            LayoutVersionError, step_directory, "layout_version", version, LAYOUT_VERSION
-        )
+        raise later_version(step_directory, "layout_version", version, LAYOUT_VERSION)
     return about
 
 

@@ -27,11 +27,7 @@ import xxhash
 from etils import epath
 
 from layerkit_runner.checkpointing import folders
-from layerkit_runner.checkpointing.errors import (
-    DamagedCheckpointError,
-    NewerManifestError,
-    later_version,
-)
+from layerkit_runner.checkpointing.errors import DamagedCheckpointError, later_version
 from layerkit_runner.distributed.cluster import gather_results
 from layerkit_runner.files.atomic_write import irregular, is_remote, open_read, read_regular
 
@@ -207,7 +203,7 @@ def verify(
     """Read a share of the files of a committed step and return the findings, by file name.
 
     Raises:
-      NewerManifestError: A later version of this package wrote the manifest.
+      LayoutVersionError: A later version of this package wrote the manifest.
     """
     manifest = _read_manifest(step_directory)
     if isinstance(manifest, Finding):
@@ -340,9 +336,7 @@ def _read_manifest(step_directory: epath.Path) -> dict[str, Entry] | Finding:
         return altered
     if body["version"] > MANIFEST_VERSION:
         field = "version of the manifest"
-        raise later_version(
-            NewerManifestError, step_directory, field, body["version"], MANIFEST_VERSION
-        )
+        raise later_version(step_directory, field, body["version"], MANIFEST_VERSION)
     saved, named = body.get("step"), folders.step_in_name(step_directory)
     if saved is not None and named not in (saved, None):
         reason = f"the folder is named step {named}, and step {saved} was saved in it"

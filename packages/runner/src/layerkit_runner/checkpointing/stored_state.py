@@ -379,7 +379,7 @@ def _read_header(
     header = unpacker.unpack()
     if header["format"] != _FORMAT or header["version"] > _VERSION:
         owner, field = state_directory / STATE_FILE, f"version of {header['format']}"
-        raise later_version(ConfigError, owner, field, header["version"], _VERSION)
+        raise later_version(owner, field, header["version"], _VERSION)
     return {
         tuple(leaf["path"]): LeafSpec(tuple(leaf["shape"]), jnp.dtype(leaf["dtype"]))
         for leaf in header["leaves"]
