@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from layerkit.config.field_types import MISMATCH, field_annotations
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.requests import (
     ParsedFlags,
@@ -158,21 +159,11 @@ def _record(document: Any) -> RecordedConfig:
     if not isinstance(document, dict):
         raise DocumentError("expected an object")
     # A record without arguments is of an older version.
-    values = {"arguments": [], **document}
-    kinds = {
-        "experiment": str,
-        "overrides": dict,
-        "arguments": list,
-        "fields": dict,
-        "config": dict,
-    }
-    if not all(isinstance(values.get(name), kind) for name, kind in kinds.items()):
-        raise DocumentError("a part is missing or of another type")
-    record = RecordedConfig(**{name: values[name] for name in kinds})
-    texts = [*record.overrides.values(), *record.arguments]
-    if not all(isinstance(text, str) for text in texts):
-        raise DocumentError("an override or argument is no text")
-    return record
+    values, kinds = {"arguments": [], **document}, field_annotations(RecordedConfig)
+    for name, kind in kinds.items():
+        if kind.fit(values.get(name)) is MISMATCH:
+            raise DocumentError(f"{name} is missing or no {kind}")
+    return RecordedConfig(**{name: values[name] for name in kinds})
 
 
 def _check_module(field: str, name: str, folder: str) -> None:
