@@ -38,7 +38,6 @@ STEP_MAXIMA = "step_maxima"
 REPORTS = (AUX_LOSS, AUX_MEANS, STEP_TOTALS, STEP_MAXIMA, SUMMARIES, SUMMARY_ARRAYS)
 
 Kind = Literal["scalar", "histogram", "image"]
-KINDS: tuple[Kind, ...] = ("scalar", "histogram", "image")
 
 DEFAULT_VERBOSITY = 3
 """Verbosity of summaries by default, and the highest that a task reports by default (as in Pax)."""

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from flax.core import meta
+from flax.core.meta import unbox as unbox
 
 from layerkit.config import assigned_fields, walk_configs
 from layerkit.config.checks import Named, require
@@ -280,11 +281,6 @@ def draw_boxed(
 def is_box(value: Any) -> bool:
     """Return whether `value` is a weight with its axes."""
     return isinstance(value, WeightBox)
-
-
-def unbox(tree: Any) -> Any:
-    """Return the plain arrays of a tree of weights."""
-    return jax.tree.map(lambda leaf: leaf.value if is_box(leaf) else leaf, tree, is_leaf=is_box)
 
 
 def logical_axes(tree: Any) -> Any:

@@ -50,11 +50,6 @@ class Origin:
         """Return whether stored values are stacked on a new first axis."""
         return LAYER in self.text
 
-    @property
-    def is_whole(self) -> bool:
-        """Return whether the value equals one stored value."""
-        return not self.indices and not self.is_stacked
-
     def shape(self, stored: Mapping[str, Shape]) -> Shape:
         """Return the shape of the value; raise ValueError if the indices do not fit."""
         shapes = sorted({stored[name] for name in self.names})

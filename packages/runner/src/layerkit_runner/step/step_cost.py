@@ -7,6 +7,7 @@ as in Chowdhery et al., "PaLM", 2022, appendix B.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -180,25 +181,20 @@ def _conv_flops(eqn: core.JaxprEqn) -> int:
     return 2 * multiply_adds // math.prod(eqn.params["lhs_dilation"])
 
 
-def _fused_attention_flops(eqn: core.JaxprEqn) -> int:
-    """Count two products, queries with keys and weights with values, in one call of a kernel.
+def _attention_products(eqn: core.JaxprEqn, *, with_keys: int, with_values: int) -> int:
+    """Count products of all pairs of tokens over the dimensions of keys and those of values.
 
     Layout 0 is [batch, length, heads, head_dim], layout 1 [batch, heads, length, head_dim].
     """
-    return _attention_products(eqn, with_keys=1, with_values=1)
-
-
-def _fused_attention_gradient_flops(eqn: core.JaxprEqn) -> int:
-    """Count five products, because the backward pass computes the attention weights again."""
-    return _attention_products(eqn, with_keys=3, with_values=2)
-
-
-def _attention_products(eqn: core.JaxprEqn, *, with_keys: int, with_values: int) -> int:
-    """Count products of all pairs of tokens over the dimensions of keys and those of values."""
     query, key, value = map(_shape, eqn.invars[:3])
     length_axis = -3 if eqn.params.get("layout", 0) == 0 else -2
     dims = with_keys * key[-1] + with_values * value[-1]
     return 2 * math.prod(query[:-1]) * key[length_axis] * dims
+
+
+# The backward pass computes the products of queries with keys again.
+_attention_flops = functools.partial(_attention_products, with_keys=1, with_values=1)
+_attention_gradient_flops = functools.partial(_attention_products, with_keys=3, with_values=2)
 
 
 def _scaled_matmul_flops(eqn: core.JaxprEqn) -> int:
@@ -212,12 +208,12 @@ _CONTRACTIONS: dict[str, Callable[[core.JaxprEqn], int]] = {
     "ragged_dot_general": _ragged_dot_flops,
     "conv_general_dilated": _conv_flops,
     "scaled_matmul_wrapper": _scaled_matmul_flops,
-    "dot_product_attention_fwd_wrapper": _fused_attention_flops,
-    "dot_product_attention_fp8_fwd_wrapper": _fused_attention_flops,
-    "dot_product_attention_bwd_wrapper": _fused_attention_gradient_flops,
-    "dot_product_attention_fp8_bwd_wrapper": _fused_attention_gradient_flops,
-    "tokamax_attention": _fused_attention_flops,
-    "tokamax_attention_gradients": _fused_attention_gradient_flops,
+    "dot_product_attention_fwd_wrapper": _attention_flops,
+    "dot_product_attention_fp8_fwd_wrapper": _attention_flops,
+    "dot_product_attention_bwd_wrapper": _attention_gradient_flops,
+    "dot_product_attention_fp8_bwd_wrapper": _attention_gradient_flops,
+    "tokamax_attention": _attention_flops,
+    "tokamax_attention_gradients": _attention_gradient_flops,
 }
 
 

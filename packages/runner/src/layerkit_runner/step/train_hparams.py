@@ -38,14 +38,9 @@ _POSITIVE = (
 )
 
 
-def summary_interval(num_train_steps: int, *, at_most: int = 100) -> int:
-    """Return the summary interval of a run in which nothing sets it: a hundredth of its steps.
-
-    Args:
-      num_train_steps: Number of steps of the run.
-      at_most: Interval of long runs.
-    """
-    return max(1, min(at_most, num_train_steps // 100))
+def summary_interval(num_train_steps: int) -> int:
+    """Return the summary interval of a run in which nothing sets it: a hundredth, at most 100."""
+    return max(1, min(100, num_train_steps // 100))
 
 
 class TrainHParams(Configurable):

@@ -46,18 +46,18 @@ def render_drawing(macro: str, *arguments: Any) -> str:
     return str(getattr(module, macro)(*arguments))
 
 
-def write_page(file: os.PathLike[str] | str, page: str, *, field: str = "--html") -> epath.Path:
+def write_page(file: os.PathLike[str] | str, page: str) -> epath.Path:
     """Replace a local or remote file by a page at once, and return its absolute path.
 
     Raises:
-      UsageError: The file cannot be written; `field` is the flag that names it.
+      UsageError: The file, of the flag `--html`, cannot be written.
     """
     path = absolute(file)
     try:
         atomic_write(path, page)
     except OSError as error:
         expected = f"a file that can be written: {error.strerror or error}"
-        raise UsageError(field=field, value=os.fspath(file), expected=expected) from error
+        raise UsageError(field="--html", value=os.fspath(file), expected=expected) from error
     return path
 
 
