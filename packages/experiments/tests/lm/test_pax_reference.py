@@ -322,7 +322,7 @@ def test_translated_class_is_what_paxml_builds(name: str):
     if left:
         return
     module: dict[str, Any] = {"__name__": __name__}
-    exec(module_text([translation], "Translated."), module)
+    exec(module_text([translation]), module)
     task = resolve(module[translation.name]()).task
     check_learner(task.train.learner, pax)
     check_rates_and_caps(task.model, pax["model"])

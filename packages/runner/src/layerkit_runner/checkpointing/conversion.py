@@ -18,9 +18,7 @@ from layerkit_runner.files.atomic_write import atomic_write
 _READ_BYTES = 2**30
 
 
-def write_safetensors(
-    source: epath.Path, path: epath.Path, step: int, *, part: str = "params"
-) -> int:
+def write_safetensors(source: epath.Path, path: epath.Path, step: int, *, part: str) -> int:
     """Write a part of the state of a step as one safetensors file; return the number of arrays.
 
     Raises:
@@ -32,26 +30,19 @@ def write_safetensors(
 
     if path.exists():
         raise FileExistsError(f"{path} already exists; nothing was changed")
-    leaves = read_leaves(folders.step_folder(source, step), part=part)
+    step_directory = folders.step_folder(source, step)
+    integrity.require_sound(step_directory, integrity.verify(step_directory))
+    stored = handlers.stored_leaves(step_directory / "state")
+    chosen = {name: spec for name, spec in stored.items() if name[0] == part}
+    if not chosen:
+        raise KeyError(part)
+    leaves = _restore(step_directory, chosen)
     content = save(
         {stored_state.join(name): leaf for name, leaf in leaves.items()},
         metadata={"step": str(step), "source": str(source)},
     )
     atomic_write(path, content)
     return len(leaves)
-
-
-def read_leaves(
-    step_directory: epath.Path, *, part: str | None = None
-) -> dict[stored_state.LeafPath, jax.Array]:
-    """Read the state of a step, or a part of it, onto one device of this machine."""
-    findings = integrity.verify(step_directory)
-    integrity.require_sound(step_directory, findings)
-    stored = handlers.stored_leaves(step_directory / "state")
-    chosen = {path: spec for path, spec in stored.items() if part is None or path[0] == part}
-    if not chosen:
-        raise KeyError(part)
-    return _restore(step_directory, chosen)
 
 
 def nonfinite_arrays(step_directory: epath.Path) -> list[stored_state.LeafPath]:
@@ -70,6 +61,7 @@ def nonfinite_arrays(step_directory: epath.Path) -> list[stored_state.LeafPath]:
 def _restore(
     step_directory: epath.Path, specs: Mapping[stored_state.LeafPath, stored_state.LeafSpec]
 ) -> dict[stored_state.LeafPath, jax.Array]:
+    """Read arrays of a step onto one device of this machine."""
     device = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
     targets: dict[stored_state.LeafPath, Any] = {
         path: jax.ShapeDtypeStruct(spec.shape, np.dtype(spec.dtype), sharding=device)

@@ -135,11 +135,8 @@ def _children(directory: epath.Path) -> list[epath.Path]:
 
 
 def _is_committed(path: epath.Path) -> bool:
-    return not _is_without_rename(path) or (path / COMMIT_FILE).exists()
-
-
-def _is_without_rename(path: epath.Path) -> bool:
-    return str(path).startswith("gs://")
+    can_rename = not str(path).startswith("gs://")
+    return can_rename or (path / COMMIT_FILE).exists()
 
 
 def make_metadata(

@@ -264,15 +264,12 @@ def damaged_error(
 
 def file_sizes(step_directory: epath.Path) -> dict[str, int]:
     """Return the bytes of every file of a step, by path relative to it, in order."""
-
-    def size_of(path: epath.Path) -> int:
-        # epath's own stat needs a user database for local files.
-        return path.stat().length if is_remote(path) else os.stat(path).st_size
-
+    # epath's own stat needs a user database for local files.
     return {
-        name: size_of(step_directory / name)
+        name: path.stat().length if is_remote(path) else os.stat(path).st_size
         for child in sorted(step_directory.iterdir())
         for name in sorted(_files_under(child, child.name))
+        for path in [step_directory / name]
     }
 
 

@@ -29,11 +29,11 @@ from layerkit_runner.init_from.settings import InitFrom
 from layerkit_runner.init_from.sources import StoredAdapters, open_sources
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_state import (
+    COPY_OF,
     RANDOM_INIT,
     FirstState,
     Provenance,
     TrainState,
-    copy_of,
 )
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ def _provenance(state: TrainState, matched: Matched) -> Provenance:
             converted.setdefault(dtypes, []).append(join(path[1:]))
     weights = {join(path[1:]): str(one) for path, one in values.items() if path[0] != OPT_STATE}
     weights |= {join(path[1:]): RANDOM_INIT for path in matched.drawn}
-    weights |= {join(path): copy_of(join(one)) for path, one in matched.copied.items()}
+    weights |= {join(path): COPY_OF + join(one) for path, one in matched.copied.items()}
     folders = (one.stored.hugging_face for one in values.values())
     return Provenance(
         weights=weights,

@@ -29,8 +29,8 @@ OPTIMIZER_FIELDS = ("opt_state", "ema", "ema_statistics")
 
 RECORD = "initial_values.json"
 RANDOM_INIT = "random_init"
-_COPY = "copy_of:"
-# Start of the origin of a value of PEFT adapters.
+# Starts of the origins of a copy of another weight, and of a value of PEFT adapters.
+COPY_OF = "copy_of:"
 ADAPTERS = "adapters of "
 
 
@@ -104,7 +104,7 @@ class Provenance:
         sources = collections.Counter(
             origin.rpartition(":")[0] or origin
             for origin in self.weights.values()
-            if origin != RANDOM_INIT and not origin.startswith(_COPY)
+            if origin != RANDOM_INIT and not origin.startswith(COPY_OF)
         )
         counts = [
             f"{count} weight{'' if count == 1 else 's'} from {source}"
@@ -114,9 +114,9 @@ class Provenance:
         if drawn:
             counts.append(f"{len(drawn)} initialized randomly ({first_names(drawn, limit=3)})")
         copies = collections.Counter(
-            (name.partition("/")[0], origin.removeprefix(_COPY).partition("/")[0])
+            (name.partition("/")[0], origin.removeprefix(COPY_OF).partition("/")[0])
             for name, origin in self.weights.items()
-            if origin.startswith(_COPY)
+            if origin.startswith(COPY_OF)
         )
         counts += [
             f"{count} copied ({copy} from {original})" for (copy, original), count in copies.items()
@@ -157,11 +157,6 @@ class FirstState:
     restored_from: str | None = None
     input_states: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-def copy_of(name: str) -> str:
-    """Return the origin of a weight that starts as a copy of another weight of the model."""
-    return f"{_COPY}{name}"
 
 
 def recorded_hugging_face(directory: epath.Path) -> str | None:

@@ -164,7 +164,7 @@ def test_constant_that_base_classes_do_not_read_is_left_out_unless_a_task_may_re
         for line, text in enumerate(constants.split("\n  "), 2)
     ]
     assert not {"INPUT_DROPOUT_RATE", "INIT_STD", "ATTENTION_BIAS"} & translation.fields.keys()
-    assert "# LEFT OUT file.py:3: INIT_STD = 0.02" in module_text([translation], "X.")
+    assert "# LEFT OUT file.py:3: INIT_STD = 0.02" in module_text([translation])
     text = f"class X(lm_cloud.LmCloudSpmd):\n  {constants}\n  def task(self): return f(self)\n"
     translation = only(text)
     assert (translation.fields["INIT_STD"], translation.unread) == (0.02, [])

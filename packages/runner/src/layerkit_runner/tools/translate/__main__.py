@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (UserError, OSError) as error:
         print(f"translate: {error}", file=sys.stderr)
         return UsageError.exit_code
-    print(module_text(translations, "Translated from Pax."), end="")
+    print(module_text(translations), end="")
     notes = []
     for made in translations:
         notes += [f"{made.name}: not translated: {leftover}" for leftover in made.leftovers]

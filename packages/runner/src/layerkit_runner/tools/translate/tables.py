@@ -206,7 +206,7 @@ def _part(recipe: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
     return list(recipe.get(name, {}).items())
 
 
-def module_text(translations: Sequence[Translation], title: str) -> str:
+def module_text(translations: Sequence[Translation]) -> str:
     """Return a module with a docstring and a class for each translation."""
     imports: dict[str, set[str]] = {}
     for translation in translations:
@@ -215,7 +215,7 @@ def module_text(translations: Sequence[Translation], title: str) -> str:
                 imports.setdefault(module, set()).add(name)
         if translation.settings:
             imports.setdefault("layerkit.config", set()).add("Config")
-    lines = [f'"""{title}"""', "", "from __future__ import annotations", ""]
+    lines = ['"""Translated from Pax."""', "", "from __future__ import annotations", ""]
     lines += [f"from {name} import {', '.join(sorted(imports[name]))}" for name in sorted(imports)]
     return "\n".join(lines) + "\n\n\n" + "\n\n".join(map(_class_text, translations))
 
