@@ -48,9 +48,23 @@ EXP = "--exp=lm.quickstart.LocalText"
             | {"LEARNING_RATE": 0.002828, "WARMUP_STEPS": 0.1, "DECAY_END": 0.25}
             | {"PERCORE_BATCH_SIZE": 3},  # 8 · 0.5^1.3 = 3.25
         ),
+        (
+            # As many key heads as heads, and a decay beyond the run.
+            LocalText(DIMS_PER_HEAD=32, NUM_HEADS=6, NUM_KV_HEADS=None, DECAY_END=300_000),
+            3,
+            {"MODEL_DIMS": 96, "HIDDEN_DIMS": 384, "NUM_HEADS": 4, "NUM_KV_HEADS": 4}
+            | {"LEARNING_RATE": 0.002309, "WARMUP_STEPS": 0.1, "DECAY_END": 300_000}
+            | {"PERCORE_BATCH_SIZE": 6},  # 8 · 0.75^1.3 = 5.5
+        ),
         (DepthDial(), 8, {"DEPTH": 8}),
     ],
-    ids=["constant heads", "heads of one size", "more heads than MODEL_DIMS", "DepthDial"],
+    ids=[
+        "constant heads",
+        "heads of one size",
+        "more heads than MODEL_DIMS",
+        "no groups",
+        "DepthDial",
+    ],
 )
 def test_size_fields_give_a_model_that_resolves(experiment, size, fields):
     assert experiment.size_fields(size) == fields

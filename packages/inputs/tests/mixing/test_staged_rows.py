@@ -161,6 +161,12 @@ def test_a_state_fits_other_later_stages_and_no_other_earlier_ones():
     earlier = (MIXED[0]._replace(weights={"web": 1}), *MIXED[1:])
     with pytest.raises(ConfigError, match="turns"):
         staged(mixture(), stages=earlier).set_state(state)
+    # With another batch, the weights would change after another number of steps.
+    running = staged(mixture(), stages=MIXED)
+    take([running], 3)
+    smaller = tuple(stage._replace(batch=stage.batch // 2) for stage in MIXED)
+    with pytest.raises(ConfigError, match="tokens of 3 steps"):
+        staged(mixture(), stages=smaller).set_state(running.get_state())
 
 
 @pytest.mark.parametrize("length", [8, 32, 64])
@@ -219,3 +225,6 @@ def test_stages_that_do_not_fit_raise(fields: dict, field: str):
 def test_arrays_that_cannot_be_cut_raise():
     with pytest.raises(ConfigError, match=r"\[rows, 16, \.\.\.\]"):
         cut_rows(NestedMap(label=np.zeros(3)), parts=2, row_length=16)
+    pair = NestedMap(chosen=NestedMap(ids=np.zeros((3, 16))), ids=np.zeros((3, 16)))
+    with pytest.raises(ConfigError, match="chosen"):
+        cut_rows(pair, parts=2, row_length=16)

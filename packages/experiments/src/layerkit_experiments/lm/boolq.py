@@ -19,6 +19,7 @@ from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
 from layerkit_experiments.recipes.language_model import REDUCED_TEXT, LmExperiment, decoder
 from layerkit_experiments.recipes.optimizers import adam_exponential
 from layerkit_experiments.recipes.published_data.boolq import boolq_readers, report_choice_accuracy
+from layerkit_experiments.recipes.schedule_choices import number_of_steps
 from layerkit_runner.config.experiment import refuse_unread
 from layerkit_runner.init_from.settings import weights_of
 from layerkit_runner.optim.schedules import linear_warmup_cosine_decay
@@ -126,7 +127,9 @@ class LlamaBoolQ(LmExperiment, abstract=True):
         """Return the config of the learner."""
         learner = adam_exponential(self)
         because = f"LR_SCHEDULE={self.LR_SCHEDULE!r}"
-        if self.LR_SCHEDULE == "constant":
+        if any("rate" in stage for stage in self.STAGES or ()):
+            refuse_unread(self, ("LR_SCHEDULE",), "STAGES have rates")
+        elif self.LR_SCHEDULE == "constant":
             unread = ("WARMUP_STEPS", "DECAY_START", "DECAY_END", "MIN_LEARNING_RATE_RATIO")
             refuse_unread(self, unread, because)
             learner.learning_rate = Config(optax.constant_schedule, self.LEARNING_RATE)
@@ -136,8 +139,8 @@ class LlamaBoolQ(LmExperiment, abstract=True):
                 linear_warmup_cosine_decay,
                 self.LEARNING_RATE,
                 warmup_steps=self.LR_COS_WARMUP,
-                decay_start=self.DECAY_START,
-                decay_end=self.DECAY_END,
+                decay_start=number_of_steps(self, "DECAY_START"),
+                decay_end=number_of_steps(self, "DECAY_END"),
                 min_ratio=self.MIN_LEARNING_RATE_RATIO,
             )
         return learner.set(trainable=(LORA_WEIGHTS,)) if self.USE_LORA else learner

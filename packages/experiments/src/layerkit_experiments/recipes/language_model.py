@@ -167,10 +167,11 @@ def width_fields(fields: Any, size: int) -> dict[str, Any]:
     }
     for name in filter(known.__contains__, _STEP_FIELDS):
         steps = getattr(fields, name)
-        values[name] = min(steps / fields.MAX_STEPS, 1.0) if type(steps) is int else steps
+        is_whole = type(steps) is int and (steps <= fields.MAX_STEPS or name == "WARMUP_STEPS")
+        values[name] = min(steps / fields.MAX_STEPS, 1.0) if is_whole else steps
     if head is not None:
         heads = max(1, round(fields.NUM_HEADS * growth))
-        most = max(1.0, (fields.NUM_KV_HEADS or fields.NUM_HEADS) * growth)
+        most = max(1, (fields.NUM_KV_HEADS or fields.NUM_HEADS) * heads // fields.NUM_HEADS)
         kv_heads = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
         values |= {"NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads}
     return {name: v for name, v in values.items() if v is not None and name in known}

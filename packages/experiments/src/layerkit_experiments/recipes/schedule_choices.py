@@ -126,17 +126,20 @@ class ScheduleChoice(NamedTuple):
 def schedule_steps(fields: Any, *, flat: float | None = None) -> tuple[int, int, int]:
     """Return the end of the warmup, and start and end of the decay, by the rule of this module.
 
-    `flat` is the part of MAX_STEPS before a decay without DECAY_START; None for the warmup.
+    `flat` is the part of the steps to DECAY_END before a decay without DECAY_START; None for the
+    warmup.
 
     Raises:
       ConfigError: DECAY_START fits into the run, and is in the warmup.
     """
     num_steps, is_set = fields.MAX_STEPS, fields.DECAY_START is not None
     warmup = number_of_steps(fields, "WARMUP_STEPS")
-    flat_end = 0 if flat is None else int(flat * num_steps)
+    is_free = fields.DECAY_END is None
+    end = num_steps if is_free else number_of_steps(fields, "DECAY_END")
+    flat_end = 0 if flat is None else int(flat * end)
     decay_start = number_of_steps(fields, "DECAY_START") if is_set else max(warmup, flat_end)
-    if fields.DECAY_END is not None:
-        return warmup, decay_start, number_of_steps(fields, "DECAY_END")
+    if not is_free:
+        return warmup, decay_start, end
     if max(warmup, decay_start) >= num_steps:
         check_sizes(None, MAX_STEPS=num_steps)
         warmup = min(warmup, longest := schedules.longest_warmup(num_steps))

@@ -152,6 +152,23 @@ class StagedRows(CompositeInput):
         self._source.set_state(position["source"])
         self._token = self._source._rows_done * self.row_length + position["tokens_of_row"]
         self._step = position["step"]
+        if all(stage.weights is None for stage in self.stages):
+            return
+        read = self._tokens_read(self._step)
+        expected = f"0 or {read}, the tokens of {self._step} steps of these stages, since weights"
+        expected += " begin at tokens; give the stages before the batch and length that they had"
+        require(self._token in (0, read), self._label, "tokens read", self._token, expected)
+
+    def _tokens_read(self, steps: int) -> int:
+        """Return the number of tokens that the stages read in their first steps."""
+        done = read = 0
+        for tokens, stage in zip(token_ranges(self.stages), self.stages, strict=True):
+            if steps > done:
+                read = (
+                    tokens.start + min(steps - done, stage.num_steps) * stage.batch * stage.length
+                )
+            done += stage.num_steps
+        return read
 
     def state_at(self, step: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state with which a step comes next, at the position of a state in the data.
@@ -183,8 +200,11 @@ def cut_rows(batch: NestedMap, *, parts: int, row_length: int) -> NestedMap:
       Arrays `[rows * parts, row_length / parts, ...]`.
 
     Raises:
-      ConfigError: An array has another second axis.
+      ConfigError: An array has another second axis, or the rows are pairs, whose positions do not
+        correspond.
     """
+    pairs = [name for name, value in batch.items() if isinstance(value, Mapping)]
+    require(not pairs, None, "batch", pairs, "arrays, since rows of pairs cannot be cut")
 
     def cut(array: np.ndarray) -> np.ndarray:
         expected = f"[rows, {row_length}, ...], which can be cut"

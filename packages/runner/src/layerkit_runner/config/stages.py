@@ -132,10 +132,10 @@ def _check_fields(path: str, stage: Any) -> Literal["until_step", "until_tokens"
     require(len(ends) == 1, path, "end", [*ends], "one of until_step and until_tokens")
     if (mixture := stage.get("mixture")) is not None:
         ranges = [
-            weight if isinstance(weight, Sequence) else [weight] for weight in mixture.values()
+            weight if isinstance(weight, Sequence) else [weight] * 2 for weight in mixture.values()
         ]
         are_weights = any(map(any, ranges)) and all(
-            len(weights) <= 2 and all(0 <= weight < math.inf for weight in weights or [-1])
+            len(weights) == 2 and all(0 <= weight < math.inf for weight in weights)
             for weights in ranges
         )
         expected = "weights from 0 by name, or pairs of them, not all 0"

@@ -109,7 +109,13 @@ def _match(
         raise UsageError(problem, owner=source.label, hint=hint)
     if not has_integers:
         state = _floating_weights(task.model, state)
-    return match(source, opened, state, model=task.model), state
+    matched = match(source, opened, state, model=task.model)
+    reads_adapters = any(path[-1].startswith("lora_") for path in matched.values)
+    if reads_adapters and getattr(task.model, "reference", None) == "base":
+        problem = "the reference would be the model without these adapters, not that of the start"
+        hint = "Set --fdl.task.model.reference=frozen, which copies the adapters of the start."
+        raise UsageError(problem, owner=source.label, field="task.model.reference", hint=hint)
+    return matched, state
 
 
 def _read_match(

@@ -219,7 +219,11 @@ class StoredCheckpoint:
         self.step = _choose(directory, step, report)
         self.label = f"{directory}:{self.step}"
         # The job may have begun with the weights of such a folder itself.
-        self.hugging_face = recorded_hugging_face(directory.parent)
+        try:
+            self.hugging_face = recorded_hugging_face(directory.parent)
+        except UsageError as error:  # The weights are intact.
+            report(f"an export will have no tokenizer: {error}")
+            self.hugging_face = None
         self._state = folders.step_folder(directory, self.step) / "state"
         folders.read_metadata(self._state.parent)  # raises an error for a later layout
         # Orbax takes most of a second to import.

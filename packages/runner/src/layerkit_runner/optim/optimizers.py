@@ -183,9 +183,9 @@ def bfloat16_state(
 ) -> optax.GradientTransformationExtraArgs:
     """Return an optimizer that computes in float32 and stores its state in bfloat16.
 
-    This halves the memory of the state. Float32 arrays of at least one axis are stored in bfloat16;
-    scalars, other dtypes and the first two factors of a `MatrixState` stay. The same step draws the
-    same random numbers, on any mesh and after a restart.
+    This halves the memory of most states. Float32 arrays of at least one axis are stored in
+    bfloat16; scalars, other dtypes and the first two factors of a `MatrixState` stay. The same step
+    draws the same random numbers, on any mesh and after a restart.
 
     Args:
       learning_rate: Rate, or a schedule of the step.

@@ -116,9 +116,9 @@ def _changed_weights(job: Job, variables: Mapping[str, Any]) -> list[str]:
 
 
 def _tokenizer_folder(job: Job) -> str | None:
-    """Return the Hugging Face folder from which training started; None if there is none.
+    """Return the Hugging Face folder with which a chain of jobs began; None if there is none.
 
-    A run that started from another checkpoint has that of its experiment.
+    It is that of the experiment if no job has recorded one.
     """
     recorded = recorded_hugging_face(job.directory)
     sources = getattr(job.task.initial_weights, "sources", ())

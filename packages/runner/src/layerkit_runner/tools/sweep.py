@@ -333,7 +333,7 @@ class Sweep:
             # JAX adds advice below the line with the error.
             errors = [line for line in lines[-50:] if "Error" in line or "runner: " in line]
             if code == 0 and not values:
-                errors = [f"no evaluation has {self.file.metric}, but {', '.join(evals) or 'none'}"]
+                errors = [f"no {self.file.metric}; evaluated were {', '.join(evals) or 'no data'}"]
             trial.set_user_attr("reason", f"exit code {code}: {['no output', *lines, *errors][-1]}")
         last = values[max(values)] if state == TrialState.COMPLETE else None
         self.study.tell(trial.number, last, state=state)

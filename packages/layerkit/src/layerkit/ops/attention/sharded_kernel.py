@@ -96,7 +96,7 @@ def split_key_heads(
     is_even = heads % count == 0 and (kv_heads % count == 0 or count % kv_heads == 0)
     if count == 1 or kv_heads == 1 or sharding.is_split("act_kv_heads") or not is_even:
         return key, value, sharding
-    rules = sharding.rules.replace(act_kv_heads=sharding.split_axes("act_heads"))
+    rules = sharding.rules.extend(act_kv_heads=sharding.split_axes("act_heads"))
     key, value = (jnp.repeat(x, max(1, count // kv_heads), axis=2) for x in (key, value))
     return key, value, BoundSharding(sharding.mesh, rules)
 

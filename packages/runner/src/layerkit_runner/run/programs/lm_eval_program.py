@@ -201,7 +201,9 @@ def context_length(job: Job, max_length: int | None) -> int:
         return hugging_face.max_length(folder) or _DEFAULT_LENGTH
     batches = [target_of(one).blank_batch(one, 1) for one in datasets]
     rows = [batch.ids.shape[1] for batch in batches if batch is not None and "ids" in batch]
-    return positions or max(rows, default=_DEFAULT_LENGTH)
+    experiment = job.resolved.experiment
+    named = getattr(experiment, experiment.stage_fields.get("row_length", ""), None)
+    return positions or max(rows, default=named or _DEFAULT_LENGTH)
 
 
 def lm_eval_programs(job: Job) -> list[BaseProgram]:

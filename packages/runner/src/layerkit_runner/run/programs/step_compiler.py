@@ -98,7 +98,7 @@ class StepCompiler:
             progress(f"waiting for the compiler of stage {index + 1}", compiles=True)
             with self._job.goodput.phase("compile"):
                 self._trace(index)
-                compiled = self._compiling[index].result()
+                compiled = self._result(index)
             self._job.observers.message(f"stage {index + 1} begins: {data}")
             return compiled
 
@@ -109,10 +109,13 @@ class StepCompiler:
         )
 
     def _tell(self, index: int) -> None:
+        for line in compiled_lines([self._result(index).run]):
+            self._job.observers.message(f"stage {index + 1} is compiled: {line}")
+
+    def _result(self, index: int) -> CompiledStep:
+        """Wait for the step of a stage that is compiled while others train."""
         try:
-            step = self._compiling[index].result()
+            return self._compiling[index].result()
         except Exception as error:
             problem = f"the step cannot be compiled: {error_text(error)}"
             raise UsageError(problem, field=f"STAGES[{index}]") from error
-        for line in compiled_lines([step.run]):
-            self._job.observers.message(f"stage {index + 1} is compiled: {line}")

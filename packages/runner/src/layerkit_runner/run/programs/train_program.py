@@ -171,6 +171,9 @@ class TrainProgram:
         with jax.profiler.StepTraceAnnotation(STEP_EVENT, step_num=step):
             try:
                 state, reported = self._compiled.run(state, batch)
+            except UsageError:  # the step of a later stage, which cannot be compiled
+                self.data.feed.give_back(batch)
+                raise
             except TypeError as error:
                 self._check_same_spec(batch, step)
                 raise error from None

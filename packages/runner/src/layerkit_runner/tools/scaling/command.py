@@ -137,7 +137,7 @@ def _plan(values: Mapping[str, Any], words: Sequence[str]) -> None:
 def _held_out_metric(base: ResolvedExperiment, metric: str | None) -> str:
     """Return the metric that all rungs are scored by, on all rows of a held-out data set."""
     held_out = {f"{dataset_name(one)}/": one for one in base.datasets if not one.is_training}
-    chosen = [name for name in held_out if metric is None or metric.startswith(name)]
+    chosen = [name for name in held_out if metric is None or metric[: len(name)] == name != metric]
     expected = f"a metric of one of the held-out data sets: {', '.join(held_out) or 'none'}"
     require(len(chosen) == 1, base.name, "--metric", metric, expected, UsageError)
     (name,), field = chosen, "eval_loop_num_batches"
