@@ -143,7 +143,7 @@ def test_flops_of_a_rung_are_those_of_its_plan(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("exp", "more", "field"),
-    [("lm.optimal_scaling.DepthDial", (), "eval_loop_num_batches")]
+    [("lm.optimal_scaling.DepthDial", (), "datasets.1.eval_loop_num_batches")]
     + [("lm.quickstart.LocalText", ("--metric=other/loss",), "--metric")],
 )
 def test_rungs_that_no_rows_score_alike_are_an_error(tmp_path, raises, exp, more, field):

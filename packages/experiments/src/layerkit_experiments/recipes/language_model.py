@@ -109,8 +109,6 @@ _DOTS = {
     "nvfp4": "NvFp4Dot",
     "int8": "Int8Dot",
 }
-# Fields with numbers of steps, or fractions of MAX_STEPS.
-_STEP_FIELDS = ("WARMUP_STEPS", "DECAY_START", "DECAY_END", "CONSTANT_STEPS")
 _LAYERS = r"lm_tpl\.stack_tpl\..*"
 
 
@@ -152,7 +150,7 @@ def untied_decoder(fields: Any) -> Config:
 
 def width_fields(fields: Any, size: int) -> dict[str, Any]:
     """Return the fields of a decoder of a size, by the rules of docs/scaling.md."""
-    head, known = fields.DIMS_PER_HEAD, experiment_fields(type(fields))
+    head, last, known = fields.DIMS_PER_HEAD, fields.MAX_STEPS, experiment_fields(type(fields))
     dims = 2 * size * fields.NUM_HEADS if head is None else size * head
     growth, rate = dims / fields.MODEL_DIMS, fields.LEARNING_RATE
     if rate and getattr(fields, "WIDTH_TRANSFER", None) is None:
@@ -165,10 +163,9 @@ def width_fields(fields: Any, size: int) -> dict[str, Any]:
         "HIDDEN_DIMS": fields.HIDDEN_DIMS and round(fields.HIDDEN_DIMS * growth),
         "LEARNING_RATE": rate,
     }
-    for name in filter(known.__contains__, _STEP_FIELDS):
-        steps = getattr(fields, name)
-        is_whole = type(steps) is int and (steps <= fields.MAX_STEPS or name == "WARMUP_STEPS")
-        values[name] = min(steps / fields.MAX_STEPS, 1.0) if is_whole else steps
+    for name in ("WARMUP_STEPS", "DECAY_START", "DECAY_END", "CONSTANT_STEPS"):
+        steps = getattr(fields, name, None)
+        values[name] = steps / last if type(steps) is int and steps <= last else steps
     if head is not None:
         heads = max(1, round(fields.NUM_HEADS * growth))
         most = max(1, (fields.NUM_KV_HEADS or fields.NUM_HEADS) * heads // fields.NUM_HEADS)

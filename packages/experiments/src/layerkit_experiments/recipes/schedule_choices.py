@@ -32,7 +32,7 @@ class ScheduleChoice(NamedTuple):
       function: Function of the peak and of `steps`.
       fields: Names of fields by argument of `function`.
       options: Values by argument of `function`.
-      flat: Part of MAX_STEPS before the decay without DECAY_START; None for the warmup alone.
+      flat: Part of the steps to DECAY_END without decay, by default; None for the warmup alone.
       steps: Arguments with numbers of steps.
     """
 
@@ -126,8 +126,7 @@ class ScheduleChoice(NamedTuple):
 def schedule_steps(fields: Any, *, flat: float | None = None) -> tuple[int, int, int]:
     """Return the end of the warmup, and start and end of the decay, by the rule of this module.
 
-    `flat` is the part of the steps to DECAY_END before a decay without DECAY_START; None for the
-    warmup.
+    `flat` is the part of the steps to DECAY_END without decay, by default; None for the warmup.
 
     Raises:
       ConfigError: DECAY_START fits into the run, and is in the warmup.

@@ -131,7 +131,7 @@ def _plan(values: Mapping[str, Any], words: Sequence[str]) -> None:
     run = ["runner", f"--exp={base.name}", f"--job_log_dir={folder}", f"--study={path}"]
     print(f"{text}\nwrote {path}\n{shlex.join(run)}\nrunner scaling fit {folder}", flush=True)
     if not has_mesh(build_parts(base)[0]):
-        print(f"D is counted for the {jax.device_count()} devices here, without ICI_MESH_SHAPE")
+        print(f"D is counted for the {jax.device_count()} devices here; the mesh has all there are")
 
 
 def _held_out_metric(base: ResolvedExperiment, metric: str | None) -> str:
@@ -140,10 +140,11 @@ def _held_out_metric(base: ResolvedExperiment, metric: str | None) -> str:
     chosen = [name for name in held_out if metric is None or metric[: len(name)] == name != metric]
     expected = f"a metric of one of the held-out data sets: {', '.join(held_out) or 'none'}"
     require(len(chosen) == 1, base.name, "--metric", metric, expected, UsageError)
-    (name,), field = chosen, "eval_loop_num_batches"
-    most = field_value(held_out[name], field)
-    expected = "None, as with --fdl.EVAL_NUM_BATCHES=None: other batches score other rows"
-    require(most is None, name[:-1], field, most, expected, UsageError)
+    (name,) = chosen
+    field = f"datasets.{base.datasets.index(held_out[name])}.eval_loop_num_batches"
+    most = field_value(held_out[name], "eval_loop_num_batches")
+    expected = f"None, as with --fdl.{field}=None, since other batches would score other rows"
+    require(most is None, base.name, field, most, expected, UsageError)
     return metric or f"{name}loss"
 
 
