@@ -77,13 +77,13 @@ def losses(folder: Path) -> dict[int, float]:
 
 def test_new_run_starts_from_the_weights_of_another(train: Any, job: Path, tmp_path: Path):
     there, new = shutil.copytree(job, tmp_path / "there"), tmp_path / "new"
-    of_base = {"hugging_face": "/models/base"}
-    (there / "initial_values.json").write_text(json.dumps(of_base))
+    base_record = {"hugging_face": "/models/base"}
+    (there / "initial_values.json").write_text(json.dumps(base_record))
     output = train(new, init_from=str(there))
     assert f"init from    1 weight from {there}/checkpoints:3\n" in output
     record = json.loads((new / "initial_values.json").read_text())
     assert record["weights"] == {"linear/w": f"{there}/checkpoints:3:params/linear/w"}
-    assert record.items() >= of_base.items()
+    assert record.items() >= base_record.items()
     # The new run reads the same data from the beginning, with other weights.
     assert losses(new).keys() == {1, 2, 3}
     assert losses(new)[1] != losses(job)[1]

@@ -92,7 +92,7 @@ def packed(q, k):
     return AttentionMask.causal_mask(BATCH, q, segment_ids=segments(q))
 
 
-def with_gaps(q, k):
+def add_gaps(q, k):
     """Return the mask of documents that padding splits."""
     ids = jnp.where(jnp.arange(q) % 5 == 1, 0, segments(q))
     mask = AttentionMask.causal_mask(BATCH, q, segment_ids=ids)
@@ -127,7 +127,7 @@ CELLS = {
         mask=lambda q, k: AttentionMask.bidirectional_mask(BATCH, q, segment_ids=segments(q))
     ),
     "packed, window of 5": Cell(mask=lambda q, k: packed(q, k).within(5)),
-    "documents with gaps of padding": Cell(mask=with_gaps),
+    "documents with gaps of padding": Cell(mask=add_gaps),
     "prefix": Cell(
         mask=lambda q, k: AttentionMask.causal_mask(
             BATCH, q, in_prefix=first_tokens(jnp.array([3, 7]), q)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from layerkit.base.base_layer import BaseLayer
 from layerkit.base.weight_formats import WeightFormat, scale_path
 from layerkit.errors import UserError
+from layerkit.layers.quantization.lora import LORA_WEIGHTS
 from layerkit.layers.quantization.stored_weights import round_like
 from layerkit_runner.checkpointing.stored_state import OPT_STATE, LeafPath, join, named_leaves
 from layerkit_runner.errors import UsageError, as_usage_error
@@ -110,7 +112,7 @@ def _match(
     if not has_integers:
         state = _floating_weights(task.model, state)
     matched = match(source, opened, state, model=task.model)
-    reads_adapters = any(path[-1].startswith("lora_") for path in matched.values)
+    reads_adapters = any(re.fullmatch(LORA_WEIGHTS, join(path[1:])) for path in matched.values)
     if reads_adapters and getattr(task.model, "reference", None) == "base":
         problem = "the reference would be the model without these adapters, not that of the start"
         hint = "Set --fdl.task.model.reference=frozen, which copies the adapters of the start."

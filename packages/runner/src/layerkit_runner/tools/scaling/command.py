@@ -33,7 +33,7 @@ from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.files.bounded_documents import parse_json, parse_toml, read_text
 from layerkit_runner.files.text import draw_table
 from layerkit_runner.observers.metrics_log import metric_series, metrics_path, read_metrics
-from layerkit_runner.run.job import build_parts, environment
+from layerkit_runner.run.job import environment
 from layerkit_runner.run.job_errors import job_errors
 from layerkit_runner.run.resolve import resolve_entry
 from layerkit_runner.run_options import Flag, RunOptions, positive
@@ -130,7 +130,7 @@ def _plan(values: Mapping[str, Any], words: Sequence[str]) -> None:
     _write(path, text)
     run = ["runner", f"--exp={base.name}", f"--job_log_dir={folder}", f"--study={path}"]
     print(f"{text}\nwrote {path}\n{shlex.join(run)}\nrunner scaling fit {folder}", flush=True)
-    if not has_mesh(build_parts(base)[0]):
+    if not has_mesh(base.partitioner):
         print(f"D is counted for the {jax.device_count()} devices here; the mesh has all there are")
 
 

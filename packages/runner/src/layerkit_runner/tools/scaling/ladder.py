@@ -14,7 +14,6 @@ from layerkit_runner.config.requests import Override, ResolvedExperiment, parse_
 from layerkit_runner.data.train_inputs import training_configs
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import parse_toml
-from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run.job_folder import last_step_path
 from layerkit_runner.run.start_report import num_params
@@ -68,8 +67,8 @@ def step_size(resolved: ResolvedExperiment, *, num_devices: int | None = None) -
     return Size(num_params(params), math.prod(batch.ids.shape), flops)
 
 
-def has_mesh(partitioner: Partitioner) -> bool:
-    """Return whether a partitioner sets the sizes of its mesh, whatever the devices."""
+def has_mesh(partitioner: Any) -> bool:
+    """Return whether a partitioner, or its config, sets the sizes of its mesh."""
     return getattr(partitioner, "ici_mesh_shape", None) is not None
 
 
