@@ -145,6 +145,15 @@ def test_damaged_row_group_raises_or_is_skipped(folder):
     assert source.num_skipped == 1
 
 
+def test_storage_that_fails_is_no_bad_record(folder):
+    source = reader(folder, on_bad_record="skip")
+    source.peek()
+    for path in folder.glob("*.parquet"):
+        path.unlink()
+    with pytest.raises(FileNotFoundError):
+        laws.take(source, 99)
+
+
 @pytest.mark.parametrize("keep", [0, 3, -5])
 def test_truncated_file_raises_or_is_skipped(folder, keep):
     path = folder / "a.parquet"

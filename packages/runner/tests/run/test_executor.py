@@ -226,6 +226,19 @@ def test_data_that_are_unreadable_before_the_first_step_save_nothing(make: Any, 
     assert saved_steps(tmp_path) == []
 
 
+def test_program_that_is_refused_after_the_first_step_saves_nothing(make: Any, tmp_path: Any):
+    job = make(num_train_steps=9)
+
+    def refuse() -> None:
+        raise UsageError("no")
+
+    job.executor.after_first_step = refuse
+    with pytest.raises(UsageError) as caught:
+        job.executor.run(job.state, 0)
+    assert caught.value.exit_code == UsageError.exit_code
+    assert saved_steps(tmp_path) == []
+
+
 SMALL_STEPS = {"learning_rate": 0.01}
 
 

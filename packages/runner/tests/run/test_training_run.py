@@ -30,6 +30,7 @@ from layerkit_runner.run.job_folder import only_trainer
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
 from layerkit_runner.run_options import RunOptions
+from layerkit_runner.step.task_metrics import Max
 
 
 @pytest.fixture(scope="module")
@@ -221,11 +222,16 @@ def test_second_run_in_a_folder_is_an_error_and_changes_nothing(train: Any, job:
     assert not (job / ".running").exists()
 
 
-def test_run_starts_from_the_checkpoint_of_another_job(train: Any, job: Path, tmp_path: Path):
+def test_run_starts_from_the_checkpoint_of_another_job(
+    raises: Any, train: Any, job: Path, tmp_path: Path
+):
     there = str(job)
     output = train("new", max_steps=5, restore_checkpoint_dir=there, restore_checkpoint_step=(2,))
     assert f"resuming from step 2 of {tmp_path}/job/checkpoints" in output
     assert list(losses(tmp_path / "new")) == [3, 4, 5]
+    own = {"restore_checkpoint_dir": str(tmp_path / "new"), "restore_checkpoint_step": (3,)}
+    with raises(UsageError, field="--restore_checkpoint_step", value=(3,)):
+        train("new", max_steps=6, **own)
     output = train("new", max_steps=6, restore_checkpoint_dir=there)
     assert f"--restore_checkpoint_dir is ignored: {tmp_path}/new has checkpoints" in output
     assert f"resuming from step 5 of {tmp_path}/new/checkpoints" in output
@@ -254,6 +260,21 @@ def test_wrong_data_sets_are_an_error_before_a_file_is_written(
 
     with raises(UsageError, **data):
         train("job", resolved=resolve(Wrong()))
+    assert not (tmp_path / "job").exists()
+
+
+@pytest.mark.parametrize("name", ["time", "mfu"])
+def test_metric_with_the_name_of_a_figure_of_the_run_is_an_error_before_a_file_is_written(
+    raises: Any, train: Any, experiment: Any, tmp_path: Path, name: str
+):
+    class Timed(experiment):
+        trained_by = experiment
+
+        def task(self) -> Config:
+            return super().task().set(metrics={name: Max.HParams.config(value="metrics/loss")})
+
+    with raises(UsageError, field="scalar", value=name):
+        train("job", resolved=resolve(Timed()))
     assert not (tmp_path / "job").exists()
 
 

@@ -71,6 +71,14 @@ def input_of(error: BaseException) -> str | None:
     return getattr(error, _ATTRIBUTE, None)
 
 
+def is_storage_failure(error: BaseException) -> bool:
+    """Return True for an error of the operating system, such as that of a lost file server.
+
+    Readers raise an `OSError` without a number for damaged content.
+    """
+    return isinstance(error, OSError) and error.errno is not None
+
+
 class MissingExtraError(UserError, ImportError):
     """An optional dependency that is not installed."""
 

@@ -28,7 +28,7 @@ from layerkit.config import build
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError, first_names
-from layerkit_inputs.base.errors import BadRecordError, require_extra
+from layerkit_inputs.base.errors import BadRecordError, is_storage_failure, require_extra
 from layerkit_inputs.base.find_files import TextFile, find_text_files
 from layerkit_inputs.base.tokenizer_interface import SpecialIds
 from layerkit_inputs.chat.conversations import (
@@ -85,6 +85,8 @@ def _table_rows(path: Path) -> Iterator[dict[str, Any]]:
             for batch in stream:
                 yield from drop_nulls(batch.select(_known(names)).to_pylist())
     except (arrow.ArrowException, OSError) as error:
+        if is_storage_failure(error):
+            raise
         raise BadRecordError(f"cannot read the file ({error})", owner=str(path)) from None
 
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from layerkit.config.checks import require
 from layerkit_inputs.base.base_input import counted
+from layerkit_inputs.base.errors import is_storage_failure
 from layerkit_inputs.base.find_files import find_text_files
 from layerkit_inputs.images.decode_image import SUFFIXES
 from layerkit_inputs.images.image_input import EncodedImage, ImageInput
@@ -73,6 +74,8 @@ class WebDataset(ImageInput):
                         problem = f"expected one image and an integer label ({error!r})"
                         self._bad.report(file=f"{path}, {key}", record=None, problem=problem)
         except (tarfile.TarError, OSError, OverflowError) as error:
+            if is_storage_failure(error):
+                raise
             self._bad.report(file=str(path), record=None, problem=f"not a whole tar ({error})")
 
     def _sample(self, archive: tarfile.TarFile, files: dict[str, Any]) -> tuple[int, int, int]:

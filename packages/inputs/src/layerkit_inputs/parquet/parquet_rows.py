@@ -18,7 +18,7 @@ import numpy as np
 from layerkit.config.checks import check_choice, require
 from layerkit.errors import first_names
 from layerkit_inputs.base.base_input import counted
-from layerkit_inputs.base.errors import BadRecordError, require_extra
+from layerkit_inputs.base.errors import BadRecordError, is_storage_failure, require_extra
 from layerkit_inputs.base.find_files import find_text_files
 from layerkit_inputs.grain.iter_input import GrainStream
 from layerkit_inputs.parquet.row_group_sizes import MAX_ROW_GROUP_BYTES
@@ -91,6 +91,8 @@ class ParquetRows(GrainStream):
             metadata = parquet.read_metadata(path)
             names = metadata.schema.to_arrow_schema().names
         except (arrow.ArrowException, OSError) as error:
+            if is_storage_failure(error):
+                raise
             problem = f"cannot be read as Parquet ({str(error).rstrip('.')})."
             self._bad.report(file=str(path), record=None, problem=problem)
             return []

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.errors import BadRecordError, require_extra
+from layerkit_inputs.base.errors import BadRecordError, is_storage_failure, require_extra
 from layerkit_inputs.parquet.row_group_sizes import open_parquet, read_row_group
 
 
@@ -102,6 +102,8 @@ class _Rows:
             error.owner = str(self._group)
             self._decoded = error
         except (arrow.ArrowException, OSError) as error:
+            if is_storage_failure(error):
+                raise
             problem = f"cannot be decoded ({str(error).rstrip('.')})"
             self._decoded = BadRecordError(problem, owner=str(self._group))
         else:

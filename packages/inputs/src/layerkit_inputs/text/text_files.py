@@ -31,7 +31,12 @@ from typing import IO, Any, NamedTuple, TypeVar
 
 from layerkit.config.checks import require
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.errors import CONVERSATIONS, BadRecordError, require_extra
+from layerkit_inputs.base.errors import (
+    CONVERSATIONS,
+    BadRecordError,
+    is_storage_failure,
+    require_extra,
+)
 from layerkit_inputs.base.find_files import TextFile
 
 MAX_DOCUMENT_BYTES = 1 << 30
@@ -142,6 +147,8 @@ def _parquet_rows(path: Path, field: str, max_document_bytes: int) -> Iterator[R
                     _check_size(text or b"", max_document_bytes, where)
                     yield RawDocument(where, text, is_json=False, position=row * share)
     except (arrow.ArrowException, OSError) as error:
+        if is_storage_failure(error):
+            raise
         raise BadRecordError(f"cannot read the Parquet file ({error})", owner=str(path)) from None
 
 

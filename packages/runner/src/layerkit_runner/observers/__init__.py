@@ -12,6 +12,7 @@ from layerkit_runner.observers.base import Observers as Observers
 from layerkit_runner.observers.base import RunInfo as RunInfo
 from layerkit_runner.observers.metrics_log import Metrics as Metrics
 from layerkit_runner.observers.metrics_log import MetricsLog as MetricsLog
+from layerkit_runner.observers.metrics_log import check_scalar_names as check_scalar_names
 from layerkit_runner.observers.metrics_log import metrics_path as metrics_path
 from layerkit_runner.observers.metrics_log import read_metrics as read_metrics
 from layerkit_runner.observers.progress import Progress as Progress

@@ -19,7 +19,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from etils import epath
@@ -89,17 +89,24 @@ class MetricsLog(Observer):
     def _write(self, head: Record, scalars: Mapping[str, Any]) -> None:
         if self._lines is None:
             return
-        for name in scalars:
-            if name in _RESERVED:
-                raise ConfigError(
-                    "reserved name",
-                    owner="metrics.jsonl",
-                    field="scalar",
-                    value=name,
-                    expected=f"a name other than {', '.join(_RESERVED)}",
-                )
+        check_scalar_names(scalars)
         head["time"] = round(self._clock(), 3)
         self._lines.write(encode({**head, **scalars}))
+
+
+def check_scalar_names(names: Iterable[str], *, others: Sequence[str] = ()) -> None:
+    """Raise ConfigError if a scalar has the name of a key of records, or one of `others`."""
+    reserved = (*_RESERVED, *others)
+    for name in names:
+        if name in reserved:
+            expected = f"a name other than {', '.join(reserved)}"
+            raise ConfigError(
+                "reserved name",
+                owner="metrics.jsonl",
+                field="scalar",
+                value=name,
+                expected=expected,
+            )
 
 
 def metrics_path(job_log_dir: epath.PathLike, *, mode: str = "train") -> epath.Path:

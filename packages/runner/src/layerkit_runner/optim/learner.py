@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 
@@ -242,7 +243,7 @@ class Learner(Configurable):
         names and numbers of axes of `params`, which may be shapes.
         """
         trained = flatten_dict(self.trained_weights.select(params))
-        ones = unflatten_dict({path: jnp.ones((1,) * x.ndim) for path, x in trained.items()})
+        ones = {path: np.ones((1,) * x.ndim, np.float32) for path, x in trained.items()}
         sizes = {path: (1,) * len(stack) for path, stack in (stacks or {}).items()}
         configs = (self.optimizer, *(other.optimizer for other in self.auxiliary_optimizers))
         optimizers = [
@@ -268,13 +269,11 @@ class Learner(Configurable):
             ]
 
         update = jax.jit(update_without_gradient)
-        both = update(ones), update(jax.tree.map(jnp.negative, ones))
-
-        def differ(a: jax.Array, b: jax.Array) -> bool:
-            # Some updates of a gradient of zero are NaN.
-            return bool(jnp.any((a != b) & jnp.isfinite(a) & jnp.isfinite(b)))
-
-        changed = flatten_dict(jax.tree.map(differ, *both))
+        signs = (ones, {path: -x for path, x in ones.items()})
+        plus, minus = (flatten_dict(jax.device_get(update(unflatten_dict(x)))) for x in signs)
+        differences = {path: plus[path] - minus[path] for path in plus}
+        # Some updates of a gradient of zero are NaN.
+        changed = {path: np.any(np.isfinite(d) & (d != 0)) for path, d in differences.items()}
         parts = zip(optimizers, groups.assign(trained), strict=True)
         return tuple(
             DecayedWeights(

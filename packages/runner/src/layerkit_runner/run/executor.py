@@ -128,7 +128,8 @@ class Executor:
                 while True:
                     try:
                         if skipped.problem is not None or self._ends_before(state, step):
-                            self._stop_profile(step)
+                            self.train_programs.drain()
+                            self._stop_profile(state, step)
                             self._save(state, step, force=True)
                             break
                         state = self.train_programs.start_step(state, step + 1, self.signals)
@@ -140,13 +141,16 @@ class Executor:
                     except StopRequestedError:
                         continue
                     except RollbackRequestedError as request:
-                        state, step = self._roll_back(state, step, request.args[0])
+                        with self.goodput.phase("other"):
+                            state, step = self._roll_back(state, step, request.args[0])
         except (SaveError, NonFiniteError):
             raise  # another save would fail too
         except Exception as error:
-            # After an error of the devices, the arrays of the state may not exist.
+            # After an error of the devices, the arrays of the state may not exist. A program that
+            # cannot be traced leaves no checkpoint, whether it is traced before or after step 1.
             is_of_devices = isinstance(error, jax.errors.JaxRuntimeError)
-            if step > first and not is_of_devices:
+            is_refused = isinstance(error, UsageError) and self.after_first_step is not None
+            if step > first and not is_of_devices and not is_refused:
                 self._save_after(error, state, step)
             raise
         if step >= self.train.num_train_steps or self.has_stopped_early:
@@ -169,7 +173,8 @@ class Executor:
             if self.signals.finish():
                 return True
         if self.profiler is not None and self.profiler.starts_before(step + 1):
-            self.train_programs.drain()
+            # Without `drain`, after which this process alone would see a bad step early.
+            jax.block_until_ready(state)
             with self.goodput.phase("profile"):
                 self.profiler.start(step + 1)
         return False
@@ -186,9 +191,9 @@ class Executor:
         programs, skipped = self.train_programs, self.train_programs.skipped
         assert skipped.rollback is not None
         bad_step = skipped.rollback["last_step"]
-        progress(f"rolling back because of step {bad_step}", waits_for_others=True)
+        progress(f"rolling back because of step {bad_step}", compiles=True, waits_for_others=True)
         programs.abandon()
-        self._stop_profile(step)
+        self._stop_profile(state, step)
         # The devices have no room for two states.
         for leaf in jax.tree.leaves(jax.block_until_ready(state)):
             leaf.delete()
@@ -232,7 +237,7 @@ class Executor:
                 self.after_first_step()
             self.after_first_step = None
         if self.profiler is not None and self.profiler.ends_after(step):
-            self._stop_profile(step)
+            self._stop_profile(state, step)
         if step < self.train.num_train_steps:
             with phase(f"{type(self).__name__}.run_due after step {step}", waits_for_others=True):
                 self.run_due(state, step)
@@ -300,8 +305,8 @@ class Executor:
         with phase(f"running {program.name} after step {step}", waits_for_others=True):
             return program.run(state, step, self.observers)
 
-    def _stop_profile(self, step: int) -> None:
-        self.train_programs.drain()
+    def _stop_profile(self, state: TrainState, step: int) -> None:
+        jax.block_until_ready(state)
         if self.profiler is not None:
             with self.goodput.phase("profile"):
                 self.profiler.stop(step)

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.traverse_util import flatten_dict
 
 from layerkit.base.weight_formats import scale_path
@@ -143,14 +144,14 @@ def optimizer_lines(task: SingleTask, learner: Any, params: Any) -> Iterator[str
       params: Weights, or their shapes.
     """
     optimizers = [learner.optimizer, *(one.optimizer for one in learner.auxiliary_optimizers)]
-    steps = jnp.linspace(0, task.train.num_train_steps, _NUM_RATES).astype(jnp.int32)
+    steps = np.linspace(0, task.train.num_train_steps, _NUM_RATES).astype(np.int32)
     flat = flatten_dict(params)
     for weights, optimizer in zip(task.decayed_weights(params), optimizers, strict=True):
         if weights.optimizer:
             configs = [*walk_configs(optimizer)]
             function = target_of(configs[0]) if configs else optimizer
             kind = getattr(function, "__name__", type(function).__name__)
-            rates = jax.vmap(weights.rate)(steps)
+            rates = jax.jit(jax.vmap(weights.rate))(steps)
             rate = "a rate of its own" if rates is None else f"rate up to {float(rates.max()):.3g}"
             yield f"optimizer    {weights.optimizer}: {kind}, {rate}"
             split_heads = any(assigned_fields(one).get("split_heads") for one in configs)

@@ -29,7 +29,14 @@ from layerkit_runner.distributed.watchdog import (
     training_is_complete,
 )
 from layerkit_runner.errors import StorageError, UsageError, as_usage_error
-from layerkit_runner.observers import DECODE_PREFIX, RunInfo, StepWork, Throughput
+from layerkit_runner.files.atomic_write import absolute
+from layerkit_runner.observers import (
+    DECODE_PREFIX,
+    RunInfo,
+    StepWork,
+    Throughput,
+    check_scalar_names,
+)
 from layerkit_runner.observers.step_profiler import StepProfiler, profiler_server
 from layerkit_runner.optim.early_stopping import EarlyStop
 from layerkit_runner.run import end_report
@@ -317,7 +324,10 @@ class TrainingRun:
     def _plan_if_new(self) -> Callable[[], FirstState] | None:
         """Return the plan of a new run's first state; None if the run may resume or restore."""
         options = self.job.options
-        if options.restore_checkpoint_step is not None and options.restore_checkpoint_dir is None:
+        others = options.restore_checkpoint_dir
+        own = (self.job.directory, self.checkpoints.directory)
+        is_own = others is None or absolute(others) in own
+        if options.restore_checkpoint_step is not None and is_own:
             raise UsageError(
                 "a run resumes from its own newest checkpoint",
                 field="--restore_checkpoint_step",
@@ -384,7 +394,7 @@ class TrainingRun:
 
     def _trace(self, program: BaseProgram) -> None:
         with as_usage_error(ValueError, owner=program.name):
-            program.trace(self.abstract_state)
+            check_scalar_names(program.trace(self.abstract_state) or ())
 
     def _first_state(self) -> FirstState:
         """Restore the job's newest checkpoint, or that of another job; or make a new state."""
@@ -421,7 +431,9 @@ class TrainingRun:
                             " beginning"
                         )
             except UsageError as error:
-                folder = self.job.given_directory
+                others = self.job.options.restore_checkpoint_dir
+                is_own = first.restored_from == str(self.checkpoints.directory)
+                folder = self.job.given_directory if is_own else others
                 flags = f"A new run: --init_from={folder} with another --job_log_dir."
                 error.hint = f"{error.hint} {flags}" if error.hint else flags
                 raise

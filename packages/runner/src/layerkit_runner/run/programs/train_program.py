@@ -26,7 +26,14 @@ from layerkit_runner.data.train_inputs import TrainInput, TrainInputs
 from layerkit_runner.distributed.stop_signals import StopSignals
 from layerkit_runner.distributed.watchdog import progress
 from layerkit_runner.errors import UsageError
-from layerkit_runner.observers import Histogram, Observer, StepWork, Throughput, memory_scalars
+from layerkit_runner.observers import (
+    Histogram,
+    Observer,
+    StepWork,
+    Throughput,
+    check_scalar_names,
+    memory_scalars,
+)
 from layerkit_runner.observers.step_profiler import STEP_EVENT
 from layerkit_runner.optim.spikes import IS_SPIKE, IS_VALID
 from layerkit_runner.partitioning import Partitioner
@@ -39,6 +46,8 @@ from layerkit_runner.step.train_state import TrainState
 
 T = TypeVar("T")
 
+# Names of scalars that the records of steps have beside the metrics of the model.
+_ADDED = ("tokens", "step_time", "input_wait", "mfu")
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 # Number of future steps whose batches are already sent to the devices.
 _STEPS_AHEAD = 2
@@ -68,7 +77,8 @@ def trace_step(
 ) -> Callable[[], CompiledStep]:
     """Trace the training step and return a function that compiles it."""
     lowered = partitioner.train_step_fn(task).lower(state, batch)
-    _, (_, scalars) = lowered.out_info
+    _, (metrics, scalars) = lowered.out_info
+    check_scalar_names(metrics, others=_ADDED)
     summarize = partitioner.summary_step_fn(task) if has_arrays(scalars) else None
 
     def compile_step() -> CompiledStep:
