@@ -15,7 +15,7 @@ import pytest
 
 import layerkit_runner
 from layerkit.config import build
-from layerkit.errors import ConfigError
+from layerkit.errors import ConfigError, UserError
 from layerkit_experiments.lm import preference
 from layerkit_experiments.lm.quickstart import LocalText
 from layerkit_experiments.recipes.preference_files import PreferenceFiles
@@ -158,6 +158,13 @@ def test_stored_reference_replaces_the_second_network(raises, base: Path, tmp_pa
     safetensors.save_file(doubled, other / "model.safetensors", metadata={"format": "pt"})
     with raises(MissingFileError, field="file"):
         losses("Dpo", other, [1, 1, 1], **fields)
+    stored.check_init_from(str(base))
+    with raises(ConfigError, field="REFERENCE_FOLDER", value=str(tmp_path)):
+        stored.check_init_from(str(other))
+    # The start is the sum of the folder and the adapters.
+    adapted = [make("Dpo", base, ADAPTERS={str(other): x}, **fields) for x in (1.0, 0.5)]
+    files = {build(one.datasets()[0].set(batch_size=4))._path for one in (stored, *adapted)}
+    assert len(files) == 3
     all_losses, expected = (losses("Dpo", base, [1, 1, 1], **one) for one in (fields, {}))
     np.testing.assert_allclose(all_losses, expected, rtol=1e-4)
 
@@ -185,6 +192,15 @@ def test_head_of_a_reward_model_is_trained_with_adapters(base: Path):
 def test_field_that_the_loss_does_not_read_raises(raises, base: Path, name, field, value):
     with raises(ConfigError, field=field, value=value):
         resolve(make(name, base, **{field: value}))
+
+
+@pytest.mark.parametrize(("fields", "least"), [({}, 2), ({"GRADIENT_ACCUMULATION_STEPS": 4}, 8)])
+def test_stage_of_kto_with_one_row_in_a_microbatch_raises(raises, base: Path, fields, least):
+    stages = [{"until_step": n, "batch": rows} for n, rows in ((1, 16), (2, least))]
+    resolve(make("Kto", base, MAX_STEPS=2, STAGES=stages, **fields))
+    stages.append({"until_step": 3, "batch": least // 2})
+    with raises(UserError, owner="Kto: STAGES[2]", field="batch", value=least // 2):
+        resolve(make("Kto", base, MAX_STEPS=3, STAGES=stages, **fields))
 
 
 class ByteDpo(PreferenceFiles, LocalText):

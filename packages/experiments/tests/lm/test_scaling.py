@@ -23,6 +23,13 @@ from layerkit_runner.tools.sweep import read_study_file
 EXP = "--exp=lm.quickstart.LocalText"
 
 
+class Decayed(LocalText):
+    """LocalText with a decay between two steps."""
+
+    DECAY_START = 400
+    DECAY_END = 1000
+
+
 @pytest.mark.parametrize(
     ("experiment", "size", "fields"),
     [
@@ -57,6 +64,19 @@ EXP = "--exp=lm.quickstart.LocalText"
             | {"PERCORE_BATCH_SIZE": 6},  # 8 · 0.75^1.3 = 5.5
         ),
         (DepthDial(), 8, {"DEPTH": 8}),
+        *(
+            # DECAY_START and DECAY_END are those of the class, and nothing reads them.
+            (
+                Decayed(**{field: value}),
+                12,
+                {"MODEL_DIMS": 48, "HIDDEN_DIMS": 192, "LEARNING_RATE": 0.003266}
+                | {"WARMUP_STEPS": 0.1, "PERCORE_BATCH_SIZE": 2},  # 8 · 0.375^1.3 = 2.2
+            )
+            for field, value in (
+                ("LEARNING_RATE_SCHEDULE", "inverse_sqrt"),
+                ("OPTIMIZER", "schedule_free"),
+            )
+        ),
     ],
     ids=[
         "constant heads",
@@ -64,6 +84,8 @@ EXP = "--exp=lm.quickstart.LocalText"
         "more heads than MODEL_DIMS",
         "no groups",
         "DepthDial",
+        "schedule without a decay",
+        "optimizer that keeps the rate",
     ],
 )
 def test_size_fields_give_a_model_that_resolves(experiment, size, fields):

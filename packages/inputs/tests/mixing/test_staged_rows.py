@@ -119,6 +119,15 @@ def test_every_state_resumes_on_another_number_of_hosts(hosts: int, new_hosts: i
         assert running[0].local_batch_size * hosts == len(expected[step])
 
 
+@pytest.mark.parametrize("source", [Tokens.HParams.config(), mixture()])
+def test_input_that_skips_steps_continues_as_one_that_read_them(source):
+    expected = take([staged(source)], NUM_STEPS)
+    for step in range(NUM_STEPS):
+        later = staged(source)
+        later.skip_steps(step)
+        np.testing.assert_array_equal(take([later], 1)[0], expected[step])
+
+
 def test_weights_change_linearly_over_a_stage_and_stay():
     stages = (
         StageRows(10, 4, 16, {"web": 1, "code": 1}),
@@ -203,6 +212,7 @@ class Changed(Tokens):
         ({"stages": (StageRows(1, 3, 4),), "hosts": 2}, "batch"),
         ({"stages": (StageRows(1, 4, 4, {"web": 1}),)}, "source"),
         ({"source": Changed.HParams.config()}, "source"),
+        ({"source": Tokens.HParams.config(num_rows=0)}, "number of rows"),
         (
             {
                 "source": mixture().clone(weights=None, weights_from={0: {"web": 1.0}}),
@@ -218,7 +228,7 @@ class Changed(Tokens):
 )
 def test_stages_that_do_not_fit_raise(fields: dict, field: str):
     with pytest.raises(ConfigError) as error:
-        staged(**fields)
+        staged(**fields).get_next()
     assert error.value.field == field
 
 

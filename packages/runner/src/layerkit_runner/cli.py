@@ -67,8 +67,7 @@ def _run(words: Sequence[str]) -> int:
             command_flags.FlagCommand, "generate", shown="--mode=generate"
         )
         return generate.run(flags)
-    of_folder = flags.mode == "lm_eval" and flags.options.init_from is not None
-    if flags.exp is None and not of_folder:
+    if flags.exp is None and not flags.scores_folder:
         # Imported late, because commands with --exp do not need it.
         from layerkit_runner.config.recorded import add_recorded_experiment
 
@@ -119,7 +118,7 @@ def _resolve(flags: ParsedFlags) -> ResolvedExperiment:
     """Return the experiment that the flags name, with all their overrides applied."""
     from layerkit_runner.config.registry import find_experiment
 
-    if flags.mode == "lm_eval" and flags.options.init_from is not None:
+    if flags.scores_folder:
         from layerkit_runner.interface.loading import resolve_folder
 
         return resolve_folder(flags)

@@ -216,7 +216,11 @@ class RunOptions:
     top_p: float | None = _option(
         "sample from the fewest tokens with this total probability", "P", _GENERATE
     )
-    seed: int = _option("seed of the random numbers", "N", (*_GENERATE, *_LM_EVAL), default=0)
+    seed: int | None = _option(
+        "seed of the random numbers; by default 0, or that of the experiment's tasks",
+        "N",
+        (*_GENERATE, *_LM_EVAL),
+    )
     tasks: tuple[str, ...] | None = _option(
         "names of tasks of the harness, with commas between them, patterns such as arc_*, or YAML"
         " files; by default those of the experiment",

@@ -11,12 +11,13 @@ import jax
 import pytest
 
 from layerkit.config import Config
-from layerkit_runner import BaseExperiment, UsageError
+from layerkit_runner import BaseExperiment, Override, UsageError
 from layerkit_runner.config.stages import Stage, stages_of
 from layerkit_runner.data.train_inputs import run_stages
 from layerkit_runner.errors import FieldError
 from layerkit_runner.init_from import InitFrom, Source
 from layerkit_runner.observers import read_metrics
+from layerkit_runner.run import resolve as resolving
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
 from layerkit_runner.run_options import RunOptions
@@ -98,6 +99,20 @@ def test_another_number_of_steps_raises(experiment: type[BaseExperiment], raises
         experiment(STAGES=[{"until_step": 4}], STEPS=5)
 
 
+@pytest.mark.parametrize(("overrides", "steps"), [([], 3), ([Override("STAGES", "None")], 2)])
+def test_reduced_form_has_the_steps_of_its_stages(
+    experiment: type[BaseExperiment], monkeypatch: pytest.MonkeyPatch, overrides: list, steps: int
+):
+    class Small(experiment):  # type: ignore[misc,valid-type]
+        STAGES = [{"until_step": 3}]
+        reduced_fields = {"STEPS": 2}
+
+    monkeypatch.setattr(resolving, "load_experiment", lambda _: Small)
+    entry: Any = SimpleNamespace(name="Small")
+    made = resolving.resolve_entry(entry, overrides, reduced=True)
+    assert made.task.train.num_train_steps == steps
+
+
 def test_a_rollback_beside_mixtures_raises(experiment: type[BaseExperiment], raises: Any):
     stages = [{"until_step": 3}, {"until_step": 4, "mixture": {"web": 1}}]
     made = resolve(experiment(STAGES=stages))
@@ -128,7 +143,7 @@ def test_a_batch_ramp_is_reported(
 
 
 def test_initial_weights_with_a_step_continue_in_its_stage(
-    experiment: type[BaseExperiment], tmp_path: Path
+    experiment: type[BaseExperiment], tmp_path: Path, raises: Any
 ):
     base = train(experiment, tmp_path / "base", STAGES=[{"until_step": 3, "batch": 8}])
 
@@ -142,6 +157,8 @@ def test_initial_weights_with_a_step_continue_in_its_stage(
     folder = train(Continued, tmp_path / "continued", STAGES=RAMP)
     # A batch of 8 rows, as in the first stage, would be an error.
     assert [record["step"] for record in read_metrics(folder).train] == [4, 5, 6]
+    with raises(UsageError, owner="Points", field="STAGES", value=None):
+        train(experiment, base)
 
 
 @pytest.mark.parametrize(("is_traced", "problem"), [(False, "too many"), (True, "no_such_target")])

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -77,11 +78,8 @@ def test_study_file_has_the_distributions_of_optuna(tmp_path):
         "MESH": CategoricalDistribution(("[1, 4]", "[2, 2]")),
         "task.train.learner.ema_decay": CategoricalDistribution((0.9, 0.99)),
     }
-    assert (file.metric, file.direction, file.num_trials) == (
-        "held out/score/accuracy",
-        "maximize",
-        7,
-    )
+    read = file.metric, file.direction, file.num_trials
+    assert read == ("held out/score/accuracy", "maximize", 7)
     assert read_study_file(str(path), num_trials=3).num_trials == 3
 
 
@@ -167,6 +165,24 @@ def test_processes_claim_different_trials_and_those_that_lost_their_process(stud
         file_lock.close()
 
 
+def test_trial_that_ends_after_a_save_on_demand_is_resumed(study_file, tmp_path, monkeypatch):
+    study = opened(study_file(num_trials=1), tmp_path / "study")
+    ends = iter(["stopped by a signal", "finished"])
+
+    def end_at_once(*_: Any, stdout: Any, **__: Any) -> Any:
+        end = {"event": "end", "time": 2.0, "reason": next(ends)}
+        lines = [{"step": 4, "time": 1.0, "dataset": "heldout", "loss": 0.5}, end]
+        log = Path(stdout.name).with_name("metrics.jsonl")
+        log.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        return SimpleNamespace(poll=lambda: 0)
+
+    monkeypatch.setattr(subprocess, "Popen", end_at_once)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    assert study.run() == 0 and next(ends, None) is None
+    (trial,) = study.study.get_trials()
+    assert (trial.state, trial.value) == (TrialState.COMPLETE, 0.5)
+
+
 def test_trial_whose_process_was_killed_while_it_drew_values_is_replaced(study_file, tmp_path):
     study = opened(study_file(space=SPACE, num_trials=2), tmp_path / "study")
     study.study.ask()  # then its process is killed
@@ -243,9 +259,8 @@ def test_pruner_does_not_prune_the_best_trial(study_file, tmp_path, pruner):
                 pruned.add(trial.number)
                 break
         state = TrialState.PRUNED if trial.number in pruned else TrialState.COMPLETE
-        study.study.tell(
-            trial.number, None if trial.number in pruned else trial.number, state=state
-        )
+        value = None if trial.number in pruned else trial.number
+        study.study.tell(trial.number, value, state=state)
         held.close()
     assert 0 not in pruned
     assert bool(pruned) == (pruner != "none")
@@ -308,13 +323,9 @@ class Command:
         return [f"--exp={EXP}", f"--study={path}", *folders, *more]
 
     def start(self, words: list[str]) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "layerkit_runner.cli", *words],
-            cwd=HERE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        words = [sys.executable, "-m", "layerkit_runner.cli", *words]
+        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        process = subprocess.Popen(words, cwd=HERE, **pipes)
         self._processes.append(process)
         return process
 

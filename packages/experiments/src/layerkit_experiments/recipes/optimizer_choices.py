@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from layerkit.config import Config, Partial
 from layerkit.errors import ConfigError
-from layerkit_experiments.recipes.schedule_choices import ScheduleChoice
+from layerkit_experiments.recipes.schedule_choices import SCHEDULES, ScheduleChoice
 from layerkit_runner.config.experiment import refuse_unread
 from layerkit_runner.optim.learner import AuxiliaryOptimizer
 
@@ -92,8 +92,7 @@ class OptimizerChoice(NamedTuple):
             experiment.LEARNING_RATE_SCHEDULE or ScheduleChoice.join_stages(experiment)
         ):
             because = f"OPTIMIZER={experiment.OPTIMIZER!r} without LEARNING_RATE_SCHEDULE"
-            unread = ["MIN_LEARNING_RATE_RATIO", "DECAY_START", "DECAY_END"]
-            refuse_unread(experiment, unread, because)
+            refuse_unread(experiment, unread_rate_fields(experiment), because)
             learner.learning_rate.min_ratio = 1.0
         return learner.set(optimizer=self.config(experiment, mask))
 
@@ -127,6 +126,14 @@ class OptimizerChoice(NamedTuple):
             *(f"{field} is not read" for field in row.unread_fields()),
         )
         return [f"optimizer    {', '.join(filter(None, parts))}"]
+
+
+def unread_rate_fields(experiment: Any) -> list[str]:
+    """Return the fields that neither LEARNING_RATE_SCHEDULE nor the schedule of OPTIMIZER reads."""
+    name, row = experiment.LEARNING_RATE_SCHEDULE, OPTIMIZERS[experiment.OPTIMIZER]
+    keeps_rate = name is None and row.keeps_rate
+    choice = SCHEDULES.get("constant" if keeps_rate else name)
+    return [] if choice is None else choice.unread_fields()
 
 
 def _import(function: str) -> Callable[..., Any]:

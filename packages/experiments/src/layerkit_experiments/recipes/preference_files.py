@@ -13,6 +13,7 @@ from layerkit_experiments.recipes.local_files import split_inputs
 from layerkit_experiments.recipes.training import TrainedExperiment
 from layerkit_inputs import JudgementInput, PairInput
 from layerkit_inputs.mixing.stored_rows import add_stored_arrays
+from layerkit_runner.config.stages import stages_of
 
 # Losses with a reference that can be stored; and the models of other losses than those of pairs.
 _STORED = ("sigmoid", "hinge", "ipo")
@@ -55,6 +56,24 @@ class PreferenceFiles(ChatFiles, TrainedExperiment, abstract=True):
 
     unused_fields: ClassVar[tuple[str, ...]] = ("LOSS_ON", "PACKING", "TOO_LONG")
 
+    def validate(self) -> None:
+        """Raise an error if a stage of KTO has a single row in a batch, or microbatch."""
+        super().validate()
+        least = 2 * self.GRADIENT_ACCUMULATION_STEPS if self.LOSS == "kto" else 1
+        expected = f"at least {least}, 2 in a microbatch, to mismatch answers (LOSS='kto')"
+        for index, stage in enumerate(stages_of(self)):
+            rows = stage.batch
+            require(rows is None or rows >= least, f"STAGES[{index}]", "batch", rows, expected)
+
+    def check_init_from(self, folder: str) -> None:
+        """Raise ConfigError if the stored reference is of other weights than those of a folder."""
+        from layerkit_runner.init_from.sources import weights_digest
+
+        base, stored = getattr(self, "HF_FOLDER", None), self.REFERENCE_FOLDER
+        expected = f"None, since it is of HF_FOLDER={base}, whose weights --init_from replaces"
+        is_start = None in (base, stored) or weights_digest(folder) == weights_digest(base)
+        require(is_start, type(self).__qualname__, "REFERENCE_FOLDER", stored, expected)
+
     def task(self) -> Config:
         """Return the config of the task, whose model learns by LOSS."""
         task, model_class = super().task(), _MODELS.get(self.LOSS, PreferenceModel)
@@ -93,14 +112,16 @@ class PreferenceFiles(ChatFiles, TrainedExperiment, abstract=True):
 
     def datasets(self) -> list[Config]:
         """Return configs of the training and the held-out input."""
-        from layerkit_runner.init_from.sources import weights_digest
-
         kind = JudgementInput if self.LOSS == "kto" else PairInput
         inputs = split_inputs(self, kind, **self._conversations())
         if (stored := self.REFERENCE_FOLDER) is None:
             return inputs
-        folder = getattr(self, "HF_FOLDER", None)
-        about = {"reference": "" if folder is None else weights_digest(folder)}
+        from layerkit_runner.init_from.sources import weights_digest
+
+        folder, adapters = getattr(self, "HF_FOLDER", None), getattr(self, "ADAPTERS", None)
+        about: dict[str, Any] = {"reference": "" if folder is None else weights_digest(folder)}
+        if adapters:
+            about["adapters"] = [[weights_digest(one), scale] for one, scale in adapters.items()]
         return [add_stored_arrays(config, folder=stored, about=about) for config in inputs]
 
     def decode_datasets(self) -> list[Config]:

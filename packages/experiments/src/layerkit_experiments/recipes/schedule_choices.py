@@ -54,11 +54,14 @@ class ScheduleChoice(NamedTuple):
             return None
         check_choice(type(experiment).__qualname__, SCHEDULES, LEARNING_RATE_SCHEDULE=name)
         choice = SCHEDULES[name]
-        is_constant = choice.options.get("min_ratio") == 1.0
-        read = {*choice.fields, *(choice.steps[:1] if is_constant else choice.steps)}
-        unread = [field for argument, field in _FIELDS.items() if argument not in read]
-        refuse_unread(experiment, unread, f"LEARNING_RATE_SCHEDULE={name!r}")
+        refuse_unread(experiment, choice.unread_fields(), f"LEARNING_RATE_SCHEDULE={name!r}")
         return choice
+
+    def unread_fields(self) -> list[str]:
+        """Return the fields of steps and of the last rate that the schedule does not read."""
+        is_constant = self.options.get("min_ratio") == 1.0
+        read = {*self.fields, *(self.steps[:1] if is_constant else self.steps)}
+        return [field for argument, field in _FIELDS.items() if argument not in read]
 
     def config(self, experiment: Any) -> Config:
         """Return the config of the schedule with the peak LEARNING_RATE and numbers of steps."""

@@ -102,6 +102,13 @@ def check_reads_rows(owner: BaseInput, field: str, reader: BaseInput) -> None:
     require(reads_rows, owner._label, field, type(reader).__qualname__, expected)
 
 
+def num_rows_of(reader: IndexedInput) -> int | None:
+    """Return the number of rows of a component, or raise `ConfigError` if it has none."""
+    num_rows = reader._num_rows()
+    require(num_rows != 0, reader._label, "number of rows", num_rows, "at least one")
+    return num_rows
+
+
 def _row_fields(batch: NestedMap) -> list[str]:
     fields = sorted(spec_of(batch).flatten_items())
     return [f"{path}: {spec.dtype.name}{list(spec.shape[1:])}" for path, spec in fields]

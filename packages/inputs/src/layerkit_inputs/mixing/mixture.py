@@ -25,6 +25,7 @@ from layerkit_inputs.mixing.components import (
     check_reads_rows,
     check_same_rows,
     merge_rows,
+    num_rows_of,
 )
 from layerkit_inputs.mixing.composite_input import CompositeInput
 from layerkit_inputs.mixing.schedule import MixingSchedule, Weight
@@ -116,7 +117,7 @@ class Mixture(IndexedInput, CompositeInput):
             places = np.flatnonzero(turns == index)
             if not len(places):
                 continue
-            part, numbers = reader._read_at(within[places], _num_rows_of(reader))
+            part, numbers = reader._read_at(within[places], num_rows_of(reader))
             parts.append(part)
             # Row n of component c is row n * components + c of the mixture.
             rows[places] = numbers * len(self._readers) + index
@@ -128,17 +129,10 @@ class Mixture(IndexedInput, CompositeInput):
     def _first_rows(self) -> dict[str, NestedMap]:
         readers = zip(self._schedule.names, self._readers, strict=True)
         first = np.zeros(1, np.int64)
-        return {name: reader._read_at(first, _num_rows_of(reader))[0] for name, reader in readers}
+        return {name: reader._read_at(first, num_rows_of(reader))[0] for name, reader in readers}
 
     def _fingerprint(self) -> dict[str, Any]:
         identity = self._schedule.identity(self._rows_done)
         for name, reader in zip(self._schedule.names, self._readers, strict=True):
             identity |= {f"{name}.{key}": value for key, value in reader._identity().items()}
         return identity
-
-
-def _num_rows_of(reader: IndexedInput) -> int | None:
-    """Return the number of rows of a component, or raise an error if it has none."""
-    num_rows = reader._num_rows()
-    require(num_rows != 0, reader._label, "number of rows", num_rows, "at least one")
-    return num_rows

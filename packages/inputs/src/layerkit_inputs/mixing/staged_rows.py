@@ -21,7 +21,7 @@ from layerkit.config.checks import check_divisible, check_sizes, require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.indexed_input import IndexedInput
-from layerkit_inputs.mixing.components import build_components, check_reads_rows
+from layerkit_inputs.mixing.components import build_components, check_reads_rows, num_rows_of
 from layerkit_inputs.mixing.composite_input import CompositeInput
 from layerkit_inputs.mixing.schedule import Weight
 
@@ -131,7 +131,7 @@ class StagedRows(CompositeInput):
         first = begin // stage.length + self.infeed_host_index * num_rows
         stop = first + num_rows
         rows = np.arange(first // parts, -(-stop // parts), dtype=np.int64)
-        batch, _ = self._source._read_at(rows, self._source._num_rows())
+        batch, _ = self._source._read_at(rows, num_rows_of(self._source))
         self._token, self._step = begin + stage.batch * stage.length, self._step + 1
         if parts == 1:
             return batch
@@ -169,6 +169,10 @@ class StagedRows(CompositeInput):
                 )
             done += stage.num_steps
         return read
+
+    def skip_steps(self, steps: int) -> None:
+        """Continue as after the first steps of a run in these stages, of which none is read."""
+        self._step, self._token = steps, self._tokens_read(steps)
 
     def state_at(self, step: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state with which a step comes next, at the position of a state in the data.

@@ -168,6 +168,9 @@ class BaseExperiment:
         """Return lines for the start report, such as values that were adjusted; none by default."""
         return []
 
+    def check_init_from(self, folder: str) -> None:
+        """Raise ConfigError if a new run may not begin with `--init_from=folder`."""
+
     def validate(self) -> None:
         """Raise ValueError if fields contradict each other; it is called before `task()`.
 

@@ -48,6 +48,11 @@ class ParsedFlags:
         """Whether the configuration is printed or compared, in place of the mode."""
         return bool(self.values.get("print_config")) or "diff_config" in self.values
 
+    @property
+    def scores_folder(self) -> bool:
+        """Whether the model is that of a Hugging Face folder, which needs no experiment."""
+        return self.mode == "lm_eval" and self.options.init_from is not None
+
 
 @dataclasses.dataclass(frozen=True)
 class ResolvedExperiment:

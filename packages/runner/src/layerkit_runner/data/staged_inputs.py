@@ -125,6 +125,14 @@ def staged_inputs(
 ) -> list[StageInput]:
     """Open a training data set and return its stages."""
     rows = stage_rows(config, stages, partitioner)
+    staged = staged_config(config, rows, row_length=stages[0].row_length or 1)
+    staged.set(percore_batch_size=rows[0].batch / partitioner.mesh.size)
+    shared = TrainInput(prefetched(make_input(staged, partitioner)), partitioner)
+    return [StageInput(shared, stage, rows, index) for index, stage in enumerate(stages)]
+
+
+def staged_config(config: Config, rows: Sequence[StageRows], *, row_length: int) -> Config:
+    """Return the config of a training data set in stages, without a batch size."""
     source = copy_config(config)
     for inner in walk_configs(source):  # components of a mixture may repeat its rows per device
         if "percore_batch_size" in assigned_fields(inner):
@@ -132,10 +140,8 @@ def staged_inputs(
     staged: Config = StagedRows.HParams.config(
         name=dataset_name(config),
         is_training=True,
-        percore_batch_size=rows[0].batch / partitioner.mesh.size,
         source=source.set(batch_size=None),
-        row_length=stages[0].row_length or 1,
+        row_length=row_length,
         stages=rows,
     )
-    shared = TrainInput(prefetched(make_input(staged, partitioner)), partitioner)
-    return [StageInput(shared, stage, rows, index) for index, stage in enumerate(stages)]
+    return staged

@@ -143,6 +143,8 @@ class DeviceFeed:
 
 
 _KEY_PREFIX = "train/"
+# Reader in the input state of a run in stages; the class is imported only for such runs.
+_STAGED = "StagedRows"
 
 
 def datasets_by_name(configs: Iterable[Config]) -> dict[str, Config]:
@@ -286,8 +288,16 @@ class TrainInput:
         return self._partitioner.abstract_batch(peek_batch(self.dataset))
 
     def restore(self, state: dict[str, Any] | None, step: int) -> None:
-        """Restore the position of the data set, if there is one, after `step` steps of the run."""
+        """Restore the position of the data set, if there is one, after `step` steps of the run.
+
+        Raises:
+          UsageError: The position is that of stages, which this run lacks.
+        """
         if state is not None:
+            reader = state.get("reader")
+            is_alike = reader != _STAGED or type(self.dataset.source).__qualname__ == _STAGED
+            expected = f"the stages with which the first {step} steps were trained"
+            require(is_alike, self.input_name, "STAGES", None, expected, UsageError)
             self.feed.set_state(state)
 
 

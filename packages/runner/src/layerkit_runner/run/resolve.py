@@ -91,7 +91,7 @@ def resolve_entry(
                 hint="Set fields by --fdl.NAME=VALUE",
             )
         values, names = reduced_values(cls), cls.stage_fields
-        stages = names and (fields.get(names["stages"]) or getattr(cls, names["stages"], None))
+        stages = names and fields.get(names["stages"], getattr(cls, names["stages"], None))
         if stages:  # They set the number of steps.
             values = {name: value for name, value in values.items() if name != names["num_steps"]}
         fields = values | fields

@@ -371,6 +371,7 @@ class TrainingRun:
 
         weights = None
         if options.init_from is not None:
+            self.job.resolved.experiment.check_init_from(options.init_from)
             beside = task.initial_weights
             if beside is not None and not isinstance(recognize(options.init_from), PeftFolder):
                 beside = beside.only(task.model.frozen_weights)

@@ -49,7 +49,7 @@ def run_generate(flags: ParsedFlags) -> int:
     for index, prompt in enumerate(prompts):
         if len(prompts) > 1:
             print(_MARK + prompt, flush=True)
-        _continue(model, prompt, options, seed=options.seed + prompts[:index].count(prompt))
+        _continue(model, prompt, options, seed=(options.seed or 0) + prompts[:index].count(prompt))
     return 0
 
 
@@ -104,7 +104,7 @@ def _chat(model: LoadedModel, options: RunOptions, lines: Iterable[str]) -> int:
     for line in lines:
         turn = [*messages, {"role": "user", "content": line}]
         try:
-            answer = model.chat(turn, **_options(options, options.seed), stream=_write)
+            answer = model.chat(turn, **_options(options, options.seed or 0), stream=_write)
             messages = [*turn, {"role": "assistant", "content": answer}]
         except KeyboardInterrupt:
             pass
@@ -117,7 +117,7 @@ def _ask(model: LoadedModel, options: RunOptions) -> int:
     asked = collections.Counter[str]()
     for prompt in _lines():
         try:
-            _continue(model, prompt, options, seed=options.seed + asked[prompt])
+            _continue(model, prompt, options, seed=(options.seed or 0) + asked[prompt])
         except KeyboardInterrupt:
             print(flush=True)
         asked[prompt] += 1

@@ -305,7 +305,8 @@ class Sweep:
                 time.sleep(0.5)
                 code = process.poll()
                 log = metrics_path(folder)
-                evals = read_metrics(log).evals if log.exists() else {}
+                metrics = read_metrics(log) if log.exists() else None
+                evals = {} if metrics is None else metrics.evals
                 for step, value in metric_series(evals, self.file.metric):
                     if step not in values and state == TrialState.COMPLETE:
                         print(f"{label}: {self.file.metric} {value:.5g} at step {step}", flush=True)
@@ -323,7 +324,12 @@ class Sweep:
             if code is None:  # the metric is unknown
                 process.terminate()
                 process.wait()
-        if code == 0 and values and state != TrialState.FAIL:
+        ends = [] if metrics is None else [event.get("reason") for event in metrics.events[-1:]]
+        is_over = code == 0 and ends != ["stopped by a signal"]
+        if code == 0 and not is_over and state == TrialState.COMPLETE:
+            print(f"{label}: saved on demand and stopped; it is resumed", flush=True)
+            return TrialState.RUNNING
+        if is_over and values and state != TrialState.FAIL:
             state = TrialState.COMPLETE
         elif self.stops and state == TrialState.COMPLETE:
             return TrialState.RUNNING

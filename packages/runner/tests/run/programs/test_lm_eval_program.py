@@ -7,7 +7,7 @@ import json
 import random
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +20,7 @@ from layerkit_runner import cli
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.run.inference import run_inference
 from layerkit_runner.run.model.harness import HarnessModel
-from layerkit_runner.run.programs.lm_eval_program import LmEvalProgram, load_tasks
+from layerkit_runner.run.programs.lm_eval_program import LmEvalProgram, lm_eval_programs, load_tasks
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.run.training_run import run_train
 from layerkit_runner.run_options import RunOptions
@@ -218,6 +218,18 @@ def test_scores_in_training_equal_those_of_its_checkpoint(
     resolved = dataclasses.replace(resolved, lm_eval_tasks=2 * resolved.lm_eval_tasks)
     with raises(UserError, owner="lm_eval_tasks", field="name", value=["lm_eval"]):
         run_inference("lm_eval", resolved, options)
+
+
+@pytest.mark.parametrize(("flag", "seed"), [(None, 5), (0, 0), (3, 3)])
+def test_seed_of_the_flag_replaces_that_of_the_program(flag: int | None, seed: int):
+    class Noted(LmEvalProgram):
+        def __init__(self, job: Any, tasks: Any, *, seed: int) -> None:
+            self.name, self.seed = "noted", seed
+
+    job: Any = SimpleNamespace(options=RunOptions(seed=flag), resolved=SimpleNamespace())
+    job.resolved.lm_eval_tasks = [Config(Noted, tasks=["a"], seed=5)]
+    (program,) = lm_eval_programs(job)
+    assert program.seed == seed  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

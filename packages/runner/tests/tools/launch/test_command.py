@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from layerkit_runner import cli
@@ -89,6 +91,19 @@ def test_words_of_the_run_have_an_absolute_folder_and_no_pax_names(
     ]
     assert text.rstrip().endswith(f"bash {tmp_path}/runs/a/launch/local.sh")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_scores_of_a_folder_need_no_experiment(tmp_path: Path, capsys):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 4}
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **sizes}
+    config |= {"num_attention_heads": 2, "rms_norm_eps": 1e-5, "max_position_embeddings": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    safetensors.save_file({"x": np.zeros(1)}, tmp_path / "model.safetensors")
+    words = ["--mode=lm_eval", f"--init_from={tmp_path}", f"--job_log_dir={tmp_path}/job"]
+    assert launch("local", *words, "--tasks=arc_easy", "--dry_run") == 0
+    text = capsys.readouterr().out
+    assert f"--init_from={tmp_path}" in text and "--exp" not in text
 
 
 def test_mesh_of_other_devices_is_an_error_with_the_flags_of_the_mesh(tmp_path: Path, capsys):

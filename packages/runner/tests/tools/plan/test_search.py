@@ -94,6 +94,8 @@ def test_search_ranks_candidates_that_fit_first(tunable_lm):
     assert best.peak <= usable
     assert json.loads(json.dumps(dataclasses.asdict(result)))["ranked"][0]["flags"] == best.flags
     assert "with an H100's peak_flops, memory_bandwidth" in search_page(result)
+    staged = dataclasses.replace(result, num_stages=2)
+    assert "of 2 STAGES, that of the one with the largest memory" in search_page(staged)
 
 
 @pytest.mark.slow

@@ -32,7 +32,10 @@ from layerkit_runner.step.train_state import TrainState
 
 _DEFAULT_LENGTH = 2048  # as in the harness
 _ROWS_PER_SHARD = 16
-_FLAGS = ("include_path", "num_fewshot", "limit", "batch_size", "max_length", "apply_chat_template")
+_FLAGS = (
+    *("include_path", "num_fewshot", "limit", "batch_size", "max_length", "apply_chat_template"),
+    "seed",
+)
 # Arguments of the harness. Its caches are not among them, since they do not know the weights.
 _OPTIONS = (
     *("num_fewshot", "limit", "samples", "bootstrap_iters", "system_instruction", "gen_kwargs"),
@@ -214,7 +217,6 @@ def lm_eval_programs(job: Job) -> list[BaseProgram]:
     expected = "names of tasks, or a method lm_eval_tasks() of the experiment"
     require(configs, None, "--tasks", None, expected)
     flags = {name: value for name in _FLAGS if (value := getattr(options, name)) is not None}
-    flags |= {"seed": options.seed} if options.seed else {}
     for index, config in enumerate(configs):
         check_class(config, f"lm_eval_tasks.{index}", LmEvalProgram)
     programs = [config.Instantiate(job=job, **flags) for config in configs]

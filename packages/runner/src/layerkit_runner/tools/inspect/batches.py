@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,7 +21,7 @@ from layerkit.config import Config, build, target_of
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
 from layerkit_inputs.base.evaluation import num_rows_of
-from layerkit_inputs.base.host_batches import check_batch
+from layerkit_inputs.base.host_batches import FeedPlan, check_batch
 from layerkit_inputs.base.tokenizer_interface import Tokenizer
 from layerkit_inputs.chat.chat_input import ConversationFiles
 from layerkit_runner.config.requests import ResolvedExperiment
@@ -31,6 +32,8 @@ from layerkit_runner.data.host_inputs import (
     plan_input,
     skipped_line,
 )
+from layerkit_runner.data.staged_inputs import stage_rows, staged_config
+from layerkit_runner.data.train_inputs import run_stages
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.partitioning import Partitioner
 from layerkit_runner.run_options import RunOptions
@@ -60,14 +63,15 @@ def print_batches(resolved: ResolvedExperiment, options: RunOptions) -> None:
     )
     hosts = simulated_hosts(devices, options.num_hosts)
     simulated = f"{len(hosts)} host(s) of {len(devices) // len(hosts)} device(s) each are simulated"
-    kinds = [(c, "train" if c.is_training else "eval") for c in resolved.datasets]
-    kinds += [(config, "decode") for config in resolved.decode_datasets]
+    kinds = [*_kinds(resolved, partitioner, hosts[0])]
     with as_usage_error():
         tokenizer = build(config) if (config := resolved.experiment.tokenizer()) else None
     is_page, count = options.html is not None, options.num_batches
     inputs = (
-        read_input(c, kind, partitioner, hosts, count, tokenizer, is_page=is_page)
-        for c, kind in kinds
+        read_input(
+            c, kind, partitioner, hosts, count, tokenizer, is_page=is_page, skipped_steps=steps
+        )
+        for c, kind, steps in kinds
     )
     if options.html is not None:
         page = batch_page(resolved.name, simulated, inputs)
@@ -80,6 +84,26 @@ def print_batches(resolved: ResolvedExperiment, options: RunOptions) -> None:
         print()
         for line in text_lines(parts, is_colored=is_colored):
             print(line, flush=True)
+
+
+def _kinds(
+    resolved: ResolvedExperiment, partitioner: Partitioner, host: HostTopology
+) -> Iterator[tuple[Config, str, int]]:
+    """Yield (config, kind, steps before it) of each input, and of each stage of training."""
+    stages = run_stages(resolved)
+    for config in resolved.datasets:
+        if not (config.is_training and stages):
+            yield config, "train" if config.is_training else "eval", 0
+            continue
+        rows = stage_rows(config, stages, partitioner, host)
+        staged = staged_config(config, rows, row_length=stages[0].row_length or 1)
+        for number, (stage, one) in enumerate(zip(stages, rows, strict=True), start=1):
+            steps = f"steps {stage.first_step} → {stage.last_step}"
+            kind = f"train, stage {number} of {len(stages)}, {steps}:"
+            size = one.batch / partitioner.mesh.size
+            yield staged.clone(percore_batch_size=size), kind, stage.first_step - 1
+    for config in resolved.decode_datasets:
+        yield config, "decode", 0
 
 
 def simulated_hosts(devices: list[jax.Device], num_hosts: int) -> list[HostTopology]:
@@ -100,18 +124,22 @@ def read_input(
     tokenizer: Tokenizer | None = None,
     *,
     is_page: bool = False,
+    skipped_steps: int = 0,
 ) -> Iterator[Part]:
     """Yield the title of an input, lines about it, its first batches and their histograms.
 
     The batches are those of the first host, and the histograms count those of all hosts. A page
-    has more rows, but not all tokens. `tokenizer` decodes the ids of an input that cannot.
+    has more rows, but not all tokens. `tokenizer` decodes the ids of an input that cannot. The
+    batches of stages begin after `skipped_steps`.
     """
     plan = plan_input(config, partitioner, hosts[0])
     feeding = [feed.processes[0] for feed in plan.feeds]
-    inputs = [make_input(config, partitioner, hosts[host]) for host in feeding]
+    inputs: list[Any] = [make_input(config, partitioner, hosts[host]) for host in feeding]
     first = inputs[0]
+    for source in inputs if skipped_steps else ():
+        source.skip_steps(skipped_steps)
     yield f"{kind} {dataset_name(config)} ({target_of(config).__qualname__})"
-    yield _size_text(first)
+    yield _size_text(first, plan)
     for feed in plan.feeds if len(hosts) > 1 else ():
         rows = ", ".join(f"{start} to {stop - 1}" for start, stop in feed.rows)
         names = "host" if len(feed.processes) == 1 else "hosts"
@@ -152,10 +180,10 @@ def read_input(
         source.close()
 
 
-def _size_text(dataset: BaseInput) -> str:
-    rows = f"{dataset.global_batch_size} rows a batch"
-    if dataset.num_infeed_hosts > 1:
-        rows += f", {dataset.local_batch_size} on each host that feeds some"
+def _size_text(dataset: BaseInput, plan: FeedPlan) -> str:
+    rows = f"{plan.batch_size * plan.num_infeed_hosts} rows a batch"
+    if plan.num_infeed_hosts > 1:
+        rows += f", {plan.batch_size} on each host that feeds some"
     if dataset.is_training:
         return f"{rows}; endless"
     most = dataset.eval_loop_num_batches

@@ -109,7 +109,8 @@ def make_request(words: Sequence[str]) -> Request:
     flags = parse_flags(words)
     if flags.values.get("help") or flags.values.get("list") or flags.only_prints:
         raise UsageError("`runner launch` starts runs, but this command only prints")
-    flags = add_recorded_experiment(flags, lambda s: print(f"launch: {s}", file=sys.stderr))
+    if not flags.scores_folder:
+        flags = add_recorded_experiment(flags, lambda s: print(f"launch: {s}", file=sys.stderr))
     if flags.mode not in JOINING_MODES:
         expected = f"a mode that runs on a cluster: {', '.join(JOINING_MODES)}"
         raise UsageError(field="--mode", value=flags.mode, expected=expected)
@@ -117,18 +118,23 @@ def make_request(words: Sequence[str]) -> Request:
         if name in flags.values:
             problem, hint = "the launcher sets this flag for each process", "Leave it out."
             raise UsageError(problem, field=f"--{name}", hint=hint)
-    # A misspelled experiment is reported before Fiddle is imported.
-    find_experiment(flags.exp or "")
-    from layerkit_runner.run.resolve import resolve_flags
+    if flags.scores_folder:
+        from layerkit_runner.interface.loading import resolve_folder
 
-    resolved = resolve_flags(flags)
+        resolved = resolve_folder(flags)
+    else:
+        # A misspelled experiment is reported before Fiddle is imported.
+        find_experiment(flags.exp or "")
+        from layerkit_runner.run.resolve import resolve_flags
+
+        resolved = resolve_flags(flags)
     folder = flags.options.job_log_dir or ""
     if "://" not in folder:
         folder = os.path.abspath(os.path.expanduser(folder))
     values = {name: v for name, v in flags.values.items() if name not in ("exp", "fdl_config")}
     return Request(
         words=(
-            f"--exp={flags.exp}",
+            *([] if flags.exp is None else [f"--exp={flags.exp}"]),
             *(f"--fdl.{override.path}={override.text}" for override in flags.overrides),
             *(flag_word(name, v) for name, v in (values | {"job_log_dir": folder}).items()),
         ),

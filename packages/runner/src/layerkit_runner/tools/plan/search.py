@@ -75,6 +75,8 @@ class Search:
     `compilations` counts the candidates that compiled, and `left_out` those that were not compiled,
     by reason. `limit` names the limit that ended the search; None if nothing was left to try.
     `h100_rates` names the unknown rates of the devices, for which those of an H100 were used.
+    `num_stages` is the number of STAGES, 0 for none. A candidate then fits if all do, and its time
+    is that of the one with the largest memory.
     """
 
     experiment: str
@@ -89,6 +91,7 @@ class Search:
     limit: str | None
     h100_rates: list[str]
     seconds: float
+    num_stages: int = 0
 
 
 class Point(NamedTuple):
@@ -317,6 +320,7 @@ def search(
             rate for _, rate in RESOURCES.values() if getattr(first.device, rate, None) is None
         ],
         seconds=time.monotonic() - begun,
+        num_stages=len(first.stages),
     )
 
 
@@ -356,6 +360,8 @@ def search_page(search: Search) -> str:
     ranked_by = _RANKED_BY
     if search.h100_rates:
         ranked_by += f", with an H100's {', '.join(search.h100_rates)}, unknown for the target"
+    if search.num_stages:
+        ranked_by += f"; of {search.num_stages} STAGES, that of the one with the largest memory"
     lines += [f"ranked by: {ranked_by}", "", *draw_table(rows, head=head, right=(0, 4, 6, 7))]
     lines += ["* the experiment as it is", ""]
     if search.command is None:
