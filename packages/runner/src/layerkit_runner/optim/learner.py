@@ -477,10 +477,8 @@ class Learner(Configurable):
     def _rates(
         self, opt_state: Any, trained: Any, stacks: Stacks, step: jax.Array
     ) -> dict[str, jax.Array]:
-        counts = {}
-        if self.skips_steps:
-            # The schedule of an optimizer counts only the steps that were not skipped.
-            counts = self._groups.steps_taken(opt_state, trained, stacks)
+        # A schedule counts only the steps that were not skipped, also in the run before a resume.
+        counts = self._groups.steps_taken(opt_state, trained, stacks)
         rates = {}
         for optimizer in self._optimizers:
             suffix = "" if optimizer.name == MAIN else f"_{optimizer.name}"
