@@ -402,6 +402,7 @@ class Learner(Configurable):
             is_free = is_schedule_free(opt_state)
             require(not is_free, "Learner", "optimizer", "schedule-free", expected)
             new_trained = rescale(new_trained)
+            change = jax.tree.map(lambda a, b: a - b.astype(jnp.float32), new_trained, trained)
         new_ema, new_count = {}, {}
         if self.ema_decay is not None:
             ema_count = step if ema_count is None else ema_count
