@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from layerkit_experiments.lm import bert
+from layerkit_runner.errors import FieldError
 from layerkit_runner.run.resolve import resolve
 
 # layers, model, hidden, heads, rows per device, devices, weights of the published encoder
@@ -35,3 +36,11 @@ def test_sizes_and_schedule_are_those_of_the_paper(name: str, num_params: Any):
     # What is published counts embeddings of sentences and a pooler, and no bias of the words.
     next_sentence = 2 * model + model * model + model
     assert num_params(f"lm.bert.{name}") == weights - next_sentence + 30_522
+
+
+def test_decays_end_at_zero_or_a_given_ratio_that_the_linear_one_refuses(raises):
+    with raises(FieldError, field="MIN_LEARNING_RATE_RATIO", value=0.2):
+        bert.BertBase(MIN_LEARNING_RATE_RATIO=0.2).learner()
+    for ratio, fields in {0.0: {}, 0.2: {"MIN_LEARNING_RATE_RATIO": 0.2}}.items():
+        made = bert.BertBase(LEARNING_RATE_SCHEDULE="cosine", **fields)
+        assert made.learner().learning_rate.min_ratio == ratio

@@ -14,6 +14,7 @@ from flax.traverse_util import flatten_dict
 from layerkit.config import Config
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
+from layerkit_experiments.lm.hybrid import HybridText
 from layerkit_experiments.lm.moe import Glam126M64E
 from layerkit_experiments.lm.nvidia import GLaM64B64EProxy, Grok
 from layerkit_experiments.lm.open_models import DeepSeekV3
@@ -218,12 +219,13 @@ def test_what_no_rule_covers_raises(fields: Any, field: str, raises: Any):
     ("cls", "field"),
     [
         (DeepSeekV3, "WIDTH_TRANSFER"),
+        (HybridText, "WIDTH_TRANSFER"),
         (Grok, "lm_tpl.softmax_tpl.logit_scale"),
         (GLaM64B64EProxy, "lm_tpl.softmax_tpl.logit_scale"),
     ],
-    ids=["latent attention", "Grok", "GLaM"],
+    ids=["latent attention", "recurrent mixers", "Grok", "GLaM"],
 )
-def test_latent_attention_and_scaled_logits_have_no_rule(
+def test_other_mixers_and_scaled_logits_have_no_rule(
     cls: type[BaseExperiment], field: str, raises: Any
 ):
     with raises(ConfigError, field=field):

@@ -92,16 +92,20 @@ def test_nonfinite_step_is_applied_and_marked_when_skipping_is_off():
 def test_the_reported_rate_is_that_of_the_steps_taken():
     schedule = Config(optax.linear_schedule, 1.0, 0.0, 10)
     ours = learner(optimizer=Partial(optax.sgd), learning_rate=schedule)
+    applying = learner(optimizer=Partial(optax.sgd), learning_rate=schedule, on_nonfinite=None)
     params, state, rates = PARAMS, ours.init(PARAMS), []
-    for count, factor in enumerate([1.0, 1.0, np.nan, np.nan, 1.0]):
+    for count, factor in enumerate([1.0, 1.0, np.nan, np.nan, 1.0, 1.0]):
         before = params
-        update = ours.update(scaled(factor), state, params, step=jnp.int32(count))
+        # The last step is that of a run that resumes without skipping.
+        update = (applying if count == 5 else ours).update(
+            scaled(factor), state, params, step=jnp.int32(count)
+        )
         params, state = update.params, update.opt_state
         applied = (before["lm"]["embedding"]["w"] - params["lm"]["embedding"]["w"])[0] / 2.0
         if factor == 1.0:
             rates.append(float(applied))
             assert float(update.scalars["learning/lr"]) == pytest.approx(float(applied))
-    assert rates == pytest.approx([1.0, 0.9, 0.8])
+    assert rates == pytest.approx([1.0, 0.9, 0.8, 0.7])
 
 
 def test_reported_rate_is_that_of_a_schedule_that_is_ahead_of_the_moments():

@@ -19,6 +19,7 @@ from optax import contrib
 from layerkit.config import Config, Partial
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
+from layerkit_runner.optim.config_numbers import with_config_numbers
 from layerkit_runner.optim.learner import AuxiliaryOptimizer, Learner
 from layerkit_runner.step.metrics import GLOBAL_BATCH
 
@@ -208,6 +209,43 @@ def test_bfloat16_weights_are_schedule_free_only_with_averages_in_float32(
 def test_ema_decay_of_a_schedule_free_optimizer_is_an_error(raises):
     with raises(ConfigError, field="ema_decay", value=0.9):
         learner(schedule_free(), ema_decay=0.9).init(PARAMS)
+
+
+@pytest.mark.parametrize("stacks", [{}, {("a", "w"): (2,)}], ids=["plain", "stack"])
+def test_restored_state_has_the_injected_numbers_of_the_config(stacks: Any):
+    def make(rate: float) -> Learner:
+        injected = Partial(optax.inject_hyperparams(optax.sgd), momentum=0.5)
+        return learner(injected, learning_rate=rate, per_layer=True)
+
+    new = make(0.01)
+    params, old = by_learner(make(0.1), 2, stacks=stacks)
+    state = with_config_numbers(old, lambda: new.init(PARAMS, stacks=stacks))
+    assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, old)
+    loss, grads = jax.value_and_grad(loss_of)(params)
+    more = {"step": jnp.int32(2), "loss": loss, "stacks": stacks}
+    update = new.update(grads, state, params, **more)
+    slower = make(0.1).update(grads, old, params, **more).params
+    jax.tree.map(
+        lambda after, before, large: np.testing.assert_allclose(
+            after - before, (large - before) / 10, rtol=1e-4
+        ),
+        update.params,
+        params,
+        slower,
+    )
+
+
+@pytest.mark.parametrize("stacks", [{}, {("a", "w"): (2,)}], ids=["plain", "stack"])
+def test_restored_averages_of_another_b1_are_an_error(stacks: Any, raises):
+    def make(b1: float) -> Learner:
+        optimizer = optax.chain(optax.clip(1.0), contrib.schedule_free_sgd(0.2, b1=b1))
+        return learner(optimizer, per_layer=True)
+
+    state = by_learner(make(0.9), 2, stacks=stacks)[1]
+    assert_equal(with_config_numbers(state, lambda: make(0.9).init(PARAMS, stacks=stacks)), state)
+    with raises(ConfigError, field="b1", value=0.95) as caught:
+        with_config_numbers(state, lambda: make(0.95).init(PARAMS, stacks=stacks))
+    assert "0.9, as in the checkpoint" in str(caught.value)
 
 
 def test_task_evaluates_and_decodes_with_schedule_free_averages(tiny: SimpleNamespace):

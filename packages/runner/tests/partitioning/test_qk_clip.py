@@ -89,6 +89,8 @@ def test_only_heads_change_and_the_state_has_the_same_tree(arrangements, whole):
     assert structure == whole[0] and "max_logit" not in scalars
     differ = {k for k, x in changes.items() if not np.allclose(x, whole[1][k], atol=1e-6)}
     assert differ == HEADS and whole[2]["max_logit"] > 4.0
+    norm = np.linalg.norm(np.concatenate([*whole[1].values()]))
+    assert whole[2]["learning/applied_grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
 @pytest.mark.parametrize(("label", "changed"), [(0, HEADS), (10**6, set())])

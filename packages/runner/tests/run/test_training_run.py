@@ -16,8 +16,9 @@ from typing import Any
 
 import pytest
 from etils import epath
+from optax import contrib
 
-from layerkit.config import Config
+from layerkit.config import Config, Partial
 from layerkit.errors import UserError
 from layerkit_runner import BaseExperiment, UsageError
 from layerkit_runner.checkpointing import stored_state
@@ -42,11 +43,15 @@ def experiment(tiny: SimpleNamespace) -> type[BaseExperiment]:
         NUM_ROWS: int = 7
         BAD_ROWS: tuple[int, ...] = ()
         LOSS_NAME: str = "loss"
+        B1: float | None = None
 
         def task(self) -> Config:
             train = {"num_train_steps": self.MAX_STEPS, "save_interval_steps": 2}
+            learner: dict[str, Any] = {"learning_rate": 0.01}
+            if self.B1 is not None:
+                learner["optimizer"] = Partial(contrib.schedule_free_sgd, b1=self.B1)
             return tiny.task_config(
-                learner={"learning_rate": 0.01},
+                learner=learner,
                 train={**train, "summary_interval_steps": 1, "save_max_to_keep": self.MAX_TO_KEEP},
                 init_scale=self.INIT_SCALE,
             ).set(name="line", loss_name=self.LOSS_NAME)
@@ -220,6 +225,16 @@ def test_second_run_in_a_folder_is_an_error_and_changes_nothing(train: Any, job:
     train("job", max_steps=6)
     assert not saving.exists()
     assert not (job / ".running").exists()
+
+
+def test_restored_averages_of_another_b1_are_an_error(train: Any, tmp_path: Path):
+    train("job", fields={"B1": 0.9})
+    problem = r"b1=0\.95\. Expected 0\.9, as in the checkpoint"
+    with pytest.raises(UserError, match=problem):
+        train("job", max_steps=6, fields={"B1": 0.95})
+    with pytest.raises(UserError, match=problem):
+        train("new", fields={"B1": 0.95}, restore_checkpoint_dir=str(tmp_path / "job"))
+    train("job", max_steps=6, fields={"B1": 0.9})
 
 
 def test_run_starts_from_the_checkpoint_of_another_job(

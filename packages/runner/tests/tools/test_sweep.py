@@ -425,12 +425,14 @@ def test_sweep_runs_trials_and_prints_the_results(command, monkeypatch, capsys):
     assert good.value == pytest.approx(final_loss(0.5, 4), rel=1e-4)
     assert read_metrics(command.trial(good.number)).evals["heldout"][-1]["loss"] == good.value
     assert not (command.trial(good.number) / "checkpoints").exists()
-    # The same command prints the results again; other overrides in the same folder are an error.
+    # The same command prints the results again; others in the same folder are an error.
     assert cli.main(words) == 0
     assert capsys.readouterr().out in printed
-    other = command.words("--fdl.MAX_STEPS=5", *fixed[1:], space=rates(0.5, 0.9))
-    assert cli.main(other) == 2
-    assert "--fdl.MAX_STEPS=4" in capsys.readouterr().err
+    changed = {"--fdl.MAX_STEPS=5": "--fdl.MAX_STEPS=4", "--restore_checkpoint_dir=x": "None, with"}
+    for flag, text in changed.items():
+        other = command.words(flag, *fixed["MAX_STEPS" in flag :], space=rates(0.5, 0.9))
+        assert cli.main(other) == 2
+        assert text in capsys.readouterr().err
 
 
 @pytest.mark.slow

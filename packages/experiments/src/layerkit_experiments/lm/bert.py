@@ -68,10 +68,11 @@ class Bert(LmExperiment, abstract=True):
     ADAM_BETA2 = 0.999
     ADAM_EPSILON = 1e-6
     WEIGHT_DECAY = 0.01
+    MIN_LEARNING_RATE_RATIO = 0.0
     WARMUP_STEPS = 10_000
     MAX_STEPS = 1_000_000
 
-    unused_fields = ("DECAYED_WEIGHTS", "MIN_LEARNING_RATE_RATIO")
+    unused_fields = ("DECAYED_WEIGHTS",)
     reduced_fields: ClassVar[Mapping[str, Any]] = {**REDUCED_TEXT, "DROPOUT_RATE": 0.0}
     learner = adamw_linear
 

@@ -29,6 +29,7 @@ from layerkit.base.weights import WeightBox, WeightInit
 from layerkit.config import Config, assigned_fields, is_config, target_of, walk_configs
 from layerkit.config.checks import check_sizes, require
 from layerkit.layers.attention.base_attention import AttentionLayer, BaseAttention
+from layerkit.layers.recurrent.token_mixer import TokenMixer
 from layerkit_runner.optim import adamw_variants
 from layerkit_runner.optim.learner import AuxiliaryOptimizer
 from layerkit_runner.optim.matrix.matrices import all_but_matrices
@@ -97,7 +98,8 @@ class WidthTransfer(NamedTuple):
         require(hasattr(model, "lm_tpl"), owner, "WIDTH_TRANSFER", base, expected)
         for config in walk_configs(model.lm_tpl.stack_tpl):
             layer = target_of(config)
-            has_rule = not issubclass(layer, AttentionLayer) or issubclass(layer, BaseAttention)
+            is_mixer = issubclass(layer, (AttentionLayer, TokenMixer))
+            has_rule = not is_mixer or issubclass(layer, BaseAttention)
             expected = f"None, since no rule is known for {layer.__name__}"
             require(has_rule, owner, "WIDTH_TRANSFER", base, expected)
         expected = "False with WIDTH_TRANSFER, since its factor grows with the width"

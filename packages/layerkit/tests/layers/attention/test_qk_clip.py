@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from layerkit.base.step_reports import STEP_MAXIMA, apply_maxima
+from layerkit.errors import ConfigError
 from layerkit.layers import MultiHeadAttention, MultiHeadLatentAttention
+from layerkit.layers.quantization.lora import add_lora
 from layerkit.ops.attention.masks import AttentionMask
 
 LENGTH, DIMS, HEADS = 640, 16, 4  # two blocks of queries and of keys
@@ -89,3 +91,25 @@ def test_logits_of_each_head_are_clipped_by_its_weights(cls, fields, scales_keys
             np.testing.assert_allclose(a, b * factor, rtol=1e-4)
     rest = [x["qkv"]["w"][:, :, -1] if "qkv" in x else x.get("value") for x in (scaled, weights)]
     jax.tree.map(np.testing.assert_array_equal, *rest)
+
+
+@pytest.mark.parametrize(
+    ("cls", "fields", "adapted"),
+    [
+        (MultiHeadAttention, {"use_bias": True, "use_key_bias": False}, None),
+        (MultiHeadAttention, {}, "query_tpl"),
+        (MultiHeadAttention, {"combined_qkv": True}, "qkv_tpl"),
+        (MultiHeadLatentAttention, {**SIZES, "value_dim_per_head": 4}, "up_tpl"),
+    ],
+)
+def test_keys_without_bias_and_adapters_of_logits_are_errors(cls, fields, adapted, raises):
+    config = cls.HParams.config(input_dims=DIMS, num_heads=HEADS, qk_clip=1.0, **fields)
+
+    def init(only):
+        layer = (config if only is None else add_lora(config, only=only)).Instantiate()
+        jax.eval_shape(layer.init, jax.random.key(0))
+
+    with raises(ConfigError, field="qk_clip", value=1.0):
+        init(adapted)
+    if adapted is not None:
+        init("value_tpl|output_tpl|down_tpl")

@@ -401,6 +401,7 @@ class Learner(Configurable):
             is_free = is_schedule_free(opt_state)
             require(not is_free, "Learner", "optimizer", "schedule-free", expected)
             new_trained = rescale(new_trained)
+            change = jax.tree.map(lambda a, b: a - b.astype(jnp.float32), new_trained, trained)
         new_ema, new_count = {}, {}
         if self.ema_decay is not None:
             ema_count = step if ema_count is None else ema_count
@@ -476,10 +477,8 @@ class Learner(Configurable):
     def _rates(
         self, opt_state: Any, trained: Any, stacks: Stacks, step: jax.Array
     ) -> dict[str, jax.Array]:
-        counts = {}
-        if self.skips_steps:
-            # The schedule of an optimizer counts only the steps that were not skipped.
-            counts = self._groups.steps_taken(opt_state, trained, stacks)
+        # A schedule counts only the steps that were not skipped, also in the run before a resume.
+        counts = self._groups.steps_taken(opt_state, trained, stacks)
         rates = {}
         for optimizer in self._optimizers:
             suffix = "" if optimizer.name == MAIN else f"_{optimizer.name}"

@@ -177,7 +177,10 @@ class Job:
                 "`python -m layerkit_runner.tools.checkpoints verify` lists the finite steps;"
                 " move newer ones out of this folder to resume from one of them.",
             )
-        state = self.partitioner.device_state(self.task, restored.state)
+        stored = restored.state
+        if for_training:
+            stored = self.task.with_config_numbers(stored)
+        state = self.partitioner.device_state(self.task, stored)
         return dataclasses.replace(restored, state=state)
 
     @contextlib.contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import threading
 from collections.abc import Callable
 
@@ -432,9 +433,7 @@ class TrainingRun:
                             " beginning"
                         )
             except UsageError as error:
-                others = self.job.options.restore_checkpoint_dir
-                is_own = first.restored_from == str(self.checkpoints.directory)
-                folder = self.job.given_directory if is_own else others
+                folder = os.path.dirname(first.restored_from)
                 flags = f"A new run: --init_from={folder} with another --job_log_dir."
                 error.hint = f"{error.hint} {flags}" if error.hint else flags
                 raise

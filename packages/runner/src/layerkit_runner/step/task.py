@@ -42,6 +42,7 @@ from layerkit.config.checks import check_integers, require
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.evaluation import ROW_MARKS
+from layerkit_runner.optim.config_numbers import with_config_numbers
 from layerkit_runner.optim.early_stopping import StoppingRule
 from layerkit_runner.optim.learner import global_norm
 from layerkit_runner.optim.optimizer_groups import Stacks, stacks_of
@@ -395,6 +396,19 @@ class SingleTask(Configurable):
             for name, factor in terms.items()
         ]
         return LossSum.of(scaled, aux)
+
+    def with_config_numbers(self, state: TrainState) -> TrainState:
+        """Return a restored state with the numbers of the optimizers' configs, or raise an error.
+
+        See `optim.config_numbers`.
+        """
+
+        def init() -> Any:
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state.params)
+            return self.train.learner.init(zeros, stacks=stacks)
+
+        with self.declared_weights() as stacks:
+            return state.replace(opt_state=with_config_numbers(state.opt_state, init))
 
     def decayed_weights(self, params: Any) -> tuple[DecayedWeights, ...]:
         """Return which trained weights each optimizer decays; `params` may be shapes."""

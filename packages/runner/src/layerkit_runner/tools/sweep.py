@@ -23,6 +23,7 @@ from optuna.trial import Trial, TrialState
 from layerkit.config.checks import check_sizes, require
 from layerkit.config.field_types import MISMATCH, field_annotations
 from layerkit.errors import UserError
+from layerkit_runner.config.recorded import FIRST_START_FLAGS
 from layerkit_runner.config.requests import (
     Override,
     ParsedFlags,
@@ -42,7 +43,7 @@ from layerkit_runner.run.job_folder import lock, try_lock
 # Flags with another value for each trial, and those of the sweep itself.
 _NOT_PASSED_ON = ("exp", "fdl_config", "job_log_dir", "study", "num_trials", "study_storage")
 # Other flags that change what a trial computes.
-_OF_TRAINING = ("reduced", "init_from")
+_OF_TRAINING = ("reduced", *FIRST_START_FLAGS)
 # The parameter that is the position of a trial in a list; no field of an experiment has this name.
 _LISTED = "trial"
 _TRIALS = "trials"

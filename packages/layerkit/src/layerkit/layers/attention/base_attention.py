@@ -27,6 +27,7 @@ from layerkit.config.hparams import Conditions
 from layerkit.layers.basic.dots import Dot, add_bias, create_dot, matmul
 from layerkit.layers.basic.elementwise import Dropout
 from layerkit.layers.basic.normalizations import BaseNormalization
+from layerkit.layers.quantization.lora import is_lora
 from layerkit.ops.attention.backends import BackendName
 from layerkit.ops.attention.distance_bias import LogitBias
 from layerkit.ops.attention.dot_product import (
@@ -277,6 +278,10 @@ class AttentionLayer(BaseLayer):
     def _check_options(self: Any) -> None:
         check_positive(self, logit_cap=self.logit_cap, logit_scale=self.logit_scale)
         check_positive(self, qk_clip=self.qk_clip)
+        owners = [getattr(self, f"{name}_tpl", None) for name in ("query", "key", "qkv", "up")]
+        has_adapter = any(is_lora(getattr(owner, "dot_tpl", None)) for owner in owners)
+        expected = "None with adapters of queries or keys, which it does not scale"
+        require(not (self.qk_clip and has_adapter), self, "qk_clip", self.qk_clip, expected)
         blocks = self.kernel_blocks
         is_valid = blocks is None or [type(size) for size in blocks] == [int, int]
         is_valid = is_valid and all(size >= 16 and size.bit_count() == 1 for size in blocks or ())

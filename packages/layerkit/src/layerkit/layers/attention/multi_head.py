@@ -103,7 +103,7 @@ class MultiHeadAttention(BaseAttention):
     """
 
     used_only_if: ClassVar[Conditions] = {
-        "qk_clip": ("not qk_norm_tpl", "not qkv_conv_tpl"),
+        "qk_clip": ("not qk_norm_tpl", "use_key_bias", "not qkv_conv_tpl"),
         "qk_norm_before_rotary": ("qk_norm_tpl", "rotary_tpl"),
         "qkv_conv_tpl": ("not kv_layer", "not values_are_keys"),
         "query_tpl": "not combined_qkv",

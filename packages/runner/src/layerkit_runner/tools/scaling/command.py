@@ -119,7 +119,7 @@ def _plan(values: Mapping[str, Any], words: Sequence[str]) -> None:
     larger: list[Rung] = []
     with job_errors("plan", base):
         for ratio in values["tokens_per_weight"]:
-            budgets = [*values["flops"], *predicted]
+            budgets = [*values["flops"], *(() if larger else predicted)]
             planned = plan_rungs(
                 budgets, flags.overrides, lambda o: resolve_entry(entry, o), ratio=ratio
             )
