@@ -218,7 +218,7 @@ def describe_call(
         zeroes_empty_rows=options.zero_fully_masked_rows,
         num_length_shards=num_shards,
         uses_ring=num_shards > 1 and options.context_parallel == "ring",
-        split_problem=_find_split_problem(query, key, sharding),
+        split_problem="" if sharding is None else find_split_problem(query, key, sharding),
     )
 
 
@@ -235,12 +235,6 @@ def _scope_of_counts(call: AttentionCall, backend: str, *, in_blocks: bool) -> s
     num_pairs = count_visible_pairs(length, reach)
     num_computed = length**2 * (_NUM_BLOCKS + 1) // (2 * _NUM_BLOCKS) if in_blocks else length**2
     return f"rows_{num_pairs}_of_{num_computed}"
-
-
-def _find_split_problem(query: Any, key: Any, sharding: BoundSharding | None) -> str:
-    if sharding is None or sharding.mesh is None or sharding.mesh.size == 1:
-        return ""
-    return find_split_problem(query, key, sharding)
 
 
 def _run_kernel(

@@ -11,6 +11,7 @@ Padding attends padding and nothing else, so every softmax has at least one key.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -88,6 +89,7 @@ class AttentionMask:
         segment_ids: jax.Array | None = None,
         in_prefix: jax.Array | None = None,
         query_ends: jax.Array | None = None,
+        segments_are_runs: bool = True,
     ) -> AttentionMask:
         """Return the mask of causal self-attention, as in a decoder.
 
@@ -100,17 +102,24 @@ class AttentionMask:
             attend, including earlier ones; see `first_tokens` for rows of one document.
           query_ends: int32 `[batch, length]`, the last position in the row that each token attends
             within its document; earlier ones than its own have no effect.
+          segments_are_runs: False if padding or another document may split a document.
 
         Raises:
           ConfigError: Segment ids, prefix or ends have the wrong shape.
         """
-        mask = cls._self_attention(batch, length, segment_ids, causal=True)
+        runs = {"segments_are_runs": segments_are_runs}
+        mask = cls._self_attention(batch, length, segment_ids, causal=True, **runs)
         _check_shape((batch, length), in_prefix=in_prefix, query_ends=query_ends)
         return dataclasses.replace(mask, key_in_prefix=in_prefix, query_ends=query_ends)
 
     @classmethod
     def bidirectional_mask(
-        cls, batch: int, length: int, *, segment_ids: jax.Array | None = None
+        cls,
+        batch: int,
+        length: int,
+        *,
+        segment_ids: jax.Array | None = None,
+        segments_are_runs: bool = True,
     ) -> AttentionMask:
         """Return the mask of self-attention within segments, as in an encoder.
 
@@ -118,11 +127,13 @@ class AttentionMask:
           batch: Number of rows.
           length: Tokens per row.
           segment_ids: int32 `[batch, length]`; see `causal_mask`.
+          segments_are_runs: See `causal_mask`.
 
         Raises:
           ConfigError: Segment ids have the wrong shape.
         """
-        return cls._self_attention(batch, length, segment_ids, causal=False)
+        runs = {"segments_are_runs": segments_are_runs}
+        return cls._self_attention(batch, length, segment_ids, causal=False, **runs)
 
     @classmethod
     def cross_mask(
@@ -241,11 +252,25 @@ class AttentionMask:
 
     @classmethod
     def _self_attention(
-        cls, batch: int, length: int, segments: jax.Array | None, *, causal: bool
+        cls,
+        batch: int,
+        length: int,
+        segments: jax.Array | None,
+        *,
+        causal: bool,
+        segments_are_runs: bool,
     ) -> AttentionMask:
         _check_shape((batch, length), segment_ids=segments)
         positions = row_positions(batch, length)
-        return cls(positions, positions, segments, segments, causal=causal, in_row_order=True)
+        return cls(
+            positions,
+            positions,
+            segments,
+            segments,
+            causal=causal,
+            in_row_order=True,
+            segments_are_runs=segments is None or segments_are_runs,
+        )
 
     def within(self, window: int | None) -> AttentionMask:
         """Return this mask, narrowed to a window; None returns the mask unchanged.
@@ -404,6 +429,21 @@ def segments_from_paddings(paddings: jax.Array) -> jax.Array:
       int32 `[batch, length]`, 0 for padding and 1 for tokens.
     """
     return (paddings == 0).astype(jnp.int32)
+
+
+def read_segments(batch: Mapping[str, Any]) -> tuple[jax.Array | None, bool]:
+    """Return the segment ids int32 `[batch, length]` of a batch, and whether they are runs.
+
+    Args:
+      batch: `segment_ids` `[batch, length]`, which are runs of tokens, or `paddings` `[batch,
+        length]` of rows of one document, which may be between tokens. Without both, the ids are
+        None.
+    """
+    if "segment_ids" in batch:
+        return batch["segment_ids"], True
+    if "paddings" in batch:
+        return segments_from_paddings(batch["paddings"]), False
+    return None, True
 
 
 def row_positions(batch: int, length: int) -> jax.Array:
