@@ -71,7 +71,7 @@ class Bert(LmExperiment, abstract=True):
     WARMUP_STEPS = 10_000
     MAX_STEPS = 1_000_000
 
-    unused_fields = ("DECAYED_WEIGHTS", "MIN_LEARNING_RATE_RATIO")
+    unused_fields = ("DECAYED_WEIGHTS",)
     reduced_fields: ClassVar[Mapping[str, Any]] = {**REDUCED_TEXT, "DROPOUT_RATE": 0.0}
     learner = adamw_linear
 
