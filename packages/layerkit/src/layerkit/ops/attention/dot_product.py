@@ -207,6 +207,7 @@ def describe_call(
         is_in_row_order=mask is None or mask.in_row_order,
         window=None if mask is None else mask.window,
         reach=None if mask is None else mask.reach,
+        chunk=None if mask is None else mask.chunk,
         has_segments=mask is not None and mask.query_segments is not None,
         segments_are_runs=mask is None or mask.segments_are_runs,
         has_prefix=mask is not None and mask.reads_ahead,
@@ -232,7 +233,7 @@ def _scope_of_counts(call: AttentionCall, backend: str, *, in_blocks: bool) -> s
     if reach is None or not is_known or max(reach) >= length - 1:
         # Blocks of queries have their own scope.
         return "causal_attention" if call.is_causal and not in_blocks else "attention"
-    num_pairs = count_visible_pairs(length, reach)
+    num_pairs = count_visible_pairs(length, reach, call.chunk)
     num_computed = length**2 * (_NUM_BLOCKS + 1) // (2 * _NUM_BLOCKS) if in_blocks else length**2
     return f"rows_{num_pairs}_of_{num_computed}"
 

@@ -53,6 +53,8 @@ class AttentionMask:
         key i are the same token. Fused kernels support only such positions.
       segments_are_runs: False if padding or another segment may split a segment. The backend
         `tokamax` requires True, and gives NaN in rows where a segment is split nevertheless.
+      chunk: Number of positions of the chunks of `split_chunks`; None for none. It has no effect,
+        since chunks are segments, but on counts of FLOPs.
       num_ahead: Largest number of tokens after a query that it sees by `look_ahead` in rows in
         order; 0 for none, or for other rows.
     """
@@ -67,6 +69,7 @@ class AttentionMask:
     window: int | None = struct.field(pytree_node=False, default=None)
     in_row_order: bool = struct.field(pytree_node=False, default=False)
     segments_are_runs: bool = struct.field(pytree_node=False, default=True)
+    chunk: int | None = struct.field(pytree_node=False, default=None)
     num_ahead: int = struct.field(pytree_node=False, default=0)
 
     @property
@@ -314,6 +317,7 @@ class AttentionMask:
             self.within(size),
             query_segments=split(self.query_segments, self.query_positions),
             key_segments=split(self.key_segments, self.key_positions),
+            chunk=size,
         )
 
     def look_ahead(self, size: int | None, positions: jax.Array | None = None) -> AttentionMask:
@@ -403,13 +407,17 @@ class AttentionMask:
         return allowed[:, None]
 
 
-def count_visible_pairs(length: int, reach: tuple[int, int]) -> int:
-    """Return the number of pairs of tokens in a row that a window shows.
+def count_visible_pairs(length: int, reach: tuple[int, int], chunk: int | None = None) -> int:
+    """Return the number of pairs of tokens in a row that a window and chunks show.
 
     Args:
       length: Tokens of the row.
       reach: Numbers of tokens before and after a query that it sees; see `AttentionMask.reach`.
+      chunk: Number of tokens of a chunk, counted from the start of the row; None for none.
     """
+    if chunk is not None:
+        num_chunks, rest = divmod(length, chunk)
+        return num_chunks * count_visible_pairs(chunk, reach) + count_visible_pairs(rest, reach)
     sides = [min(side, length - 1) for side in reach]
     return length * (sum(sides) + 1) - sum(side * (side + 1) // 2 for side in sides)
 
