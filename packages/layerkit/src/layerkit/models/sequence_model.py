@@ -113,8 +113,12 @@ class SequenceModel(BaseModel):
             model: TransformerEncoderDecoder, source: NestedMap, max_length: int
         ) -> None:
             _, are_runs = read_segments(batch.src)
-            segments = {"segment_ids": source.segment_ids, "segments_are_runs": are_runs}
-            model.init_cache(source.inputs, max_length, **segments)
+            model.init_cache(
+                source.inputs,
+                max_length,
+                segment_ids=source.segment_ids,
+                segments_are_runs=are_runs,
+            )
 
         first = jnp.array([self.start_id, *self.prompt_ids], jnp.int32)
         ids = jnp.broadcast_to(first, (segments.shape[0], len(first)))
