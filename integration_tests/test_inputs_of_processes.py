@@ -121,7 +121,7 @@ def test_a_process_whose_input_never_returns_is_named_by_the_others(jobs: Any, t
     with job.started_as(2, "--hung_step_timeout_secs=20") as processes:
         ends = [process.communicate(timeout=300)[0] for process in processes]
     codes = [process.returncode for process in processes]
-    assert codes == [LOST_PROCESS_EXIT_CODE, HUNG_EXIT_CODE], ends
+    assert codes == [HUNG_EXIT_CODE, HUNG_EXIT_CODE], ends
     assert f"runner: {name_of(processes, 1)} failed: hung: reading the batch of step" in ends[0]
     assert "thirteen_examples.py" in (job.folder / "logs" / "process_0001.log").read_text()
 
@@ -131,9 +131,8 @@ def test_data_that_one_process_cannot_read_end_all(jobs: Any, tmp_path: Path):
     job = make(jobs, tmp_path, 2, PERCORE_BATCH_SIZE=1.0, FAILS=True, **ENDLESS)
     with job.started_as(2) as processes:
         outputs = [process.communicate(timeout=4 * SECONDS_TO_NOTICE)[0] for process in processes]
-    assert processes[0].returncode == LOST_PROCESS_EXIT_CODE, outputs[0]
     # Data that cannot be read after the first step is no mistake in the command.
-    assert processes[1].returncode == 1, outputs[1]
+    assert [process.returncode for process in processes] == [1, 1], outputs
     problem = "shard-00001.bin, record 17: it ends in the middle of a number"
     assert f"{name_of(processes, 1)} failed: {problem}. Every step needs" in outputs[0]
     assert f"runner: {problem}\n" in outputs[1]

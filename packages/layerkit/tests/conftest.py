@@ -141,3 +141,19 @@ def absent_devices():
         return result[:count]
 
     return devices
+
+
+@pytest.fixture
+def attention_calls(monkeypatch):
+    """Return a list that receives the `AttentionCall` of every attention, which is not computed."""
+    from layerkit.layers.attention.base_attention import AttentionLayer
+    from layerkit.ops.attention.dot_product import describe_call
+
+    calls = []
+
+    def attend(layer, query, key, value, options):
+        calls.append(describe_call(query, key, value, options))
+        return query
+
+    monkeypatch.setattr(AttentionLayer, "attend", attend)
+    return calls

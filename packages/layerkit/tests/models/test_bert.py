@@ -97,6 +97,17 @@ def test_types_of_tokens_are_added_to_their_embeddings(raises, variables):
         plain.apply(variables, NestedMap(ids=IDS, token_type_ids=IDS))
 
 
+@pytest.mark.parametrize(
+    ("padding", "are_runs"),
+    [({"paddings": PADDINGS}, False), ({"segment_ids": 1 - PADDINGS}, True), ({}, True)],
+    ids=["paddings", "segment_ids", "no_padding"],
+)
+def test_kernels_of_runs_are_not_selected_for_paddings(attention_calls, padding, are_runs):
+    model, batch = bert(), NestedMap(ids=IDS, masked_ids=IDS, masked_weights=PADDINGS, **padding)
+    jax.eval_shape(model.init, KEY, batch)
+    assert {call.segments_are_runs for call in attention_calls} == {are_runs}
+
+
 def test_training_reduces_the_loss(variables):
     """Every row says one token over and over, so that the others tell a hidden one."""
     model = bert(train=True)

@@ -177,6 +177,19 @@ def test_beam_as_wide_as_the_vocabulary_finds_the_most_likely_pair(made):
         np.testing.assert_allclose(decoded.log_probs[row].sum(), totals.max(), rtol=1e-4)
 
 
+@pytest.mark.parametrize("method", ["compute_predictions", "decode"])
+@pytest.mark.parametrize(("name", "are_runs"), [("paddings", False), ("segment_ids", True)])
+def test_kernels_of_runs_are_not_selected_for_paddings(attention_calls, name, are_runs, method):
+    model = sequence_model(sinusoidal, SampleDecoder.HParams.config(temperature=0.0))
+    variables = jax.eval_shape(model.init, KEY)
+    target = NestedMap(ids=TARGET_IDS, labels=TARGET_IDS, weights=np.float32(TARGET_IDS))
+    source = NestedMap({"ids": SOURCE_IDS, name: SOURCE_SEGMENTS})
+    run = partial(model.apply, method=method)
+    jax.eval_shape(run, variables, NestedMap(src=source, tgt=target))
+    encoder_calls = [call for call in attention_calls if call.num_queries == SOURCE]
+    assert {call.segments_are_runs for call in encoder_calls} == {are_runs}
+
+
 def test_loss_is_weighted():
     model = sequence_model(sinusoidal, SampleDecoder.HParams.config())
     variables = weights_of(model)

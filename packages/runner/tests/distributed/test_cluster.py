@@ -155,11 +155,12 @@ def assert_named(
     done: list[subprocess.CompletedProcess[str]],
     victim: int,
     text: str,
+    code: int = LOST_PROCESS_EXIT_CODE,
 ) -> None:
     """Check that all processes but one end, and what they report about this one."""
     name = f"process {victim} of {len(done)} (host {socket.gethostname()}"
     for index in {*range(len(done))} - {victim}:
-        assert done[index].returncode == LOST_PROCESS_EXIT_CODE, done
+        assert done[index].returncode == code, done
         sentence = rf"runner: {re.escape(name)}, pid {processes[victim].pid}\) {text}"
         assert re.search(sentence, done[index].stderr), done
         assert f"so process {index} ends as well" in done[index].stderr
@@ -245,14 +246,16 @@ def test_end_of_one_process_is_reported_by_the_other(
     processes = start([torchrun(port, index, 2) for index in range(2)], tmp_path, what)
     done = ends(processes)
     assert done[victim].returncode == code, done
-    assert_named(processes, done, victim, text)
+    # A process that could give a reason gives its exit code, too.
+    other_code = code if code > 0 else LOST_PROCESS_EXIT_CODE
+    assert_named(processes, done, victim, text, other_code)
 
 
 def test_failed_process_ends_the_others_with_logs_in_a_local_folder(tmp_path: Path):
     port, folder = free_port(), "gs://bucket/run"
     environs = [{**slurm(port, index, 2), "TMPDIR": str(tmp_path)} for index in (0, 1)]
     done = ends(start(environs, folder, "fails"))
-    assert [process.returncode for process in done] == [LOST_PROCESS_EXIT_CODE, 2], done
+    assert [process.returncode for process in done] == [2, 2], done
     assert "runner: the data are gone\n" in done[1].stderr
     assert "failed: the data are gone. Every step needs all processes" in done[0].stderr
     (local,) = tmp_path.glob("layerkit_logs_*")

@@ -117,8 +117,8 @@ class Peers:
     def confirm_all_alive(self):
         print("all are alive", flush=True)
 
-    def leave(self, reason):
-        print("told", reason, flush=True)
+    def leave(self, exit_code, reason):
+        print("told", exit_code, reason, flush=True)
 
 with contextlib.ExitStack() as stack:
     stack.callback(threading.Event().wait)  # a file that cannot be closed
@@ -134,4 +134,4 @@ def test_forced_exit_on_an_error_closes_no_outer_context():
     )
     assert done.returncode == 7
     assert done.stderr == "runner: the disk does not answer\n"
-    assert done.stdout == "all are alive\ntold the disk does not answer\n"
+    assert done.stdout == "all are alive\ntold 7 the disk does not answer\n"

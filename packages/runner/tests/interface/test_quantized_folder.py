@@ -18,8 +18,12 @@ from layerkit.errors import ConfigError
 from layerkit.layers import add_lora, dequantize_model
 from layerkit.layers.quantization.lora import LORA_WEIGHTS
 from layerkit_runner.checkpointing import folders
+from layerkit_runner.config.requests import parse_override
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from import InitFrom, Source
+from layerkit_runner.run.programs.eval_program import EvalProgram
+from layerkit_runner.run.resolve import resolve
+from layerkit_runner.tools import quantize
 from layerkit_runner.tools.quantize import quantize_folder, run_quantize
 
 IDS = np.arange(12, dtype=np.int32).reshape(2, 6)
@@ -31,6 +35,26 @@ def quantized(run: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = str(tmp_path_factory.mktemp("quantized") / "int4")
     assert run_quantize([str(run.job_log_dir), folder, "--weight_format=int4:8"]) == 0
     return folder
+
+
+def test_interrupted_command_can_be_repeated(run, tmp_path, monkeypatch):
+    out = tmp_path / "int8"
+
+    write_weights = quantize._write_weights
+
+    def interrupt(*arguments: Any) -> None:
+        write_weights(*arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize, "_write_weights", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            quantize_folder(str(run.job_log_dir), str(out))
+    assert not out.exists()
+    out.mkdir()
+    quantize_folder(str(run.job_log_dir), str(out))
+    assert {path.name for path in tmp_path.iterdir()} == {"int8"}
+    assert {"config.json", "checkpoints"} <= {path.name for path in out.iterdir()}
 
 
 def test_folder_says_that_no_training_goes_on(quantized):
@@ -83,10 +107,22 @@ def test_averaged_weights_are_stored_as_the_weights(lines, tmp_path):
         "task.train.decode_use_ema_states": True,
     }
     layerkit_runner.train(lines.LinesLm, job_log_dir=tmp_path / "run", overrides=overrides)
-    quantize_folder(str(tmp_path / "run"), str(tmp_path / "int8"))
+    line = quantize_folder(str(tmp_path / "run"), str(tmp_path / "int8"))
+    assert line.endswith("; the averaged weights (decode_use_ema_states=True)")
     before, after = (layerkit_runner.load(tmp_path / name) for name in ("run", "int8"))
     expected = before.logits(IDS)
     np.testing.assert_allclose(after.logits(IDS), expected, atol=0.05 * np.abs(expected).max())
+
+
+def test_programs_of_the_new_folder_ask_for_no_averages(lines):
+    class Averaged(lines.LinesLm):
+        def eval_programs(self) -> list[Config]:
+            return [Config(EvalProgram, dataset="heldout", use_ema_states=True)]
+
+    resolved = resolve(Averaged(), [parse_override("task.train.learner.ema_decay", "0.5")])
+    written = quantize._set_format(resolved, epath.Path("out"), "int8")
+    (program,) = written.eval_programs
+    assert program.use_ema_states is None
 
 
 @pytest.mark.slow

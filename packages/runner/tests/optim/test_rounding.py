@@ -58,6 +58,19 @@ def test_stochastic_rounding_keeps_the_mean_of_small_updates():
     np.testing.assert_allclose(np.std(np.float64(last["w"])), deviation, rtol=0.1)
 
 
+def test_small_gradients_of_float16_weights_move_them_as_in_float32():
+    learner = Learner.HParams.config(optimizer=Partial(optax.adam), learning_rate=1e-2)
+    learner, moved = learner.Instantiate(), {}
+    for dtype in (jnp.float16, jnp.float32):
+        params = {"w": jnp.ones(4, dtype)}
+        grads = jax.tree.map(lambda x: 1e-5 * x, params)
+        update = learner.update(grads, learner.init(params), params, step=jnp.int32(0))
+        moved[dtype] = update.params["w"]
+        assert moved[dtype].dtype == dtype
+    np.testing.assert_allclose(moved[jnp.float16], moved[jnp.float32], rtol=1e-3)
+    assert np.all(moved[jnp.float16] < 0.995)
+
+
 def test_optimizers_compute_in_float32_and_weights_do_not_depend_on_restart_or_mesh():
     fields = {"optimizer": Partial(optax.adam), "stochastic_rounding": True}
     whole = updates(ONES, steps=4, **fields)

@@ -20,7 +20,6 @@ from layerkit.config import Config
 from layerkit.config.nested_map import NestedMap
 from layerkit_runner import BaseExperiment, cli
 from layerkit_runner.config.requests import ResolvedExperiment
-from layerkit_runner.distributed.peers import LOST_PROCESS_EXIT_CODE
 from layerkit_runner.errors import UsageError
 from layerkit_runner.observers import read_metrics
 from layerkit_runner.observers.loss_curve import draw_loss_curve
@@ -271,7 +270,7 @@ def test_a_signal_during_the_last_decoding_ends_the_job_with_its_checkpoint(
     first.send_signal(number)
     assert f"{number.name}: leaving at once" in processes.ended(first, 128 + number)
     for other in others:
-        said = processes.ended(other, LOST_PROCESS_EXIT_CODE)
+        said = processes.ended(other, 128 + number)
         assert f"process 0 of 2 (host {socket.gethostname()}, pid {first.pid})" in said
         assert f"stopped by {number.name}" in said
     folder = processes.folder

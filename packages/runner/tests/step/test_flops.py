@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -176,10 +175,12 @@ def test_flash_attention_counts_like_plain_attention(platform, causal):
     assert flops("pallas") == flops("xla") == (whole / 2 if causal else whole)
 
 
-@pytest.mark.parametrize("window", [32, 90, 200])
+@pytest.mark.parametrize(
+    ("window", "chunk"), [(32, None), (90, None), (200, None), (None, 48), (None, 100), (16, 48)]
+)
 @pytest.mark.parametrize(("backend", "platform"), [("pallas", "cuda"), ("xla", "cpu")])
-def test_attention_counts_the_pairs_in_a_window(backend, platform, window):
-    mask = dataclasses.replace(AttentionMask.causal_mask(2, 256), window=window)
+def test_attention_counts_the_pairs_in_windows_and_chunks(backend, platform, window, chunk):
+    mask = AttentionMask.causal_mask(2, 256).within(window).split_chunks(chunk)
     options = AttentionOptions(mask=mask, scale=1.0, backend=backend, platform=platform)
     flops = forward_flops(lambda x: dot_product_attention(x, x, x, options), shape(2, 256, 4, 16))
     num_pairs = np.asarray(mask.dense()).sum() / 2

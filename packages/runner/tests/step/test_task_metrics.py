@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from layerkit.base.step_reports import Summary
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.indexed_input import IndexedInput
@@ -15,7 +17,7 @@ from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.observers import Observer
 from layerkit_runner.run.programs.eval_program import EvalProgram
 from layerkit_runner.step.metrics import OverBatches
-from layerkit_runner.step.task_metrics import Composite, Histogram, Max, Mean
+from layerkit_runner.step.task_metrics import Composite, Histogram, Max, Mean, step_metrics
 
 METRICS = {
     "mean": Mean.HParams.config(value="outputs/errors"),
@@ -129,6 +131,16 @@ def test_metrics_over_the_batches_of_an_evaluation(tiny: SimpleNamespace, start:
     # Only training steps have a gradient.
     assert "worst_norm" not in result
     assert recorder.histograms_of["numbers"]["x/spread"].counts.sum() == 2 * 11
+
+
+def test_histogram_of_a_layer_is_no_scalar(raises):
+    scalars = {
+        "summaries/logits": Summary(None, "histogram"),
+        "summaries/norm": jnp.ones((), jnp.float32),
+    }
+    metric = Max.HParams.config(value="scalars/summaries/logits").Instantiate()
+    with raises(ConfigError, value=metric.value, choices=("scalars/summaries/norm",)):
+        step_metrics({"largest": metric}, {}, scalars)
 
 
 @pytest.mark.parametrize(

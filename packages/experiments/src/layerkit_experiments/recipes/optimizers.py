@@ -23,7 +23,7 @@ from layerkit_runner.optim.sharded_adafactor import sharded_adafactor
 def adamw_linear(fields: Any) -> Config:
     """Return AdamW that decays matrices; a linear warmup, then linear decay to 0 (Devlin, 2018)."""
     if fields.LEARNING_RATE_SCHEDULE is None:
-        refuse_unread(fields, ("MIN_LEARNING_RATE_RATIO",), "LEARNING_RATE_SCHEDULE=None")
+        refuse_unread(fields, ("MIN_LEARNING_RATE_RATIO",), "a linear decay to 0")
     return adamw(fields, schedule_learning_rate(fields, schedules.linear_warmup_polynomial_decay))
 
 

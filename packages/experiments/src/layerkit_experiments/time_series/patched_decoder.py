@@ -7,7 +7,6 @@ that Google released for Pax, and `layerkit.interop.praxis` maps their names.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -178,9 +177,10 @@ class PatchedDecoder(BaseModel):
             x = x + self.position(shown)
         x = x + self.frequency(frequency)[:, None]
         segments = segments_from_paddings(is_empty)
-        mask = AttentionMask.causal_mask(rows, num_patches, segment_ids=segments)
         # A gap in a series leaves patches without a value between those of its segment.
-        mask = dataclasses.replace(mask, segments_are_runs=False)
+        mask = AttentionMask.causal_mask(
+            rows, num_patches, segment_ids=segments, segments_are_runs=False
+        )
         x = self.constrain(self.cast(x), "batch", "residual_length", "act_embed")
         x = gather_positions(self, self.stack(x, mask=mask, positions=positions))
         outputs = self.horizon(x).astype(jnp.float32)

@@ -16,16 +16,18 @@ from layerkit.layers.basic.masked_lm_augmenter import MaskedLmAugmenter
 from layerkit.layers.transformer.transformer import drop_none
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.models.weighted_metrics import token_metrics
+from layerkit.ops.attention.masks import read_segments
 
 
 class BertModel(BaseModel):
     """A masked language model (Devlin et al., 2018, arXiv:1810.04805).
 
     A batch has `ids` int32 `[batch, length]`, and either `paddings` `[batch, length]` (1 is
-    padding) or, for packed rows, `segment_ids` and `segment_pos`. For networks with types of tokens
-    it may have `token_type_ids` int32 `[batch, length]`. The model draws which tokens are
-    masked, unless the batch has `masked_ids` int32 and `masked_weights` float32 `[batch, length]`.
-    Rows whose `eval_sample_weights` `[batch]` are 0 are not masked.
+    padding, which may be between tokens) or, for packed rows, `segment_ids`, which are runs of
+    tokens, and `segment_pos`. For networks with types of tokens it may have `token_type_ids` int32
+    `[batch, length]`. The model draws which tokens are masked, unless the batch has `masked_ids`
+    int32 and `masked_weights` float32 `[batch, length]`. Rows whose `eval_sample_weights` `[batch]`
+    are 0 are not masked.
 
     Attributes:
       lm_tpl: Network, with `is_causal=False`.
@@ -60,9 +62,7 @@ class BertModel(BaseModel):
         Returns:
           Outputs of the softmax (see `FullSoftmax.fprop`), and `weights` `[batch, length]`.
         """
-        segments = batch.get("segment_ids")
-        if segments is None and "paddings" in batch:
-            segments = (batch.paddings == 0).astype(jnp.int32)
+        segments, are_runs = read_segments(batch)
         masked_ids, weights = self._mask_tokens(batch, segments)
         outputs = self.lm(
             masked_ids,
@@ -70,6 +70,7 @@ class BertModel(BaseModel):
             weights=weights,
             segment_ids=segments,
             segment_pos=batch.get("segment_pos"),
+            segments_are_runs=are_runs,
             **drop_none(token_type_ids=batch.get("token_type_ids")),
         )
         outputs.weights = weights

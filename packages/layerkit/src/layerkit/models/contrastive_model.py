@@ -17,6 +17,7 @@ from layerkit.layers.vision.contrastive import ContrastiveLoss
 from layerkit.layers.vision.vision_transformer import VisionTransformer
 from layerkit.models.transformer_lm import TransformerLm
 from layerkit.models.weighted_metrics import example_weights
+from layerkit.ops.attention.masks import segments_from_paddings
 from layerkit.ops.losses.softmax import weighted_mean
 
 
@@ -67,8 +68,8 @@ class ContrastiveModel(BaseModel):
 
     def embed_texts(self, ids: jax.Array, *, paddings: jax.Array | None = None) -> jax.Array:
         """Map token ids and paddings, both `[batch, length]`, to vectors `[batch, embed_dims]`."""
-        segments = None if paddings is None else (paddings == 0).astype(jnp.int32)
-        hidden = self.text.hidden(ids, segment_ids=segments)
+        segments = None if paddings is None else segments_from_paddings(paddings)
+        hidden = self.text.hidden(ids, segment_ids=segments, segments_are_runs=False)
         if self.text_end_id is not None:
             place = jnp.argmax(ids == self.text_end_id, axis=1)
         elif segments is not None:

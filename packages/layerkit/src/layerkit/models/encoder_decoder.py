@@ -131,6 +131,7 @@ class TransformerEncoderDecoder(BaseLayer):
         source_segment_pos: jax.Array | None = None,
         target_segment_ids: jax.Array | None = None,
         target_segment_pos: jax.Array | None = None,
+        segments_are_runs: bool = True,
     ) -> NestedMap:
         """Compute the losses of predicting `labels`.
 
@@ -143,13 +144,15 @@ class TransformerEncoderDecoder(BaseLayer):
           source_segment_pos: Positions of the source.
           target_segment_ids: Documents of the target.
           target_segment_pos: Positions of the target.
+          segments_are_runs: False if padding may split a document; see `AttentionMask`.
 
         Returns:
           Outputs of the softmax; see `FullSoftmax.fprop`. With an `encoder_tpl` also its outputs
           `encoded` `[batch, frames, dims]` and `encoded_segment_ids` int32 `[batch, frames]`.
         """
-        memory = self._encode(source, source_segment_ids, source_segment_pos)
-        hidden = self._decode(target_ids, *memory, target_segment_ids, target_segment_pos)
+        runs = {"segments_are_runs": segments_are_runs}
+        memory = self._encode(source, source_segment_ids, source_segment_pos, **runs)
+        hidden = self._decode(target_ids, *memory, target_segment_ids, target_segment_pos, **runs)
         outputs: NestedMap = self.softmax(hidden, labels=labels, weights=weights)
         if self.encoder_tpl is not None:
             outputs.encoded, outputs.encoded_segment_ids = memory
@@ -168,6 +171,7 @@ class TransformerEncoderDecoder(BaseLayer):
         source_segment_pos: jax.Array | None = None,
         target_segment_ids: jax.Array | None = None,
         target_segment_pos: jax.Array | None = None,
+        segments_are_runs: bool = True,
     ) -> jax.Array:
         """Compute normalized hidden states of the decoder, `[batch, target, dims]`.
 
@@ -181,9 +185,11 @@ class TransformerEncoderDecoder(BaseLayer):
             from the start of the row.
           target_segment_ids: Number of each token's document in its row, int32 `[batch, target]`.
           target_segment_pos: Position within the document, int32 `[batch, target]`.
+          segments_are_runs: False if padding may split a document; see `AttentionMask`.
         """
-        memory = self._encode(source, source_segment_ids, source_segment_pos)
-        return self._decode(target_ids, *memory, target_segment_ids, target_segment_pos)
+        runs = {"segments_are_runs": segments_are_runs}
+        memory = self._encode(source, source_segment_ids, source_segment_pos, **runs)
+        return self._decode(target_ids, *memory, target_segment_ids, target_segment_pos, **runs)
 
     def encode(
         self,
@@ -203,7 +209,12 @@ class TransformerEncoderDecoder(BaseLayer):
         return self._encode(source, segment_ids, segment_pos)[0]
 
     def init_cache(
-        self, source: jax.Array, max_length: int, *, segment_ids: jax.Array | None = None
+        self,
+        source: jax.Array,
+        max_length: int,
+        *,
+        segment_ids: jax.Array | None = None,
+        segments_are_runs: bool = True,
     ) -> None:
         """Encode the source and create an empty cache for targets.
 
@@ -211,6 +222,7 @@ class TransformerEncoderDecoder(BaseLayer):
           source: Source ids or features with one document per row; see `hidden`.
           max_length: Largest number of tokens of a target.
           segment_ids: 1 for tokens and 0 for padding, int32 `[batch, source]`; None for no padding.
+          segments_are_runs: See `hidden`.
 
         Raises:
           ConfigError: The model has fewer positions than `max_length`.
@@ -222,7 +234,9 @@ class TransformerEncoderDecoder(BaseLayer):
             # A table of positions raises for rows that are too long. A single step is never too
             # long.
             self.target_position(row_positions(batch, max_length))
-        memory, segments = self._encode(source, segment_ids, None)
+        memory, segments = self._encode(
+            source, segment_ids, None, segments_are_runs=segments_are_runs
+        )
         self.put_variable(CACHE, _SOURCE_SEGMENTS, segments)
         self.decoder.init_cache(batch, max_length, memory=memory)
 
@@ -260,7 +274,12 @@ class TransformerEncoderDecoder(BaseLayer):
         )
 
     def _encode(
-        self, source: jax.Array, segment_ids: jax.Array | None, segment_pos: jax.Array | None
+        self,
+        source: jax.Array,
+        segment_ids: jax.Array | None,
+        segment_pos: jax.Array | None,
+        *,
+        segments_are_runs: bool = True,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Return the encoder's output `[batch, frames, dims]` and its segments; see `encode`."""
         batch, length = source.shape[:2]
@@ -272,7 +291,9 @@ class TransformerEncoderDecoder(BaseLayer):
             outputs = self.encoder(source, paddings=jnp.float32(segment_ids == 0))
             return outputs.encoded, segments_from_paddings(outputs.paddings)
         positions = row_positions(batch, length) if segment_pos is None else segment_pos
-        mask = AttentionMask.bidirectional_mask(batch, length, segment_ids=segment_ids)
+        mask = AttentionMask.bidirectional_mask(
+            batch, length, segment_ids=segment_ids, segments_are_runs=segments_are_runs
+        )
         x = self.encoder(self._embed("source", source, segment_pos), mask=mask, positions=positions)
         return self._normalize("encoder", x), segment_ids
 
@@ -283,12 +304,16 @@ class TransformerEncoderDecoder(BaseLayer):
         memory_segments: jax.Array | None,
         segment_ids: jax.Array | None,
         segment_pos: jax.Array | None,
+        *,
+        segments_are_runs: bool,
     ) -> jax.Array:
         """Return hidden states `[batch, target, dims]` from the outputs of `_encode`."""
         batch, length = ids.shape
         x = self.decoder(
             self._embed("target", ids, segment_pos),
-            mask=AttentionMask.causal_mask(batch, length, segment_ids=segment_ids),
+            mask=AttentionMask.causal_mask(
+                batch, length, segment_ids=segment_ids, segments_are_runs=segments_are_runs
+            ),
             positions=row_positions(batch, length) if segment_pos is None else segment_pos,
             memory=memory,
             memory_mask=self._memory_mask(ids, memory, segment_ids, memory_segments),

@@ -19,18 +19,18 @@ from layerkit.decoding.decoder import Decoder
 from layerkit.decoding.loop import SampleDecoder, SampledRows
 from layerkit.models.encoder_decoder import TransformerEncoderDecoder
 from layerkit.models.weighted_metrics import token_metrics, token_weights
-from layerkit.ops.attention.masks import segments_from_paddings
+from layerkit.ops.attention.masks import read_segments
 
 
 class SequenceModel(BaseModel):
     """A model from sequences to sequences, as in translation, summarization or T5.
 
     A batch has `src` with `ids` int32 `[batch, source]`, or `features` `[batch, source, dims]` for
-    a network with an `encoder_tpl`, and `tgt` with `ids` (the decoder's
-    inputs), `labels` int32 and `weights` float32 `[batch, target]`. Padding of the source is
-    marked by `src.paddings` (1 is padding) or `src.segment_ids` (0 is padding). Packed rows have
-    `segment_ids` and `segment_pos` on both sides. Decoding does not need `tgt`, and treats a row
-    whose source is all padding as a row of padding.
+    a network with an `encoder_tpl`, and `tgt` with `ids` (the decoder's inputs), `labels` int32 and
+    `weights` float32 `[batch, target]`. Padding of the source is marked by `src.paddings` (1 is
+    padding, which may be between tokens) or `src.segment_ids` (0 is padding, which may not). Packed
+    rows have `segment_ids` and `segment_pos` on both sides. Decoding does not need `tgt`, and
+    treats a row whose source is all padding as a row of padding.
 
     Attributes:
       model_tpl: Network.
@@ -56,15 +56,18 @@ class SequenceModel(BaseModel):
 
     def compute_predictions(self, batch: NestedMap) -> NestedMap:
         """Return the outputs of `TransformerEncoderDecoder.fprop`, per token `[batch, target]`."""
+        source_segments, source_runs = read_segments(batch.src)
+        target_segments, target_runs = read_segments(batch.tgt)
         return self.model(
             _inputs(batch.src),
             batch.tgt.ids,
             labels=batch.tgt.labels,
             weights=token_weights(batch.tgt.weights, batch, apply=self.apply_eval_sample_weights),
-            source_segment_ids=_segments(batch.src),
+            source_segment_ids=source_segments,
             source_segment_pos=batch.src.get("segment_pos"),
-            target_segment_ids=_segments(batch.tgt),
+            target_segment_ids=target_segments,
             target_segment_pos=batch.tgt.get("segment_pos"),
+            segments_are_runs=source_runs and target_runs,
         )
 
     def compute_loss(self, predictions: NestedMap, batch: NestedMap) -> tuple[Metrics, NestedMap]:
@@ -109,7 +112,13 @@ class SequenceModel(BaseModel):
         def init_cache(
             model: TransformerEncoderDecoder, source: NestedMap, max_length: int
         ) -> None:
-            model.init_cache(source.inputs, max_length, segment_ids=source.segment_ids)
+            _, are_runs = read_segments(batch.src)
+            model.init_cache(
+                source.inputs,
+                max_length,
+                segment_ids=source.segment_ids,
+                segments_are_runs=are_runs,
+            )
 
         first = jnp.array([self.start_id, *self.prompt_ids], jnp.int32)
         ids = jnp.broadcast_to(first, (segments.shape[0], len(first)))
@@ -125,17 +134,10 @@ class SequenceModel(BaseModel):
 
 
 def _source_segments(batch: NestedMap) -> jax.Array:
-    segments = _segments(batch.src)
+    segments, _ = read_segments(batch.src)
     return jnp.ones(_inputs(batch.src).shape[:2], jnp.int32) if segments is None else segments
 
 
 def _inputs(src: NestedMap) -> jax.Array:
     inputs: jax.Array = src.ids if "ids" in src else src.features
     return inputs
-
-
-def _segments(side: NestedMap) -> jax.Array | None:
-    if "segment_ids" in side:
-        segments: jax.Array = side.segment_ids
-        return segments
-    return segments_from_paddings(side.paddings) if "paddings" in side else None

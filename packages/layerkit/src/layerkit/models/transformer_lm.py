@@ -215,6 +215,7 @@ class TransformerLm(BaseLayer):
         in_prefix: jax.Array | None = None,
         token_type_ids: jax.Array | None = None,
         images: jax.Array | None = None,
+        segments_are_runs: bool = True,
     ) -> jax.Array:
         """Compute normalized hidden states `[batch, length, dims]`.
 
@@ -229,6 +230,7 @@ class TransformerLm(BaseLayer):
           token_type_ids: Type of each token, int32 `[batch, length]`; None for type 0.
           images: Images of the placeholders of each row, `[batch, num_images, height, width,
             channels]`, as `ImageEmbedding` reads them; None for rows of text.
+          segments_are_runs: False if padding may split a document; see `AttentionMask`.
 
         Raises:
           ConfigError: `in_prefix` is given although the model is not causal, `token_type_ids`
@@ -241,15 +243,16 @@ class TransformerLm(BaseLayer):
         placed = None
         if images is not None:
             placed = self.images.place(ids, images, positions=segment_pos)
+        runs = {"segments_are_runs": segments_are_runs}
         if self.is_causal:
             ends = None if placed is None else placed.ends(row_positions(batch, length))
             mask = AttentionMask.causal_mask(
-                batch, length, segment_ids=segment_ids, in_prefix=in_prefix, query_ends=ends
+                batch, length, segment_ids=segment_ids, in_prefix=in_prefix, query_ends=ends, **runs
             )
         else:
             is_causal, expected = self.is_causal, "True for inputs with a prefix (in_prefix)"
             require(in_prefix is None, self, "is_causal", is_causal, expected)
-            mask = AttentionMask.bidirectional_mask(batch, length, segment_ids=segment_ids)
+            mask = AttentionMask.bidirectional_mask(batch, length, segment_ids=segment_ids, **runs)
         x = self._embed(ids, segment_pos, token_type_ids, images=placed, segments=segment_ids)
         if segment_ids is not None and switching_length(self.stack_tpl) is not None:
             # Padding makes no row longer.

@@ -95,8 +95,7 @@ def packed(q, k):
 def add_gaps(q, k):
     """Return the mask of documents that padding splits."""
     ids = jnp.where(jnp.arange(q) % 5 == 1, 0, segments(q))
-    mask = AttentionMask.causal_mask(BATCH, q, segment_ids=ids)
-    return dataclasses.replace(mask, segments_are_runs=False)
+    return AttentionMask.causal_mask(BATCH, q, segment_ids=ids, segments_are_runs=False)
 
 
 def cross(q, k):
@@ -293,8 +292,10 @@ require queries, keys and values of one dtype, as layers pass them.
 
 `tokamax` reads a document as a run of consecutive tokens. Other backends support a document that
 padding or another document splits. Such a mask has `segments_are_runs=False`, with which `auto`
-does not select `tokamax`; `PatchedDecoder` sets it, because a series may have gaps. Without it, a
-row with such a document gives NaN, because which tokens a document has is known at run time only.
+does not select `tokamax`. Models set it for batches with `paddings` and without `segment_ids`
+(`BertModel`, `ContrastiveModel`, `SequenceModel`, `PatchedDecoder`), because padding may be between
+tokens there. With `segment_ids`, a row with such a document gives NaN in `tokamax`, because which
+tokens a document has is known at run time only.
 
 `pallas` is written in Pallas' Triton backend on GPUs, which JAX 0.12 deprecates. Once JAX has
 removed it, `auto` skips the row, and Tokamax runs a bias by distance, too

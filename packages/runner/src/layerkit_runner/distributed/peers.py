@@ -1,9 +1,10 @@
 """Loss of other processes of the job, found by the coordinator that JAX runs in process 0.
 
-A process that fails writes the reason to the coordinator's key-value store, where a thread of every
-other process waits for it. A process that ends without a reason is found by JAX's heartbeats, which
-C++ threads send. So a long compilation, or code that holds Python's lock, is no loss. Each process
-then prints one sentence and ends, also if its main thread is in compiled code.
+A process that fails writes its exit code and the reason to the coordinator's key-value store, where
+a thread of every other process waits for them. A process that ends without a reason is found by
+JAX's heartbeats, which C++ threads send. So a long compilation, or code that holds Python's lock,
+is no loss. Each process then prints one sentence and ends, also if its main thread is in compiled
+code. It ends with the code of the failed process, so that a launcher restarts no lasting error.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import jax
 
 from layerkit_runner.distributed.watchdog import Identity, exit_now, finished_within, print_error
 
-# Exit code of a process that ends because another was lost: sysexits.h's "try again".
+# Exit code of a process that ends because another was killed: sysexits.h's "try again".
 LOST_PROCESS_EXIT_CODE = 75
 
 HEARTBEAT_SECONDS = 20
@@ -52,6 +53,7 @@ class Peers:
         self._answers = threading.Condition()
         self._num_answers = 0
         self._loss: str | None = None
+        self._exit_code = LOST_PROCESS_EXIT_CODE
         self._is_leaving = False
         client.key_value_set(self._key("process", identity.process), str(identity))
         self._coordinator = self._name(0, _EXCHANGE_MS)
@@ -62,14 +64,15 @@ class Peers:
         for thread in self._threads:
             thread.start()
 
-    def leave(self, reason: str) -> None:
+    def leave(self, exit_code: int, reason: str) -> None:
         """Report the reason of this process's end, unless it is empty, before it exits."""
         if reason:
             self._is_leaving = True
             # The callers end the sentence.
             text = f"{self._identity} failed: {reason[:_MAX_TEXT].removesuffix('.')}"
+            record = json.dumps([self._identity.process, exit_code, text])
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
-                self._client.key_value_set(_FAILED, json.dumps([self._identity.process, text]))
+                self._client.key_value_set(_FAILED, record)
         if self._identity.process == 0:
             time.sleep(_SECONDS_TO_LEARN)
 
@@ -105,9 +108,9 @@ class Peers:
             except jax.errors.JaxRuntimeError:  # none has failed until now
                 time.sleep(_POLL_SECONDS)
                 continue
-            process, text = json.loads(record)
+            process, exit_code, text = json.loads(record)
             if process != self._identity.process:
-                self._loss = text
+                self._loss, self._exit_code = text, exit_code
                 time.sleep(_SECONDS_TO_REPORT)
                 self._end()
             return
@@ -153,7 +156,7 @@ class Peers:
                 f" {self._identity.process} ends as well; the same command in every process"
                 " resumes from the newest checkpoint."
             )
-            exit_now(LOST_PROCESS_EXIT_CODE)
+            exit_now(self._exit_code)
 
     def _name(self, process: int, wait_ms: int) -> str:
         try:

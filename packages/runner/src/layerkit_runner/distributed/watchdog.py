@@ -92,7 +92,7 @@ def exit_now(exit_code: int, reason: str = "") -> NoReturn:
     """End the process at once, after its report to the other processes."""
     peers = _peers
     if peers is not None:
-        finished_within(_SECONDS_TO_LEAVE, lambda: peers.leave(reason))
+        finished_within(_SECONDS_TO_LEAVE, lambda: peers.leave(exit_code, reason))
     # Threads that wait for a disk would keep the interpreter alive.
     os._exit(exit_code)
 

@@ -127,9 +127,10 @@ class Learner(Configurable):
       skip_step_gradient_norm_value: Limit of the gradient norm before clipping. A step whose norm
         reaches it or is not finite is skipped. None for no limit.
       stochastic_rounding: True to round updated bfloat16 weights up or down at random, so that
-        their expected value is exact. Optimizers then compute in float32 and keep float32 states.
-        Rounding to the nearest number loses updates below about 1/256 of a weight. The same step
-        draws the same random numbers, on any mesh and after a restart.
+        their expected value is exact. Optimizers then compute in float32 and keep float32 states,
+        as they always do for float16 weights. Rounding to the nearest number loses updates below
+        about 1/256 of a weight. The same step draws the same random numbers, on any mesh and after
+        a restart.
       ema_decay: Decay d of exponential moving averages of the trained weights and of the model's
         moving statistics, kept in float32. The decay after t updates is min(d, (1 + t)/(10 + t));
         skipped steps do not count. None for no averages.
@@ -429,10 +430,9 @@ class Learner(Configurable):
 
     def _computed(self, tree: Any) -> Any:
         """Return weights or gradients in the dtypes in which optimizers compute."""
-        if not self.stochastic_rounding:
-            return tree
-        wide = {jnp.dtype(jnp.bfloat16): jnp.float32}
-        return jax.tree.map(lambda leaf: leaf.astype(wide.get(leaf.dtype, leaf.dtype)), tree)
+        # In float16, squares of gradients and Adam's epsilon are 0.
+        narrow = (jnp.float16, jnp.bfloat16) if self.stochastic_rounding else (jnp.float16,)
+        return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype in narrow else x, tree)
 
     def _add_updates(self, trained: Any, updates: Any, step: jax.Array) -> tuple[Any, Any]:
         """Return (new weights, their change in float32)."""

@@ -180,8 +180,10 @@ def rounding_lines(learner: Learner, params: Any) -> Iterator[str]:
                 remedy = f"task.train.learner.stochastic_rounding=True, or {remedy}"
             eps = float(jnp.finfo(dtype).eps)
             part, decay = round(2 / eps), 1 - eps / 4
-            lost = f"updates below 1/{part} of a weight are lost, and moments do not fall with a"
-            yield f"{start}: {lost} decay above {decay:.4g}. Set {remedy}"
+            lost = f"updates below 1/{part} of a weight are lost"
+            if dtype == jnp.bfloat16:  # the moments of float16 weights are in float32
+                lost += f", and moments do not fall with a decay above {decay:.4g}"
+            yield f"{start}: {lost}. Set {remedy}"
 
 
 def batch_text(batch: Any) -> str:

@@ -31,7 +31,8 @@ CAUSAL_SCOPE = "causal_attention"
 _FORWARDS_PER_TRAINING_STEP = 3
 # Matches the scope as a whole part of a name stack such as 'jvp(vmap(causal_attention))/dot'.
 _IN_CAUSAL_SCOPE = re.compile(rf"(?:^|[/(]){CAUSAL_SCOPE}(?:$|[/)])")
-# The name that `layerkit.ops.moe.grouped_matmul` gives to products of some of their rows.
+# The name of products of which a share counts, such as those of `layerkit.ops.moe.grouped_matmul`
+# with some of their rows, and those that an optimizer computes in some of its steps.
 _ROWS_IN_USE = re.compile(r"\brows_(\d+)_of_(\d+)\b")
 
 

@@ -13,7 +13,7 @@ same on every mesh and for every number of microbatches. `value` is one of these
     batch/…     an entry of the batch, `[rows, ...]`
     metrics/…   a metric of the model over the global batch
     scalars/…   another scalar of a training step, such as `learning/raw_grad_norm` and the layers'
-                `summaries/…`; evaluations have none and leave such metrics out
+                scalars `summaries/…`; evaluations have none and leave such metrics out
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from layerkit.base.base_model import Metrics, WeightedScalar
-from layerkit.base.step_reports import BinCounts
+from layerkit.base.step_reports import BinCounts, Summary
 from layerkit.config import Configurable
 from layerkit.config.checks import check_sizes, require
 from layerkit.config.nested_map import NestedMap
@@ -161,6 +161,8 @@ def step_metrics(
 ) -> dict[str, Reported]:
     """Return the metrics of model metrics and, in training, of other `scalars` of a step."""
     results: dict[str, Reported] = {}
+    if scalars is not None:  # without the marks of histograms and images
+        scalars = {name: x for name, x in scalars.items() if not isinstance(x, Summary)}
     for name, metric in metrics.items():
         if metric.is_per_example or (scalars is None and metric.is_training_only):
             continue

@@ -1,11 +1,13 @@
 """`runner quantize SOURCE OUT`: write a model with weights in 8-bit or 4-bit integers.
 
 OUT is a job folder without optimizer state. Its recorded override `task.model.weight_format` makes
-the model store integers.
+the model store integers. A local OUT is written as a hidden folder beside it and renamed, so that
+the command can be repeated after an interruption.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +63,8 @@ def quantize_folder(
 ) -> str:
     """Write the model of a folder with weights in integers; return a line with both sizes.
 
+    The weights are those that decoding uses, which are averaged ones if the task says so.
+
     Args:
       source: Folder of a job, or a Hugging Face folder.
       out: Folder to write, which must not exist or be empty.
@@ -103,12 +107,15 @@ def quantize_folder(
             _, stored = quantize_model(config, weights, weight_format=weight_format)
         others = jax.tree.map(lambda read: read(), fields)
         with as_usage_error(OSError, owner=out):
-            written = _set_format(resolved, directory, weight_format)
-            _write(directory, written, step, stored | others)
+            _write(directory, resolved, weight_format, step, stored | others)
         state = job.abstract_stored_state()
     before = _num_bytes([state.params, others])
     after = _num_bytes([stored, others])
-    return f"{out}: {size_text(after)} in {weight_format}, {size_text(before)} before"
+    line = f"{out}: {size_text(after)} in {weight_format}, {size_text(before)} before"
+    if job.task.train.learner.ema_decay is None:
+        return line
+    kind = "averaged weights" if use_ema else "weights, not their averages"
+    return f"{line}; the {kind} (decode_use_ema_states={use_ema})"
 
 
 def _check_optimizer(job: Job, source: str) -> None:
@@ -147,20 +154,44 @@ def _set_format(
         changes["task.train.learner.ema_decay"] = "None"
         for name in ("eval_use_ema_states", "decode_use_ema_states"):
             changes[f"task.train.{name}"] = "False"
+        for index, program in enumerate(resolved.eval_programs or ()):
+            if getattr(program, "use_ema_states", None):
+                changes[f"eval_programs.{index}.use_ema_states"] = "None"
     kept = [override for override in resolved.deep_overrides if override.path not in changes]
     added = [parse_override(path, text) for path, text in changes.items()]
     return resolve(type(experiment)(**fields), [*kept, *added])
 
 
 def _write(
-    directory: epath.Path, resolved: ResolvedExperiment, step: int, fields: Mapping[str, Any]
+    directory: epath.Path,
+    resolved: ResolvedExperiment,
+    weight_format: str,
+    step: int,
+    fields: Mapping[str, Any],
 ) -> None:
+    """Write the weights and the experiment of the new folder, which has a name once it is whole."""
+    from layerkit_runner.files.atomic_write import is_remote
+    from layerkit_runner.run.job_folder import write_config
+    from layerkit_runner.run_options import RunOptions
+
+    place = directory
+    if not is_remote(directory):
+        place = directory.with_name(f".{directory.name}.partial")
+        place.rmtree(missing_ok=True)
+    # An error of the new experiment precedes the long write of the weights.
+    written = _set_format(resolved, place, weight_format)
+    _write_weights(place, step, fields)
+    if place != directory:
+        os.replace(place, directory)
+        written = _set_format(resolved, directory, weight_format)  # with its path
+    write_config(directory, written, RunOptions(job_log_dir=str(directory)), report=print)
+
+
+def _write_weights(directory: epath.Path, step: int, fields: Mapping[str, Any]) -> None:
     import jax.numpy as jnp
 
     from layerkit_runner.checkpointing import CheckpointManager
     from layerkit_runner.run.executor import ENDED
-    from layerkit_runner.run.job_folder import write_config
-    from layerkit_runner.run_options import RunOptions
     from layerkit_runner.step.train_state import TrainState
 
     empty: dict[str, Any] = {"non_trainable": {}, "opt_state": (), "overwrite_with_gradient": {}}
@@ -169,8 +200,6 @@ def _write(
         # No training goes on in this folder, for which an evaluation would wait.
         metadata = {ENDED: True}
         checkpoints.save(step, state, input_states={}, metadata=metadata, force=True)
-    options = RunOptions(job_log_dir=str(directory))
-    write_config(directory, resolved, options, report=print)
 
 
 def _num_bytes(variables: Any) -> int:

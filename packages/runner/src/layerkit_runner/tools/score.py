@@ -3,7 +3,7 @@
 The model reads windows of `--max_length` tokens. Each begins `--stride` tokens after the one before
 and scores the tokens that those before it have not, so every token has a context of at least
 `max_length - stride` tokens, except at the beginning of the file. If no token precedes texts in
-training, the first token of the file is only read.
+training, the first token of the file is only read; bits per byte count its bytes.
 """
 
 from __future__ import annotations

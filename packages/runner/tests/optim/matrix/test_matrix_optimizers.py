@@ -30,6 +30,7 @@ from layerkit_runner.optim.matrix.soap import soap
 from layerkit_runner.optim.optimizer_groups import stacks_of
 from layerkit_runner.optim.optimizers import bfloat16_state, decays
 from layerkit_runner.optim.weight_selection import declarations_of, declared
+from layerkit_runner.step.step_cost import program_flops
 
 # Inputs of 14 steps and the weights after each, by `soap.py` of github.com/nikhilvyas/SOAP
 # (a1e55353), `psgd.py` of github.com/lixilinx/psgd_torch (a8616f1d; without noise, called as by
@@ -369,6 +370,20 @@ def test_weights_equal_those_of_published_programs(name: str, optimizer: Any, sh
     weight, gradients = PUBLISHED[f"weight_{shape}"], PUBLISHED[f"gradients_{shape}"]
     weights = trained_matrix(optimizer, weight, gradients)
     np.testing.assert_allclose(weights, PUBLISHED[f"{name}_{shape}"], atol=1e-5)
+
+
+def test_flops_count_the_products_of_soap_at_their_interval():
+    sides = {"fan_in_dims": (-2,), "fan_out_dims": (-1,)}
+    box = WeightBox(None, ("embed", "mlp"), is_factor=True, fans=(8, 8), **sides)
+    tree = {"w": jnp.ones((8, 8))}
+
+    def flops(interval: int) -> float:
+        rule = soap(RATE, precondition_frequency=interval)
+        with declared({("w",): box}):
+            return program_flops(jax.make_jaxpr(rule.update)(tree, rule.init(tree), tree))
+
+    refinement = 2 * 2 * 8**3  # the average of each side times its basis
+    assert flops(1) - flops(4) == refinement * 3 / 4
 
 
 def trained_matrix(optimizer: Any, weight: Any, gradients: Any) -> np.ndarray:

@@ -106,9 +106,24 @@ def test_script_has_the_options_of_all_flags(request_of, flags_of, check_bash):
 
 
 def test_script_without_gpus_has_no_flags_of_gpus(request_of, flags_of, check_bash):
-    text = slurm.make_script(request_of(), flags_of("slurm")).text
-    check_bash(text)
-    assert "gpu" not in text
+    script = slurm.make_script(request_of(), flags_of("slurm"))
+    check_bash(script.text)
+    assert "gpu" not in script.text
+
+
+@pytest.mark.parametrize(
+    ("flags", "subjects"),
+    [
+        ([], ["mesh", "CPU cores"]),
+        (["--gpus_per_node=8"], ["CPU cores"]),
+        (["--cpus_per_process=8"], ["mesh"]),
+        (["--gpus_per_node=8", "--cpus_per_process=8"], []),
+    ],
+    ids=" ".join,
+)
+def test_launcher_reports_what_it_leaves_to_the_cluster(request_of, flags_of, flags, subjects):
+    lines = slurm.make_script(request_of(), flags_of("slurm", *flags)).next_steps
+    assert [line.partition(":")[0] for line in lines[2:]] == subjects
 
 
 @pytest.mark.parametrize("final", [None, 0, 1, 2, 65])

@@ -49,6 +49,7 @@ class AttentionCall:
       is_in_row_order: True if positions are known to be the order of the row.
       window: Number of positions back that a query sees, itself included; None for all.
       reach: Largest numbers of tokens before and after a query that it sees; None if unknown.
+      chunk: Number of positions of the mask's chunks; None for none.
       has_segments: True if rows hold several documents or padding.
       segments_are_runs: False if padding or another document may split a document.
       has_prefix: True if all queries of a row see a prefix of it.
@@ -78,6 +79,7 @@ class AttentionCall:
     is_in_row_order: bool = True
     window: int | None = None
     reach: tuple[int, int] | None = None
+    chunk: int | None = None
     has_segments: bool = False
     segments_are_runs: bool = True
     has_prefix: bool = False

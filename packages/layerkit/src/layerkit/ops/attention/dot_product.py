@@ -207,6 +207,7 @@ def describe_call(
         is_in_row_order=mask is None or mask.in_row_order,
         window=None if mask is None else mask.window,
         reach=None if mask is None else mask.reach,
+        chunk=None if mask is None else mask.chunk,
         has_segments=mask is not None and mask.query_segments is not None,
         segments_are_runs=mask is None or mask.segments_are_runs,
         has_prefix=mask is not None and mask.reads_ahead,
@@ -218,7 +219,7 @@ def describe_call(
         zeroes_empty_rows=options.zero_fully_masked_rows,
         num_length_shards=num_shards,
         uses_ring=num_shards > 1 and options.context_parallel == "ring",
-        split_problem=_find_split_problem(query, key, sharding),
+        split_problem="" if sharding is None else find_split_problem(query, key, sharding),
     )
 
 
@@ -232,15 +233,9 @@ def _scope_of_counts(call: AttentionCall, backend: str, *, in_blocks: bool) -> s
     if reach is None or not is_known or max(reach) >= length - 1:
         # Blocks of queries have their own scope.
         return "causal_attention" if call.is_causal and not in_blocks else "attention"
-    num_pairs = count_visible_pairs(length, reach)
+    num_pairs = count_visible_pairs(length, reach, call.chunk)
     num_computed = length**2 * (_NUM_BLOCKS + 1) // (2 * _NUM_BLOCKS) if in_blocks else length**2
     return f"rows_{num_pairs}_of_{num_computed}"
-
-
-def _find_split_problem(query: Any, key: Any, sharding: BoundSharding | None) -> str:
-    if sharding is None or sharding.mesh is None or sharding.mesh.size == 1:
-        return ""
-    return find_split_problem(query, key, sharding)
 
 
 def _run_kernel(

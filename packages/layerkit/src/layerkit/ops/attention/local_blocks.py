@@ -118,7 +118,7 @@ def attend_by_local_blocks(
         bias = align_distances(jnp.broadcast_to(by_distance, shape))
     options = dataclasses.replace(options, mask=block_mask, bias=bias)
     # Model FLOPs count the pairs that the window shows.
-    num_pairs = count_visible_pairs(length, (before, after))
+    num_pairs = count_visible_pairs(length, (before, after), mask.chunk)
     with jax.named_scope(f"rows_{num_pairs}_of_{num_blocks * size * num_keys}"):
         read = attend(queries(query), keys(key), keys(value), options)
     return read.reshape(batch, num_blocks * size, *read.shape[2:])[:, :length]

@@ -11,6 +11,7 @@ Padding attends padding and nothing else, so every softmax has at least one key.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -52,6 +53,8 @@ class AttentionMask:
         key i are the same token. Fused kernels support only such positions.
       segments_are_runs: False if padding or another segment may split a segment. The backend
         `tokamax` requires True, and gives NaN in rows where a segment is split nevertheless.
+      chunk: Number of positions of the chunks of `split_chunks`; None for none. It has no effect,
+        since chunks are segments, but on counts of FLOPs.
       num_ahead: Largest number of tokens after a query that it sees by `look_ahead` in rows in
         order; 0 for none, or for other rows.
     """
@@ -66,6 +69,7 @@ class AttentionMask:
     window: int | None = struct.field(pytree_node=False, default=None)
     in_row_order: bool = struct.field(pytree_node=False, default=False)
     segments_are_runs: bool = struct.field(pytree_node=False, default=True)
+    chunk: int | None = struct.field(pytree_node=False, default=None)
     num_ahead: int = struct.field(pytree_node=False, default=0)
 
     @property
@@ -88,6 +92,7 @@ class AttentionMask:
         segment_ids: jax.Array | None = None,
         in_prefix: jax.Array | None = None,
         query_ends: jax.Array | None = None,
+        segments_are_runs: bool = True,
     ) -> AttentionMask:
         """Return the mask of causal self-attention, as in a decoder.
 
@@ -100,17 +105,24 @@ class AttentionMask:
             attend, including earlier ones; see `first_tokens` for rows of one document.
           query_ends: int32 `[batch, length]`, the last position in the row that each token attends
             within its document; earlier ones than its own have no effect.
+          segments_are_runs: False if padding or another document may split a document.
 
         Raises:
           ConfigError: Segment ids, prefix or ends have the wrong shape.
         """
-        mask = cls._self_attention(batch, length, segment_ids, causal=True)
+        runs = {"segments_are_runs": segments_are_runs}
+        mask = cls._self_attention(batch, length, segment_ids, causal=True, **runs)
         _check_shape((batch, length), in_prefix=in_prefix, query_ends=query_ends)
         return dataclasses.replace(mask, key_in_prefix=in_prefix, query_ends=query_ends)
 
     @classmethod
     def bidirectional_mask(
-        cls, batch: int, length: int, *, segment_ids: jax.Array | None = None
+        cls,
+        batch: int,
+        length: int,
+        *,
+        segment_ids: jax.Array | None = None,
+        segments_are_runs: bool = True,
     ) -> AttentionMask:
         """Return the mask of self-attention within segments, as in an encoder.
 
@@ -118,11 +130,13 @@ class AttentionMask:
           batch: Number of rows.
           length: Tokens per row.
           segment_ids: int32 `[batch, length]`; see `causal_mask`.
+          segments_are_runs: See `causal_mask`.
 
         Raises:
           ConfigError: Segment ids have the wrong shape.
         """
-        return cls._self_attention(batch, length, segment_ids, causal=False)
+        runs = {"segments_are_runs": segments_are_runs}
+        return cls._self_attention(batch, length, segment_ids, causal=False, **runs)
 
     @classmethod
     def cross_mask(
@@ -241,11 +255,25 @@ class AttentionMask:
 
     @classmethod
     def _self_attention(
-        cls, batch: int, length: int, segments: jax.Array | None, *, causal: bool
+        cls,
+        batch: int,
+        length: int,
+        segments: jax.Array | None,
+        *,
+        causal: bool,
+        segments_are_runs: bool,
     ) -> AttentionMask:
         _check_shape((batch, length), segment_ids=segments)
         positions = row_positions(batch, length)
-        return cls(positions, positions, segments, segments, causal=causal, in_row_order=True)
+        return cls(
+            positions,
+            positions,
+            segments,
+            segments,
+            causal=causal,
+            in_row_order=True,
+            segments_are_runs=segments is None or segments_are_runs,
+        )
 
     def within(self, window: int | None) -> AttentionMask:
         """Return this mask, narrowed to a window; None returns the mask unchanged.
@@ -289,6 +317,7 @@ class AttentionMask:
             self.within(size),
             query_segments=split(self.query_segments, self.query_positions),
             key_segments=split(self.key_segments, self.key_positions),
+            chunk=size,
         )
 
     def look_ahead(self, size: int | None, positions: jax.Array | None = None) -> AttentionMask:
@@ -378,13 +407,17 @@ class AttentionMask:
         return allowed[:, None]
 
 
-def count_visible_pairs(length: int, reach: tuple[int, int]) -> int:
-    """Return the number of pairs of tokens in a row that a window shows.
+def count_visible_pairs(length: int, reach: tuple[int, int], chunk: int | None = None) -> int:
+    """Return the number of pairs of tokens in a row that a window and chunks show.
 
     Args:
       length: Tokens of the row.
       reach: Numbers of tokens before and after a query that it sees; see `AttentionMask.reach`.
+      chunk: Number of tokens of a chunk, counted from the start of the row; None for none.
     """
+    if chunk is not None:
+        num_chunks, rest = divmod(length, chunk)
+        return num_chunks * count_visible_pairs(chunk, reach) + count_visible_pairs(rest, reach)
     sides = [min(side, length - 1) for side in reach]
     return length * (sum(sides) + 1) - sum(side * (side + 1) // 2 for side in sides)
 
@@ -404,6 +437,21 @@ def segments_from_paddings(paddings: jax.Array) -> jax.Array:
       int32 `[batch, length]`, 0 for padding and 1 for tokens.
     """
     return (paddings == 0).astype(jnp.int32)
+
+
+def read_segments(batch: Mapping[str, Any]) -> tuple[jax.Array | None, bool]:
+    """Return the segment ids int32 `[batch, length]` of a batch, and whether they are runs.
+
+    Args:
+      batch: `segment_ids` `[batch, length]`, which are runs of tokens, or `paddings` `[batch,
+        length]` of rows of one document, which may be between tokens. Without both, the ids are
+        None.
+    """
+    if "segment_ids" in batch:
+        return batch["segment_ids"], True
+    if "paddings" in batch:
+        return segments_from_paddings(batch["paddings"]), False
+    return None, True
 
 
 def row_positions(batch: int, length: int) -> jax.Array:

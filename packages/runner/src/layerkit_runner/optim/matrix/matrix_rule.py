@@ -105,19 +105,22 @@ def matrix_rule(
 
 
 def compute_factors(
-    branch: jax.Array, functions: Sequence[Any], run: Any, tree: Any, factors: Any
+    branch: jax.Array, functions: Mapping[Any, int], run: Any, tree: Any, factors: Any
 ) -> Any:
     """Return new factors of one of the functions `(matrix, *factors) -> factors`.
 
-    The others are not computed. Branch 0 keeps the factors, and 1 is the first function.
+    The others are not computed. Branch 0 keeps the factors, and 1 is the first function. The values
+    of `functions` are the numbers of steps between calls, for counts of FLOPs.
     """
 
-    def compute(function: Any, tree: Any, factors: Any) -> Any:
-        return tuple(run(lambda xs, old: ((), function(*xs, *old)), (tree,), factors)[1])
+    def compute(function: Any, interval: int, tree: Any, factors: Any) -> Any:
+        # `step_cost` counts this share of the products in each step.
+        with jax.named_scope(f"share(rows_1_of_{interval})"):
+            return tuple(run(lambda xs, old: ((), function(*xs, *old)), (tree,), factors)[1])
 
     branches: list[Any] = [
         lambda _, old: old,
-        *(partial(compute, function) for function in functions),
+        *(partial(compute, function, interval) for function, interval in functions.items()),
     ]
     return jax.lax.switch(branch, branches, tree, factors)
 

@@ -76,7 +76,7 @@ def psgd(
         mu = mix(b1, state.moments[0], grads)
         unbiased = jax.tree.map(lambda m: m / (1 - b1 ** (state.count + 1.0)), mu)
         branch = is_due.astype(jnp.int32)
-        factors = matrix_rule.compute_factors(branch, [fit], run, unbiased, state.factors)
+        factors = matrix_rule.compute_factors(branch, {fit: 1}, run, unbiased, state.factors)
         return run(direct, (unbiased,), factors)[0][0], (mu,), factors
 
     scalar = [lambda *_: jnp.zeros(())] * 2

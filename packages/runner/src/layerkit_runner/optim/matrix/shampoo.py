@@ -91,7 +91,8 @@ def shampoo(
         return (x * norm,), (None,) * 4
 
     def update(grads: Any, state: MatrixState, is_due: jax.Array, run: Any) -> Any:
-        (mu, nu), count, functions = state.moments, state.count, (add_statistics, add_roots)
+        (mu, nu), count = state.moments, state.count
+        functions = {add_statistics: statistics_interval, add_roots: root_interval}
         branch = jnp.where(is_due, 2, jnp.where(count % statistics_interval == 0, 1, 0))
         factors = matrix_rule.compute_factors(branch, functions, run, grads, state.factors)
         x, scale, nu = grads, jnp.ones(()), mix(b2, nu, jax.tree.map(jnp.square, grads))

@@ -68,7 +68,7 @@ def soap(
     def update(grads: Any, state: MatrixState, is_due: jax.Array, run: Any) -> Any:
         count, (mu, nu) = state.count, state.moments
         branch = jnp.where(is_due, jnp.where(count == 1, 1, 2), 0)
-        functions = (_decompose, _refine)
+        functions = dict.fromkeys((_decompose, _refine), precondition_frequency)
         factors = matrix_rule.compute_factors(branch, functions, run, grads, state.factors)
 
         def skip_first(new: Any, old: Any) -> Any:

@@ -64,6 +64,7 @@ def make_script(request: Request, options: Options) -> Script:
         next_steps=[
             f"output: {_output(request)} (%j is the number of the job)",
             "scontrol requeue JOB: save and requeue; scancel JOB: save and end",
+            *_notes(options),
         ],
     )
 
@@ -80,6 +81,17 @@ def _check(request: Request, options: Options) -> None:
     if gpus:
         flags = f"--nodes={options.nodes} --gpus_per_node={gpus}"
         request.check_devices(options.nodes * gpus, flags)
+
+
+def _notes(options: Options) -> list[str]:
+    notes = []
+    if not options.gpus_per_node:
+        notes.append("mesh: not compared with the devices of the job without --gpus_per_node")
+    if options.cpus_per_process is None:
+        notes.append(
+            "CPU cores: the default of the cluster without --cpus_per_process, mostly 1 per process"
+        )
+    return notes
 
 
 def _output(request: Request) -> str:

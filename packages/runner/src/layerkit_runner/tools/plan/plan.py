@@ -21,7 +21,7 @@ from layerkit_runner.data.host_inputs import HostTopology, example_batch, plan_i
 from layerkit_runner.data.staged_inputs import stage_batch, stage_rows
 from layerkit_runner.data.train_inputs import run_stages, training_configs
 from layerkit_runner.errors import UsageError, as_usage_error
-from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.partitioning import Partitioner, PmapPartitioner
 from layerkit_runner.run.job import build_parts, versions
 from layerkit_runner.run.start_report import layer_notes, num_params
 from layerkit_runner.step.step_cost import model_flops_per_step, scoped_flops
@@ -235,6 +235,9 @@ def _plan_step(
     )
     padded = partitioner.padding_text(task)
     offloads_state = getattr(partitioner, "offload_optimizer_state", False)
+    # Under pmap a program has the rows of one device.
+    is_pmap = isinstance(partitioner, PmapPartitioner)
+    num_programs = batch_plan.parts * (batch_plan.num_shards if is_pmap else 1)
     return Plan(
         experiment=resolved.name,
         target=target.describe() if target.kind else f"{HERE} ({device.name})",
@@ -276,7 +279,7 @@ def _plan_step(
         refusal=step.refusal,
         bounds=bounds if step.hlo_text else None,
         live=live_memory(step.hlo_text),
-        pipelines=pipeline_plans(resolved.task, rows=batch_plan.rows // batch_plan.parts),
+        pipelines=pipeline_plans(resolved.task, rows=batch_plan.rows // num_programs),
     )
 
 
