@@ -36,11 +36,13 @@ def main(parts: Sequence[str]) -> int:
         command = [*(sys.executable, "-m", "layerkit_runner.cli", f"--exp={row['experiment']}")]
         command += [*shlex.split(row["flags"]), "--mode=plan", f"--target={row['target']}"]
         process = subprocess.run([*command, "--json"], capture_output=True, text=True)
-        if process.returncode:
+        plan = {"bounds": None} if process.returncode else json.loads(process.stdout)
+        if plan["bounds"] is None:
             failed = True
-            print(f"{name} failed: {process.stderr.strip()[-500:]}", file=sys.stderr)
+            reason = plan.get("refusal") or process.stderr
+            print(f"{name} failed: {reason.strip()[-500:]}", file=sys.stderr)
             continue
-        rows[number] = {**row, **figures(json.loads(process.stdout))}
+        rows[number] = {**row, **figures(plan)}
         PLANS.write_text(json.dumps(rows, indent=1) + "\n")
         print(f"{name}: {rows[number]['peak_gb']} GB", flush=True)
     return int(failed)

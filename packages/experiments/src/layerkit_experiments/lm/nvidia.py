@@ -255,10 +255,7 @@ class Grok_PP(Pipelined, PraxisExperts):  # noqa: N801
     ICI_MESH_SHAPE = [1, 1, 1, 8, 1]
     DCN_MESH_SHAPE = [8, 1, 8, 1, 1]
 
-    reduced_fields: ClassVar[Mapping[str, Any]] = {
-        "NUM_KV_HEADS": 2,
-        "ICI_MESH_SHAPE": [1, 1, 1, 1, 1],
-    }
+    reduced_fields: ClassVar[Mapping[str, Any]] = {"NUM_KV_HEADS": 2}
 
     mesh_axes = EXPERT_AXES
 
@@ -278,10 +275,7 @@ class Grok_Proxy_PP(Pipelined, PraxisExperts):  # noqa: N801
     ICI_MESH_SHAPE = [1, 1, 1, 8, 1]
     DCN_MESH_SHAPE = [8, 1, 8, 1, 1]
 
-    reduced_fields: ClassVar[Mapping[str, Any]] = {
-        "NUM_KV_HEADS": 2,
-        "ICI_MESH_SHAPE": [1, 1, 1, 1, 1],
-    }
+    reduced_fields: ClassVar[Mapping[str, Any]] = {"NUM_KV_HEADS": 2}
 
     mesh_axes = EXPERT_AXES
 

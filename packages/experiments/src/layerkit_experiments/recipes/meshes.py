@@ -68,8 +68,6 @@ class Pipelined:
         "NUM_STAGES": 2,
         "MICROBATCH_SIZE": None,
         "NUM_MICROBATCHES": 2,
-        "ICI_MESH_SHAPE": [1, 1, 1, 1],
-        "DCN_MESH_SHAPE": None,
     }
 
     stack = pipelined_stack

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 _IN_SEQUENCE: ContextVar[bool] = ContextVar("stages_in_sequence", default=False)
+_MESH_AXES: ContextVar[tuple[str, ...]] = ContextVar("stage_mesh_axes", default=())
 
 
 @contextlib.contextmanager
@@ -40,6 +41,21 @@ def stages_in_sequence() -> Iterator[None]:
 def are_stages_in_sequence() -> bool:
     """Return whether `stages_in_sequence` applies."""
     return _IN_SEQUENCE.get()
+
+
+@contextlib.contextmanager
+def inside_stages(mesh_axes: tuple[str, ...] | None) -> Iterator[None]:
+    """Return a context of the layers of stages that `jax.vmap` splits over these mesh axes."""
+    token = _MESH_AXES.set(mesh_axes or ())
+    try:
+        yield
+    finally:
+        _MESH_AXES.reset(token)
+
+
+def stage_mesh_axes() -> tuple[str, ...]:
+    """Return the mesh axes of `inside_stages`, which the specs of a `shard_map` cannot name."""
+    return _MESH_AXES.get()
 
 
 class Work(NamedTuple):

@@ -112,6 +112,12 @@ def test_expert_choice_cannot_decode(raises):
         layer.apply(layer.init(KEY), 2, 8, method="init_cache", mutable=True)
 
 
+def test_init_raises_for_a_router_of_tokens(raises):
+    layer = ExpertChoiceFeedForward(**SIZES, router_tpl=Config(TopKRouter))
+    with raises(ConfigError, field="router_tpl", value="TopKRouter"):
+        layer.init(KEY)
+
+
 @pytest.mark.parametrize(
     ("kind", "fields"),
     [(MoeFeedForward, {"num_experts_per_token": 1}), (ExpertChoiceFeedForward, {})],

@@ -19,9 +19,12 @@ from layerkit.layers.moe.token_choice import MoeFeedForward
 from layerkit.layers.quantization.current_scaling import Fp8CurrentDot, Int8Dot
 from layerkit.layers.quantization.fp8 import Fp8Dot, accumulate_by_max
 from layerkit.layers.quantization.lora import LoraDot
+from layerkit.layers.transformer.pipeline import Pipeline
 
 BATCH, LENGTH, DIMS, EXPERTS = 8, 6, 8, 8
 X = np.random.default_rng(1).normal(size=(BATCH, LENGTH, DIMS)).astype(np.float32)
+SIZES = {"input_dims": DIMS, "hidden_dims": 12, "num_experts": EXPERTS}
+LOSSES = {"load_balance_weight": 0.0, "router_z_weight": 0.0}
 FP8 = Config(Fp8Dot, amax_history_length=2)
 DOTS = {
     "plain": Config(Dot),
@@ -41,9 +44,12 @@ class SquaredDot(Dot):
 
 
 def make(**fields):
-    sizes = {"input_dims": DIMS, "hidden_dims": 12, "num_experts": EXPERTS}
-    losses = {"load_balance_weight": 0.0, "router_z_weight": 0.0}
-    layer = MoeFeedForward(**sizes, **losses, train=True, **fields)
+    layer = MoeFeedForward(**SIZES, **LOSSES, train=True, **fields)
+    return layer, *drawn(layer)
+
+
+def drawn(layer):
+    """Weights and the state of products."""
     random = np.random.default_rng(3)
     variables = jax.eval_shape(layer.init, jax.random.key(0))
     params = jax.tree.map(
@@ -53,7 +59,7 @@ def make(**fields):
     state = jax.tree.map(
         lambda x: np.full(x.shape, 0.01, np.float32), variables.get(OVERWRITE_WITH_GRADIENT, {})
     )
-    return layer, params, state
+    return params, state
 
 
 def results(layer, params, state):
@@ -103,6 +109,16 @@ def test_products_on_a_mesh_equal_one_device(name, exchange):
     mesh = Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("fsdp", "expert", "tensor"))
     on_mesh = layer.clone(sharding=BoundSharding(mesh), expert_exchange=exchange)
     assert_close(results(on_mesh, params, state), results(layer, params, state))
+
+
+@pytest.mark.slow
+def test_pipelined_products_on_a_mesh_equal_one_device():
+    stage = Config(MoeFeedForward, **SIZES, **LOSSES, dot_tpl=FP8)
+    layer = Pipeline(stage_tpl=stage, num_stages=2, num_microbatches=2, train=True)
+    mesh = Mesh(np.reshape(jax.devices(), (2, 2, 2)), ("data", "stage", "expert"))
+    on_mesh = layer.clone(sharding=BoundSharding(mesh))
+    weights = drawn(layer)
+    assert_close(results(on_mesh, *weights), results(layer, *weights))
 
 
 def test_product_without_groups_raises(raises):

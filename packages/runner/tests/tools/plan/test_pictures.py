@@ -14,6 +14,7 @@ from layerkit_runner.files.text import size_text
 from layerkit_runner.tools.plan.bounds import layer_flops
 from layerkit_runner.tools.plan.hardware import device_kind
 from layerkit_runner.tools.plan.memory import Memory
+from layerkit_runner.tools.plan.page import verdict
 from layerkit_runner.tools.plan.pictures import _view, memory_parts, plan_html, read_plan
 
 
@@ -90,6 +91,15 @@ def test_inputs_that_the_step_does_not_read_take_no_part_in_the_peak(plan_of):
     assert (parts["weights"], parts["batch"], parts["padding of inputs"]) == (50, 0, 0)
     memory = dataclasses.replace(memory, arguments=100, peak=100)
     assert memory_parts(dataclasses.replace(plan, memory=memory))["padding of inputs"] == 20
+
+
+@pytest.mark.parametrize(("peak", "text"), [(0.5, "50 % of"), (1.5, "fits by the compiler: ")])
+def test_plan_that_fits_names_no_share_above_the_limit(plan_of, peak, text):
+    device = device_kind("v6e")
+    memory = dataclasses.replace(plan_of("spmd").plan.memory, peak=int(peak * device.usable_bytes))
+    plan = dataclasses.replace(plan_of("spmd").plan, device=device, memory=memory, fits=True)
+    (line,) = verdict(plan)
+    assert text in line and ("%" in line) == (peak < 1)
 
 
 def test_bar_of_the_bound_has_another_color(plan_of):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from layerkit.config import Config, sub_config_field
+from layerkit.config import Config, sub_config_field, target_of
+from layerkit.config.checks import require
 from layerkit.errors import ConfigError
 from layerkit.layers.moe.base_moe import BaseMoeFeedForward
 from layerkit.layers.moe.losses import report_router_z
@@ -29,6 +32,13 @@ class ExpertChoiceFeedForward(BaseMoeFeedForward):
 
     capacity_factor: float = 2.0
     router_tpl: Config[BaseRouter] = sub_config_field(ExpertChoiceRouter.HParams)
+
+    def setup(self) -> None:
+        """Check the fields and create weights and children."""
+        router: Any = target_of(self.router_tpl)
+        is_valid = issubclass(router, ExpertChoiceRouter)
+        require(is_valid, self, "router_tpl", router.__name__, "an ExpertChoiceRouter")
+        super().setup()
 
     def mix_experts(self, x: jax.Array, is_token: jax.Array | None) -> jax.Array:
         """Compute the weighted sum `[batch, length, input_dims]` of the outputs of experts."""

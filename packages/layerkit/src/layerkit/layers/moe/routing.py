@@ -1,20 +1,8 @@
 """Routing of tokens to experts.
 
 A router scores every expert for every token and chooses the best few (Shazeer et al., 2017,
-arXiv:1701.06538). The routers of published models are configurations of `TopKRouter`:
-
-- Switch (arXiv:2101.03961): `num_experts_per_token=1, renormalize=False, jitter=0.01`;
-- GShard and Mixtral: the defaults, since a softmax over the chosen logits equals the renormalized
-  softmax over all of them;
-- gpt-oss: `use_bias=True`;
-- Qwen 2 MoE and OLMoE: `renormalize=False`;
-- Llama 4: `score="sigmoid", renormalize=False, num_experts_per_token=1`;
-- DeepSeek V3 (arXiv:2412.19437): `score="sigmoid", use_score_bias=True, num_expert_groups=8,
-  num_chosen_groups=4, weight_scale=2.5`;
-- DeepSeek V2 (arXiv:2405.04434): `renormalize=False, num_expert_groups=8, num_chosen_groups=3,
-  num_group_scores=1, weight_scale=16.0`.
-
-In `ExpertChoiceRouter` experts choose tokens instead.
+arXiv:1701.06538). The routers of published models are configurations of `TopKRouter`, of which
+docs/mixture_of_experts.md has a table. In `ExpertChoiceRouter` experts choose tokens instead.
 
 Routing is computed in float32 for every compute dtype, since choices depend on small differences.
 """

@@ -54,7 +54,12 @@ from layerkit.ops.microbatches import (
     read_queue,
     split_microbatches,
 )
-from layerkit.ops.pipeline_schedule import PipelineSchedule, Work, are_stages_in_sequence
+from layerkit.ops.pipeline_schedule import (
+    PipelineSchedule,
+    Work,
+    are_stages_in_sequence,
+    inside_stages,
+)
 from layerkit.ops.remat import check_remat_policy, name_activation, remat_in_scan
 
 # Collections of a stage that a pipeline needs to combine the reports of microbatches in another.
@@ -72,6 +77,9 @@ class Pipeline(BaseLayer):
     are means over the microbatches. Both are stacked `[stage]` or `[repeats, stage]`. Histograms
     are summed, and images are those of the first microbatch. Moving statistics are updated once per
     microbatch, and biases of routers once. Random keys differ by stage, round and microbatch.
+
+    In evaluation, a batch that cannot be split into the microbatches, such as a single row, runs
+    through the stages in sequence.
 
     Attributes:
       stage_tpl: Layer of one stage; its result has the shape and dtype of its first argument.
@@ -128,12 +136,12 @@ class Pipeline(BaseLayer):
           Array with the shape and dtype of `x`.
 
         Raises:
-          ConfigError: The batch cannot be split into the microbatches, an array has a first axis
-            other than the batch or 1, or a stage changes shapes.
+          ConfigError: A batch of training cannot be split into the microbatches, an array has a
+            first axis other than the batch or 1, or a stage changes shapes.
         """
-        if are_stages_in_sequence():
+        schedule = self._schedule_of(x.shape[0])
+        if schedule is None:
             return self.run("__call__", x, *args, per_copy=per_copy, **kwargs)
-        schedule = self._schedule(self._count_microbatches(x.shape[0]))
         arguments = Arguments(args, kwargs, batch=x.shape[0], owner=self.path_name)
         # x and the arguments with one entry per row move from stage to stage.
         count = schedule.num_microbatches
@@ -178,7 +186,7 @@ class Pipeline(BaseLayer):
     def run(
         self, method: str, x: Any, *args: Any, per_copy: dict[str, Any] | None = None, **kwargs: Any
     ) -> Any:
-        """Run a method of all stages in sequence on all rows, for decoding; see `Repeat.run`."""
+        """Run a method of all stages in sequence on all rows; see `Repeat.run`."""
 
         def body(stage: Any, carry: Any, differing: dict[str, Any]) -> tuple[Any, None]:
             result = getattr(stage, method)(carry, *args, **differing, **kwargs)
@@ -218,6 +226,7 @@ class Pipeline(BaseLayer):
         mutable = [c for c in (NON_TRAINABLE, *REPORTS) if self.is_mutable_collection(c)]
         mutable += [other for name, other in _COMBINED.items() if name in mutable]
         key = self.next_prng_key() if self.has_rng(RANDOM) else None
+        mesh_axes = self._stage_mesh_axes()
 
         def run_stage(work: Work, constants: Any, shared: Any, state: Any, inside: Any) -> Any:
             own_constants = self._select_round(jax.tree.map(as_float, constants), work)
@@ -231,15 +240,16 @@ class Pipeline(BaseLayer):
             name = partial(name_activation, name="stage_input")
             x, *rows = (name(a) if jnp.issubdtype(a.dtype, jnp.floating) else a for a in inside)
             args, kwargs = arguments.replace(rows, shared)
-            result, updates = stage.apply(
-                {**read, NON_TRAINABLE: own_state},
-                x,
-                *args,
-                rngs={} if key is None else {RANDOM: jax.random.fold_in(key, work.serial)},
-                mutable=mutable,
-                **differing,
-                **kwargs,
-            )
+            with inside_stages(mesh_axes):
+                result, updates = stage.apply(
+                    {**read, NON_TRAINABLE: own_state},
+                    x,
+                    *args,
+                    rngs={} if key is None else {RANDOM: jax.random.fold_in(key, work.serial)},
+                    mutable=mutable,
+                    **differing,
+                    **kwargs,
+                )
             check_carry(x, result, owner=self.path_name, runs="stage")
             own_state = if_real(updates.pop(NON_TRAINABLE, own_state), own_state)
             return [result, *rows], self._update_round(state, own_state, work), updates
@@ -249,7 +259,7 @@ class Pipeline(BaseLayer):
             remat_in_scan(run_stage, self.remat),
             in_axes=(0, stacked, 0, stacked, 0),
             out_axes=(0, stacked, 0),
-            spmd_axis_name=self._stage_mesh_axes(),
+            spmd_axis_name=mesh_axes,
         )
 
     def _gathered_weights(self) -> GatheredWeights:
@@ -398,6 +408,17 @@ class Pipeline(BaseLayer):
             expected="an axis act_embed that is not split, or a mesh with stages",
             hint="Use ShardingRules.replace(act_embed=None), or a stack without a pipeline.",
         )
+
+    def _schedule_of(self, batch: int) -> PipelineSchedule | None:
+        """Return the schedule of a batch, or None if its stages run in sequence."""
+        if are_stages_in_sequence():
+            return None
+        try:
+            return self._schedule(self._count_microbatches(batch))
+        except ConfigError:
+            if self.is_training:
+                raise
+            return None
 
     def _count_microbatches(self, batch: int) -> int:
         count, size = self.num_microbatches, self.microbatch_size

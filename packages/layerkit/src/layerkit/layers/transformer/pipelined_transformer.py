@@ -7,7 +7,7 @@ are stacked `[stage, layers, ...]` or, in a circular pipeline, `[repeats, stage,
 the order of the depth, so merging these axes gives the weights of a repeated stack.
 
 Training and scoring use the pipeline. Cached decoding, with one token per row, runs the stages in
-sequence.
+sequence, and so does scoring of a batch that cannot be split into the microbatches.
 """
 
 from __future__ import annotations

@@ -30,6 +30,7 @@ from layerkit.base.sharding import BoundSharding
 from layerkit.ops.moe.exchange import exchange_rows, plan_exchange, select_exchange
 from layerkit.ops.moe.grouped_matmul import GroupedMatmul, RowGroups, RowsProduct
 from layerkit.ops.moe.slots import from_slots, sorted_slots, to_slots, weighted_sum
+from layerkit.ops.pipeline_schedule import stage_mesh_axes
 
 _LOG = logging.getLogger(__name__)
 
@@ -173,11 +174,14 @@ def run_on_mesh(
     mesh: Any = sharding.mesh
     token_spec = sharding.spec(("batch", "length", None), shape=x.shape, owner=owner)
     weight_specs = {}
+    # The devices of a stage of a pipeline share a state, and others all devices.
+    sharers = tuple(axis for axis in mesh.axis_names if axis not in stage_mesh_axes())
+    num_copies = math.prod(mesh.shape[axis] for axis in sharers)
     for name, w in expert_weights.items():
         axes = weight_axes[name]
         if axes is None:
-            weight_specs[name] = PartitionSpec(mesh.axis_names)
-            expert_weights = {**expert_weights, name: _copies_of_state(w, mesh.size, w.dtype)}
+            weight_specs[name] = PartitionSpec(sharers)
+            expert_weights = {**expert_weights, name: _copies_of_state(w, num_copies, w.dtype)}
         else:
             weight_specs[name] = sharding.spec(axes, shape=w.shape, owner=f"{owner}.{name}")
     token_axes = _axes_of(token_spec, 0), _axes_of(token_spec, 1)
