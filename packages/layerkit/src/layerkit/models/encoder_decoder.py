@@ -150,9 +150,11 @@ class TransformerEncoderDecoder(BaseLayer):
           Outputs of the softmax; see `FullSoftmax.fprop`. With an `encoder_tpl` also its outputs
           `encoded` `[batch, frames, dims]` and `encoded_segment_ids` int32 `[batch, frames]`.
         """
-        runs = {"segments_are_runs": segments_are_runs}
-        memory = self._encode(source, source_segment_ids, source_segment_pos, **runs)
-        hidden = self._decode(target_ids, *memory, target_segment_ids, target_segment_pos, **runs)
+        memory = self._encode(
+            source, source_segment_ids, source_segment_pos, segments_are_runs=segments_are_runs
+        )
+        target = target_segment_ids, target_segment_pos
+        hidden = self._decode(target_ids, *memory, *target, segments_are_runs=segments_are_runs)
         outputs: NestedMap = self.softmax(hidden, labels=labels, weights=weights)
         if self.encoder_tpl is not None:
             outputs.encoded, outputs.encoded_segment_ids = memory
@@ -187,9 +189,11 @@ class TransformerEncoderDecoder(BaseLayer):
           target_segment_pos: Position within the document, int32 `[batch, target]`.
           segments_are_runs: False if padding may split a document; see `AttentionMask`.
         """
-        runs = {"segments_are_runs": segments_are_runs}
-        memory = self._encode(source, source_segment_ids, source_segment_pos, **runs)
-        return self._decode(target_ids, *memory, target_segment_ids, target_segment_pos, **runs)
+        memory = self._encode(
+            source, source_segment_ids, source_segment_pos, segments_are_runs=segments_are_runs
+        )
+        target = target_segment_ids, target_segment_pos
+        return self._decode(target_ids, *memory, *target, segments_are_runs=segments_are_runs)
 
     def encode(
         self,
