@@ -31,13 +31,7 @@ from layerkit_runner.distributed.watchdog import (
 )
 from layerkit_runner.errors import StorageError, UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import absolute
-from layerkit_runner.observers import (
-    DECODE_PREFIX,
-    RunInfo,
-    StepWork,
-    Throughput,
-    check_scalar_names,
-)
+from layerkit_runner.observers import DECODE_PREFIX, RunInfo, StepWork, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler, profiler_server
 from layerkit_runner.optim.early_stopping import EarlyStop
 from layerkit_runner.run import end_report
@@ -102,10 +96,8 @@ def run_train(
       signals: Signal handler, which the run enters; None for that of a process of its own.
       quiet: True to print neither progress nor messages.
     """
-    run = TrainingRun(
-        start_job("train", resolved, options, quiet=quiet),
-        StopSignals() if signals is None else signals,
-    )
+    job = start_job("train", resolved, options, quiet=quiet)
+    run = TrainingRun(job, StopSignals() if signals is None else signals)
     with run.resources:
         run.open()
         run.compile()
@@ -325,10 +317,9 @@ class TrainingRun:
     def _plan_if_new(self) -> Callable[[], FirstState] | None:
         """Return the plan of a new run's first state; None if the run may resume or restore."""
         options = self.job.options
-        others = options.restore_checkpoint_dir
-        own = (self.job.directory, self.checkpoints.directory)
-        is_own = others is None or absolute(others) in own
-        if options.restore_checkpoint_step is not None and is_own:
+        others = options.restore_checkpoint_dir and absolute(options.restore_checkpoint_dir)
+        own = (None, self.job.directory, self.checkpoints.directory)
+        if options.restore_checkpoint_step is not None and others in own:
             raise UsageError(
                 "a run resumes from its own newest checkpoint",
                 field="--restore_checkpoint_step",
@@ -396,7 +387,7 @@ class TrainingRun:
 
     def _trace(self, program: BaseProgram) -> None:
         with as_usage_error(ValueError, owner=program.name):
-            check_scalar_names(program.trace(self.abstract_state) or ())
+            program.trace(self.abstract_state)
 
     def _first_state(self) -> FirstState:
         """Restore the job's newest checkpoint, or that of another job; or make a new state."""
@@ -434,8 +425,8 @@ class TrainingRun:
                         )
             except UsageError as error:
                 folder = os.path.dirname(first.restored_from)
-                flags = f"A new run: --init_from={folder} with another --job_log_dir."
-                error.hint = f"{error.hint} {flags}" if error.hint else flags
+                new = f"A new run: --init_from={folder} with another --job_log_dir."
+                error.hint = f"{error.hint or ''} {new}".strip()
                 raise
             # Reported once every input has accepted its position: data of another shape end the
             # run.

@@ -88,11 +88,6 @@ def reduce_shards(metric: Reported, context: StepContext) -> Reported:
     return context.batch_sum(metric)
 
 
-def names_of_numbers(reported: Mapping[str, Reported]) -> set[str]:
-    """Return the names of an evaluation's scalar metrics, given the metrics of its step."""
-    return {name for name, metric in reported.items() if not isinstance(metric, BinCounts)}
-
-
 class OverBatches:
     """The reduction of metrics over global batches."""
 

@@ -15,6 +15,7 @@ import numpy as np
 from etils import epath
 
 from layerkit.base.base_model import WeightedScalar
+from layerkit.base.step_reports import BinCounts
 from layerkit.config.checks import check_sizes
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
@@ -28,15 +29,9 @@ from layerkit_runner.data.host_inputs import (
 from layerkit_runner.data.train_inputs import TrainInput
 from layerkit_runner.distributed.cluster import gather_values, run_on_process_0
 from layerkit_runner.errors import UsageError
-from layerkit_runner.observers import TOTAL_WEIGHT, Histogram, Observer
+from layerkit_runner.observers import TOTAL_WEIGHT, Histogram, Observer, check_scalar_names
 from layerkit_runner.partitioning import Partitioner
-from layerkit_runner.step.metrics import (
-    ByExample,
-    LossSum,
-    OverBatches,
-    as_floats,
-    names_of_numbers,
-)
+from layerkit_runner.step.metrics import ByExample, LossSum, OverBatches, as_floats
 from layerkit_runner.step.task import SingleTask
 from layerkit_runner.step.train_state import TrainState
 
@@ -215,7 +210,7 @@ class EvalProgram(BaseProgram):
         reported = jax.eval_shape(self._step, abstract_state, abstract_batch)
         if self._scores_examples:
             return None
-        return names_of_numbers(reported) | {TOTAL_WEIGHT, SKIPPED_RECORDS}
+        return _scalar_names(reported) | {TOTAL_WEIGHT, SKIPPED_RECORDS}
 
 
 class NextBatchEvalProgram(BaseProgram):
@@ -241,4 +236,11 @@ class NextBatchEvalProgram(BaseProgram):
         """Trace one step; see `BaseProgram.trace`."""
         # The feed would send the batch at the position before a restore.
         reported = jax.eval_shape(self._step, abstract_state, self._data.abstract_batch)
-        return names_of_numbers(reported) | {TOTAL_WEIGHT}
+        return _scalar_names(reported) | {TOTAL_WEIGHT}
+
+
+def _scalar_names(reported: Mapping[str, Any]) -> set[str]:
+    """Return the names of an evaluation's scalar metrics, given the metrics of its step."""
+    names = {name for name, metric in reported.items() if not isinstance(metric, BinCounts)}
+    check_scalar_names(names)
+    return names
