@@ -30,7 +30,7 @@ from layerkit.layers import (
 )
 from layerkit.models import LanguageModel, TransformerLm
 from layerkit.ops.attention.backends import BackendName
-from layerkit_experiments.recipes.optimizer_choices import unread_rate_fields
+from layerkit_experiments.recipes.optimizer_choices import OPTIMIZERS
 from layerkit_experiments.recipes.training import (
     TrainedExperiment,
     train_config,
@@ -164,7 +164,7 @@ def width_fields(fields: Any, size: int) -> dict[str, Any]:
         "HIDDEN_DIMS": fields.HIDDEN_DIMS and round(fields.HIDDEN_DIMS * growth),
         "LEARNING_RATE": rate,
     }
-    unread = unread_rate_fields(fields)
+    unread = OPTIMIZERS[fields.OPTIMIZER].unread_rate_fields(fields)
     for name in ("WARMUP_STEPS", "DECAY_START", "DECAY_END", "CONSTANT_STEPS"):
         steps = None if name in unread else getattr(fields, name, None)
         values[name] = steps / last if type(steps) is int and steps <= last else steps

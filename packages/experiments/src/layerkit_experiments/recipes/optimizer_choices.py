@@ -92,7 +92,7 @@ class OptimizerChoice(NamedTuple):
             experiment.LEARNING_RATE_SCHEDULE or ScheduleChoice.join_stages(experiment)
         ):
             because = f"OPTIMIZER={experiment.OPTIMIZER!r} without LEARNING_RATE_SCHEDULE"
-            refuse_unread(experiment, unread_rate_fields(experiment), because)
+            refuse_unread(experiment, self.unread_rate_fields(experiment), because)
             learner.learning_rate.min_ratio = 1.0
         return learner.set(optimizer=self.config(experiment, mask))
 
@@ -110,6 +110,12 @@ class OptimizerChoice(NamedTuple):
         read = _ADAM.values() if self.only_matrices else self.fields.values()
         return [field for field in _ADAM.values() if field not in read]
 
+    def unread_rate_fields(self, experiment: Any) -> list[str]:
+        """Return the fields that neither LEARNING_RATE_SCHEDULE nor the optimizer's own reads."""
+        name = experiment.LEARNING_RATE_SCHEDULE
+        choice = SCHEDULES.get("constant" if name is None and self.keeps_rate else name)
+        return [] if choice is None else choice.unread_fields()
+
     @classmethod
     def notes(cls, experiment: Any) -> list[str]:
         """Return a line for the start report if OPTIMIZER is not AdamW."""
@@ -126,14 +132,6 @@ class OptimizerChoice(NamedTuple):
             *(f"{field} is not read" for field in row.unread_fields()),
         )
         return [f"optimizer    {', '.join(filter(None, parts))}"]
-
-
-def unread_rate_fields(experiment: Any) -> list[str]:
-    """Return the fields that neither LEARNING_RATE_SCHEDULE nor the schedule of OPTIMIZER reads."""
-    name, row = experiment.LEARNING_RATE_SCHEDULE, OPTIMIZERS[experiment.OPTIMIZER]
-    keeps_rate = name is None and row.keeps_rate
-    choice = SCHEDULES.get("constant" if keeps_rate else name)
-    return [] if choice is None else choice.unread_fields()
 
 
 def _import(function: str) -> Callable[..., Any]:
