@@ -23,7 +23,7 @@ def reads_forever():
     threading.Event().wait()
 
 class Peers:
-    def leave(self, reason):
+    def leave(self, exit_code, reason):
         print(reason, flush=True)
 
 with reporting_to(Peers()), watched(seconds, process="process 3 of 4"):
