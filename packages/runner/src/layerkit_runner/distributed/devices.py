@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import glob
 import importlib.metadata
 import importlib.util
@@ -35,9 +36,9 @@ GPU_MEMORY_SHARE = 0.92
 
 _GPU = "XLA_FLAGS"
 _TPU = "LIBTPU_INIT_ARGS"
-# From which compile time and size on programs are cached. JAX compiles its own operations in less.
+# From which compile time and size on programs are cached: the many small ones of a start, too.
 _CACHED_FROM = {
-    "jax_persistent_cache_min_compile_time_secs": 0.2,
+    "jax_persistent_cache_min_compile_time_secs": 0.01,
     "jax_persistent_cache_min_entry_size_bytes": 0,
 }
 # The name that JAX reads, and its former name. JAX rejects an environment that sets both.
@@ -143,6 +144,7 @@ PRESETS: Mapping[str, FlagSet] = {
 }
 
 
+@functools.cache
 def unused_plugins() -> tuple[str, ...]:
     """Return the installed plugins of JAX, if this machine has a device of none of them.
 

@@ -237,9 +237,6 @@ class TrainingRun:
 
     def loop(self) -> None:
         """Train to the last step, a signal or early stopping; evaluate and save on the way."""
-        if self.job.options.enable_checkpoint_saving:
-            # The first save needs Orbax, which takes a second to import.
-            threading.Thread(target=importlib.import_module, args=("orbax.checkpoint",)).start()
         self._starting.close()
         if jax.process_count() > 1:
             store = distributed_state().client
@@ -391,13 +388,12 @@ class TrainingRun:
 
     def _first_state(self) -> FirstState:
         """Restore the job's newest checkpoint, or that of another job; or make a new state."""
-        job, options = self.job, self.job.options
+        job, options, report = self.job, self.job.options, self.job.observers.message
         newest = job.restore_newest(self.checkpoints)
         if newest is not None:
             if options.restore_checkpoint_dir is not None:
-                job.observers.message(
-                    f"--restore_checkpoint_dir is ignored: {job.given_directory} has checkpoints"
-                )
+                where = f"{job.given_directory} has checkpoints"
+                report(f"--restore_checkpoint_dir is ignored: {where}")
             return _restored(newest, self.checkpoints, resumes=True)
         self._start_over()
         if options.restore_checkpoint_dir is None:
@@ -416,9 +412,8 @@ class TrainingRun:
             try:
                 with as_usage_error():
                     inputs = inputs_by_key(self.evals, self.decodes)
-                    for key in restore_positions(
-                        self.inputs, inputs, first.input_states, step=first.step
-                    ):
+                    states = first.input_states
+                    for key in restore_positions(self.inputs, inputs, states, step=first.step):
                         report(
                             f"the checkpoint has no input position for {key}: reading from the"
                             " beginning"
@@ -428,8 +423,7 @@ class TrainingRun:
                 new = f"A new run: --init_from={folder} with another --job_log_dir."
                 error.hint = f"{error.hint or ''} {new}".strip()
                 raise
-            # Reported once every input has accepted its position: data of another shape end the
-            # run.
+            # Reported once every input has accepted its position.
             report(f"resuming from step {first.step} of {first.restored_from}")
             if (source := self.job.options.init_from) is not None:
                 report(f"--init_from={source} is ignored: the run has a checkpoint")
@@ -483,9 +477,15 @@ class TrainingRun:
             profiler=self._profiler,
             early_stop=self.early_stop,
             decode_interval_steps=self._decode_interval,
-            after_first_step=self._compiler.trace_rest,
+            after_first_step=self._after_first_step,
             after_eval=None if self._curve is None else self._curve.redraw,
         )
+
+    def _after_first_step(self) -> None:
+        if self.job.options.enable_checkpoint_saving:
+            # The first save needs Orbax, which takes a second to import.
+            threading.Thread(target=importlib.import_module, args=("orbax.checkpoint",)).start()
+        self._compiler.trace_rest()
 
 
 def _restored(
