@@ -12,6 +12,7 @@ their outputs, gradients, auxiliary losses, summaries and state updates are disc
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from functools import partial
@@ -61,6 +62,8 @@ from layerkit.ops.pipeline_schedule import (
     inside_stages,
 )
 from layerkit.ops.remat import check_remat_policy, name_activation, remat_in_scan
+
+_LOG = logging.getLogger(__name__)
 
 # Collections of a stage that a pipeline needs to combine the reports of microbatches in another.
 _COMBINED = {AUX_LOSS: AUX_MEANS, NON_TRAINABLE: STEP_TOTALS}
@@ -415,9 +418,11 @@ class Pipeline(BaseLayer):
             return None
         try:
             return self._schedule(self._count_microbatches(batch))
-        except ConfigError:
+        except ConfigError as error:
             if self.is_training:
                 raise
+            if self._stage_mesh_axes() is not None:
+                _LOG.warning("stages run one after another: %s", error)
             return None
 
     def _count_microbatches(self, batch: int) -> int:
