@@ -195,14 +195,6 @@ def test_fields_that_no_schedule_reads_raise(fields, field, raises):
         LocalText(**fields).learner()
 
 
-def test_ratio_of_bert_is_that_of_a_named_schedule(raises):
-    fields = {"MIN_LEARNING_RATE_RATIO": 0.2}
-    learner = BertBase(**fields, LEARNING_RATE_SCHEDULE="cosine").learner()
-    assert learner.learning_rate.min_ratio == 0.2
-    with raises(FieldError, owner="BertBase", field="MIN_LEARNING_RATE_RATIO", value=0.2):
-        BertBase(**fields).learner()
-
-
 def test_rates_of_stages_replace_the_schedule_of_an_optimizer_by_its_factor():
     stages = [{"until_step": 100, "rate": 1e-3}]
     assert rates(LocalText(STAGES=stages, OPTIMIZER="lion"), [100]) == pytest.approx([1e-4])

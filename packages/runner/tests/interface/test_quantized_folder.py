@@ -51,7 +51,6 @@ def test_interrupted_command_can_be_repeated(run, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             quantize_folder(str(run.job_log_dir), str(out))
     assert not out.exists()
-    out.mkdir()
     quantize_folder(str(run.job_log_dir), str(out))
     assert {path.name for path in tmp_path.iterdir()} == {"int8"}
     assert {"config.json", "checkpoints"} <= {path.name for path in out.iterdir()}

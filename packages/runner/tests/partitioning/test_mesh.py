@@ -34,6 +34,10 @@ def test_by_default_all_devices_are_on_the_first_axis():
     assert ids(mesh) == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
+def test_by_default_all_devices_of_a_mesh_with_stages_are_on_the_axis_of_data():
+    assert dict(make_mesh(("stage", "data", "fsdp")).shape) == {"stage": 1, "data": 8, "fsdp": 1}
+
+
 def test_slices_are_the_outermost_part_of_an_axis():
     # Two slices of four consecutive devices, each 2 × 2 of fsdp × tensor. Along fsdp, devices 0 and
     # 2 (one slice) come before 4 and 6.

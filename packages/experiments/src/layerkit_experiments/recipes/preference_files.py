@@ -71,7 +71,11 @@ class PreferenceFiles(ChatFiles, TrainedExperiment, abstract=True):
 
         base, stored = getattr(self, "HF_FOLDER", None), self.REFERENCE_FOLDER
         expected = f"None, since it is of HF_FOLDER={base}, whose weights --init_from replaces"
-        is_start = base is None or stored is None or weights_digest(folder) == weights_digest(base)
+        is_known = base is not None and stored is not None
+        has_adapters = bool(getattr(self, "ADAPTERS", None))
+        is_start = not is_known or (
+            not has_adapters and weights_digest(folder) == weights_digest(str(base))
+        )
         require(is_start, type(self).__qualname__, "REFERENCE_FOLDER", stored, expected)
 
     def task(self) -> Config:

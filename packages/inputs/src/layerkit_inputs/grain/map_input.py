@@ -27,7 +27,12 @@ import numpy as np
 
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.errors import BadRecordError, OnBadRecord, require_extra
+from layerkit_inputs.base.errors import (
+    BadRecordError,
+    OnBadRecord,
+    is_storage_failure,
+    require_extra,
+)
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.grain.array_records import ArrayRecordFiles
 from layerkit_inputs.grain.row_batches import stack_rows, to_arrays
@@ -137,6 +142,8 @@ class GrainRows(IndexedInput):
             error.owner = error.owner or self._name_of(row)
             return error
         except (ValueError, OSError) as error:
+            if is_storage_failure(error):
+                raise
             error.add_note(f"In {self._name_of(row)}.")
             return error
 

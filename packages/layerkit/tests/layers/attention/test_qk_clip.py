@@ -105,7 +105,8 @@ def test_logits_of_each_head_are_clipped_by_its_weights(cls, fields, scales_keys
 def test_keys_without_bias_and_adapters_of_logits_are_errors(cls, fields, adapted, raises):
     config = cls.HParams.config(input_dims=DIMS, num_heads=HEADS, qk_clip=1.0, **fields)
 
-    def init(only):
+    def init(only, *, train=True):
+        config.train = train
         layer = (config if only is None else add_lora(config, only=only)).Instantiate()
         jax.eval_shape(layer.init, jax.random.key(0))
 
@@ -113,3 +114,4 @@ def test_keys_without_bias_and_adapters_of_logits_are_errors(cls, fields, adapte
         init(adapted)
     if adapted is not None:
         init("value_tpl|output_tpl|down_tpl")
+        init(adapted, train=False)  # Only training clips.

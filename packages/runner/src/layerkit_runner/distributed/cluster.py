@@ -211,6 +211,10 @@ def _end(error: BaseException, peers: Peers) -> NoReturn:
     else:
         traceback.print_exception(error)
         summary, exit_code = f"{type(error).__name__}: {error_text(error)}", 1
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            from layerkit_runner.distributed.peers import LOST_PROCESS_EXIT_CODE
+
+            exit_code = LOST_PROCESS_EXIT_CODE  # Devices and networks may fail only once.
     sys.stdout.flush()
     sys.stderr.flush()
     exit_now(exit_code, " ".join(summary.split()))

@@ -65,12 +65,16 @@ class Peers:
             thread.start()
 
     def leave(self, exit_code: int, reason: str) -> None:
-        """Report the reason of this process's end, unless it is empty, before it exits."""
+        """Report the reason of this process's end, unless it is empty, before it exits.
+
+        The others end with `exit_code`, but with 75 for 0, since they may be in the end report.
+        """
         if reason:
             self._is_leaving = True
             # The callers end the sentence.
             text = f"{self._identity} failed: {reason[:_MAX_TEXT].removesuffix('.')}"
-            record = json.dumps([self._identity.process, exit_code, text])
+            code = exit_code or LOST_PROCESS_EXIT_CODE
+            record = json.dumps([self._identity.process, code, text])
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
                 self._client.key_value_set(_FAILED, record)
         if self._identity.process == 0:

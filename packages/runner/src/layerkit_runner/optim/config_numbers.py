@@ -15,7 +15,7 @@ from jax.tree_util import GetAttrKey
 
 from layerkit.config.checks import require
 
-_SHARE, _INJECTED = GetAttrKey("b1"), GetAttrKey("hyperparams")
+_B1, _INJECTED = GetAttrKey("b1"), GetAttrKey("hyperparams")
 
 
 def with_config_numbers(state: Any, init: Callable[[], Any]) -> Any:
@@ -31,7 +31,7 @@ def with_config_numbers(state: Any, init: Callable[[], Any]) -> Any:
     """
     paths, structure = jax.tree_util.tree_flatten_with_path(state)
     leaves = [leaf for _, leaf in paths]
-    held = [i for i, (path, _) in enumerate(paths) if _INJECTED in path or path[-1:] == (_SHARE,)]
+    held = [i for i, (path, _) in enumerate(paths) if _INJECTED in path or path[-1:] == (_B1,)]
     if not held:
         return state
 

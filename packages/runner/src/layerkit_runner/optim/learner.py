@@ -272,8 +272,8 @@ class Learner(Configurable):
         update = jax.jit(update_without_gradient)
         signs = (ones, {path: -x for path, x in ones.items()})
         plus, minus = (flatten_dict(jax.device_get(update(unflatten_dict(x)))) for x in signs)
-        differences = {path: plus[path] - minus[path] for path in plus}
-        # Some updates of a gradient of zero are NaN.
+        with np.errstate(invalid="ignore"):  # Some updates of a gradient of zero are not finite.
+            differences = {path: plus[path] - minus[path] for path in plus}
         changed = {path: np.any(np.isfinite(d) & (d != 0)) for path, d in differences.items()}
         parts = zip(optimizers, groups.assign(trained), strict=True)
         return tuple(

@@ -6,6 +6,7 @@ slices or hosts. The mesh is their elementwise product, with the slow network ou
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -31,23 +32,23 @@ def make_mesh(
     Args:
       axis_names: Names of the mesh axes.
       ici_mesh_shape: Size of each axis within one slice; None puts all devices of a slice on the
-        first axis.
+        axis `data`, or on the first one if there is none.
       dcn_mesh_shape: Size of each axis across slices; None for one slice. If `ici_mesh_shape` is
-        None too, all slices that exist are on the first axis.
+        None too, all slices that exist are on that axis.
       devices: Devices to arrange; by default all devices of all processes.
 
     Raises:
       UsageError: Sizes do not match the names, the number of devices or the slices.
     """
     devices = list(jax.devices() if devices is None else devices)
-    ones = [1] * (len(axis_names) - 1)
+    along_axis = functools.partial(along_default_axis, axis_names=axis_names)
     if dcn_mesh_shape is None and ici_mesh_shape is None:
-        dcn_mesh_shape = [num_tpu_slices(devices), *ones]
-    dcn_mesh_shape = dcn_mesh_shape or [1, *ones]
+        dcn_mesh_shape = along_axis(num_tpu_slices(devices))
+    dcn_mesh_shape = dcn_mesh_shape or along_axis(1)
     if ici_mesh_shape is None:
         # The shape may hold a 0, which the check below reports.
         num_slices = max(math.prod(dcn_mesh_shape), 1)
-        ici_mesh_shape = [max(len(devices) // num_slices, 1), *ones]
+        ici_mesh_shape = along_axis(max(len(devices) // num_slices, 1))
     for field, shape in (("ici_mesh_shape", ici_mesh_shape), ("dcn_mesh_shape", dcn_mesh_shape)):
         is_valid = len(shape) == len(axis_names) and all(size >= 1 for size in shape)
         expected = f"one size of at least 1 for each of {', '.join(axis_names)}"
@@ -55,7 +56,7 @@ def make_mesh(
     needed = math.prod(ici_mesh_shape) * math.prod(dcn_mesh_shape)
     if needed != len(devices):
         kind = devices[0].device_kind if devices else "none"
-        settings: dict[str, Any] = {"partitioner.ici_mesh_shape": [len(devices), *ones]}
+        settings: dict[str, Any] = {"partitioner.ici_mesh_shape": along_axis(len(devices))}
         if math.prod(dcn_mesh_shape) > 1:
             settings["partitioner.dcn_mesh_shape"] = None
         raise UsageError(
@@ -66,6 +67,12 @@ def make_mesh(
         )
     arranged = _arrange(list(ici_mesh_shape), list(dcn_mesh_shape), devices)
     return Mesh(arranged, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
+
+
+def along_default_axis(size: int, axis_names: Sequence[str]) -> list[int]:
+    """Return the sizes of a mesh that is split along `data`, or the first axis if it has none."""
+    axis = "data" if "data" in axis_names else axis_names[0]
+    return [size if name == axis else 1 for name in axis_names]
 
 
 def num_tpu_slices(devices: Sequence[Any]) -> int:

@@ -328,7 +328,8 @@ class SpmdPartitioner(Partitioner):
 
     Attributes:
       mesh_axis_names: Names of the mesh axes, the slowest network first.
-      ici_mesh_shape: Size of each axis within a slice; None puts all devices on the first axis.
+      ici_mesh_shape: Size of each axis within a slice; None puts all devices on the axis `data`,
+        or on the first one if there is none.
       dcn_mesh_shape: Size of each axis across slices; None for one slice.
       rules: Mesh axes of the logical axes of weights and activations.
       shard_optimizer_over_data: True to split the optimizer's state, the averages of the weights

@@ -90,6 +90,8 @@ class Executor:
     decode_interval_steps: int | None = None
     after_first_step: Callable[[], None] | None = None
     after_eval: Callable[[], None] | None = None
+    # Error of a program that could not be traced after the first step.
+    _refusal: UsageError | None = dataclasses.field(default=None, init=False)
     # (step, metrics by program) of the latest evaluations.
     _evaluated: tuple[int, dict[str, dict[str, float]]] = dataclasses.field(
         default_factory=lambda: (-1, {}), init=False
@@ -149,8 +151,7 @@ class Executor:
             # After an error of the devices, the arrays of the state may not exist. A program that
             # cannot be traced leaves no checkpoint, whether it is traced before or after step 1.
             is_of_devices = isinstance(error, jax.errors.JaxRuntimeError)
-            is_refused = isinstance(error, UsageError) and self.after_first_step is not None
-            if step > first and not is_of_devices and not is_refused:
+            if step > first and not is_of_devices and error is not self._refusal:
                 self._save_after(error, state, step)
             raise
         if step >= self.train.num_train_steps or self.has_stopped_early:
@@ -233,8 +234,12 @@ class Executor:
     def _work_after(self, state: TrainState, step: int) -> None:
         """Run what is due after a step: the callback, the end of a profile, `run_due`."""
         if self.after_first_step is not None:
-            with self.goodput.phase("compile"):
-                self.after_first_step()
+            try:
+                with self.goodput.phase("compile"):
+                    self.after_first_step()
+            except UsageError as error:
+                self._refusal = error
+                raise
             self.after_first_step = None
         if self.profiler is not None and self.profiler.ends_after(step):
             self._stop_profile(state, step)

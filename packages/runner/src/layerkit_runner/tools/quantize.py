@@ -1,8 +1,8 @@
 """`runner quantize SOURCE OUT`: write a model with weights in 8-bit or 4-bit integers.
 
 OUT is a job folder without optimizer state. Its recorded override `task.model.weight_format` makes
-the model store integers. A local OUT is written as a hidden folder beside it and renamed, so that
-the command can be repeated after an interruption.
+the model store integers. A new local OUT is written as a hidden folder beside it and renamed, so
+that the command can be repeated after an interruption.
 """
 
 from __future__ import annotations
@@ -174,8 +174,9 @@ def _write(
     from layerkit_runner.run.job_folder import write_config
     from layerkit_runner.run_options import RunOptions
 
+    # A folder that exists may be the mount point of another disk, or in one that is read-only.
     place = directory
-    if not is_remote(directory):
+    if not (is_remote(directory) or directory.exists()):
         place = directory.with_name(f".{directory.name}.partial")
         place.rmtree(missing_ok=True)
     # An error of the new experiment precedes the long write of the weights.

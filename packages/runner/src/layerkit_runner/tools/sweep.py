@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import shlex
 import signal
@@ -187,7 +188,8 @@ def run_study(flags: ParsedFlags, resolve: Callable[..., ResolvedExperiment]) ->
     passed = {name: value for name, value in flags.values.items() if name not in _NOT_PASSED_ON}
     record = file.record() | {
         "experiment": " ".join([words[0], *sorted(words[1:])]),
-        **{f"--{name}": passed.get(name) for name in _OF_TRAINING},
+        # A record from a file has lists in place of tuples.
+        **{f"--{name}": json.loads(json.dumps(passed.get(name))) for name in _OF_TRAINING},
     }
     with lock(folder / "study.lock"):
         study = open_study(file, folder, options.study_storage, record)

@@ -91,7 +91,7 @@ def test_command_shows_every_input_and_writes_nothing(tmp_path, capsys):
     assert cli.main([*command, f"--fdl.STAGES={stages}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for number, steps, rows in ((1, "1 → 2", 2), (2, "3 → 3", 4)):
-        index = lines.index(f"train, stage {number} of 2, steps {steps}: train (StagedRows)")
+        index = lines.index(f"train, stage {number} of 2, steps {steps}: train (LocalText)")
         size = f"  {rows} rows a batch, {rows // 2} on each host that feeds some; endless"
         assert lines[index + 1] == size
         assert f"[{rows // 2}, 64]" in "".join(lines[index : index + 8])

@@ -280,8 +280,8 @@ class AttentionLayer(BaseLayer):
         check_positive(self, qk_clip=self.qk_clip)
         owners = [getattr(self, f"{name}_tpl", None) for name in ("query", "key", "qkv", "up")]
         has_adapter = any(is_lora(getattr(owner, "dot_tpl", None)) for owner in owners)
-        expected = "None with adapters of queries or keys, which it does not scale"
-        require(not (self.qk_clip and has_adapter), self, "qk_clip", self.qk_clip, expected)
+        fits = not (self.qk_clip and has_adapter and self.is_training)
+        require(fits, self, "qk_clip", self.qk_clip, "None with adapters of queries or keys")
         blocks = self.kernel_blocks
         is_valid = blocks is None or [type(size) for size in blocks] == [int, int]
         is_valid = is_valid and all(size >= 16 and size.bit_count() == 1 for size in blocks or ())

@@ -431,7 +431,14 @@ class Pipeline(BaseLayer):
         assert value is not None
         expected = f"a divisor of the batch of {batch} rows"
         require(batch % value == 0, self, field, value, expected)
-        return value if count is not None else batch // value
+        num_microbatches = value if count is not None else batch // value
+        sharding = self.inherited("sharding")
+        shards = 1 if sharding is None else sharding.num_shards("batch")
+        expected = (
+            f"microbatches of a multiple of {shards} rows, the shards of the batch of {batch}"
+        )
+        require(batch // num_microbatches % shards == 0, self, field, value, expected)
+        return num_microbatches
 
     def _schedule(self, num_microbatches: int) -> PipelineSchedule:
         """Return the schedule, or raise if there is none."""

@@ -79,7 +79,7 @@ class GatheredWeights:
 
 def _without_rows(rules: ShardingRules) -> ShardingRules:
     """Return rules that split no weight over the mesh axes of rows."""
-    rows = {*rules.mesh_axes("batch")} - {*rules.mesh_axes("expert")}
+    rows = rules.mesh_axes("batch")
     names = [name for name, _ in rules.table]
     return ShardingRules.of(
         **{name: [axis for axis in rules.mesh_axes(name) if axis not in rows] for name in names}

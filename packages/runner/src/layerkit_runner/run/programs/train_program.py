@@ -46,8 +46,11 @@ from layerkit_runner.step.train_state import TrainState
 
 T = TypeVar("T")
 
-# Names of scalars that the records of steps have beside the metrics of the model.
-_ADDED = ("tokens", "step_time", "input_wait", "mfu")
+# Names of scalars that the records of steps have beside those of the step.
+_ADDED = (
+    *("tokens", "step_time", "steps_per_sec", "input_wait", "examples_per_sec", "tokens_per_sec"),
+    *("tflops_per_sec_per_device", "mfu"),
+)
 _CACHE_HIT = "/jax/compilation_cache/cache_hits"
 # Number of future steps whose batches are already sent to the devices.
 _STEPS_AHEAD = 2
@@ -78,7 +81,8 @@ def trace_step(
     """Trace the training step and return a function that compiles it."""
     lowered = partitioner.train_step_fn(task).lower(state, batch)
     _, (metrics, scalars) = lowered.out_info
-    check_scalar_names(metrics, others=_ADDED)
+    numbers = [name for name, metric in metrics.items() if not isinstance(metric, BinCounts)]
+    check_scalar_names(numbers, others=(*_ADDED, *scalars))
     summarize = partitioner.summary_step_fn(task) if has_arrays(scalars) else None
 
     def compile_step() -> CompiledStep:

@@ -24,6 +24,7 @@ from layerkit_inputs.base.evaluation import num_rows_of
 from layerkit_inputs.base.host_batches import FeedPlan, check_batch
 from layerkit_inputs.base.tokenizer_interface import Tokenizer
 from layerkit_inputs.chat.chat_input import ConversationFiles
+from layerkit_inputs.mixing.staged_rows import StagedRows
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.data.host_inputs import (
     HostTopology,
@@ -138,7 +139,8 @@ def read_input(
     first = inputs[0]
     for source in inputs if skipped_steps else ():
         source.skip_steps(skipped_steps)
-    yield f"{kind} {dataset_name(config)} ({target_of(config).__qualname__})"
+    reader: Any = target_of(config.source if target_of(config) is StagedRows else config)
+    yield f"{kind} {dataset_name(config)} ({reader.__qualname__})"
     yield _size_text(first, plan)
     for feed in plan.feeds if len(hosts) > 1 else ():
         rows = ", ".join(f"{start} to {stop - 1}" for start, stop in feed.rows)
@@ -168,7 +170,7 @@ def read_input(
                 for row in range(min(on_page if is_page else _TEXT_ROWS, num_rows_of(batch)))
             ],
             [*_host_lines(batches)],
-            isinstance(first, ConversationFiles),
+            issubclass(reader, ConversationFiles),
         )
     if is_page and num_batches > _PAGE_BATCHES:
         yield f"only the first {_PAGE_BATCHES} batches are drawn; histograms count all"

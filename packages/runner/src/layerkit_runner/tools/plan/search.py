@@ -24,6 +24,7 @@ from layerkit_runner.config.config_tree import config_json
 from layerkit_runner.config.requests import Override, ResolvedExperiment
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.text import draw_table, seconds_text, size_text
+from layerkit_runner.partitioning.mesh import along_default_axis
 from layerkit_runner.run.resolve import add_overrides
 from layerkit_runner.tools.plan.bounds import RESOURCES, Bounds, DeviceWork
 from layerkit_runner.tools.plan.hardware import DeviceKind, Target, device_kind
@@ -189,8 +190,8 @@ class _Searcher:
         require(_ICI in self._values, name, "partitioner", value, expected, UsageError)
         dcn = tuple(self._values[_DCN] or ())
         if not dcn and self._values[_ICI] is None and self._platform == "tpu":
-            # Without sizes the partitioner lays the slices along the first axis.
-            dcn = (self.first.num_slices, *[1] * (len(self._axes) - 1))
+            # As the partitioner lays slices without sizes.
+            dcn = tuple(along_default_axis(self.first.num_slices, self._axes))
         is_sliced = math.prod(dcn) > 1
         across = dcn if is_sliced else (1,) * len(self._axes)
         sizes = zip(self.first.mesh.values(), across, strict=True)
