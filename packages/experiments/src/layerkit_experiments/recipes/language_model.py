@@ -169,10 +169,9 @@ def width_fields(fields: Any, size: int) -> dict[str, Any]:
         steps = None if name in unread else getattr(fields, name, None)
         values[name] = steps / last if type(steps) is int and steps <= last else steps
     if head is not None:
-        heads = max(1, round(fields.NUM_HEADS * growth))
+        values["NUM_HEADS"] = heads = max(1, round(fields.NUM_HEADS * growth))
         most = max(1, (fields.NUM_KV_HEADS or fields.NUM_HEADS) * heads // fields.NUM_HEADS)
-        kv_heads = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= most)
-        values |= {"NUM_HEADS": heads, "NUM_KV_HEADS": kv_heads}
+        values["NUM_KV_HEADS"] = max(n for n in range(1, most + 1) if heads % n == 0)
     return {name: v for name, v in values.items() if v is not None and name in known}
 
 

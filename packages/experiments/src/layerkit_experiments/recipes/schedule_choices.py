@@ -14,13 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
 from layerkit.config import Config, assigned_fields, is_config
-from layerkit.config.checks import (
-    check_choice,
-    check_non_negative,
-    check_positive,
-    check_sizes,
-    require,
-)
+from layerkit.config.checks import check_choice, check_non_negative, check_sizes, require
 from layerkit_runner.config.experiment import refuse_unread
 from layerkit_runner.config.stages import stages_of
 from layerkit_runner.optim import schedules
@@ -61,9 +55,6 @@ class ScheduleChoice(NamedTuple):
         check_choice(type(experiment).__qualname__, SCHEDULES, LEARNING_RATE_SCHEDULE=name)
         choice = SCHEDULES[name]
         refuse_unread(experiment, choice.unread_fields(), f"LEARNING_RATE_SCHEDULE={name!r}")
-        if name == "exponential":
-            owner, ratio = type(experiment).__qualname__, experiment.MIN_LEARNING_RATE_RATIO
-            check_positive(owner, MIN_LEARNING_RATE_RATIO=ratio)
         return choice
 
     def unread_fields(self) -> list[str]:

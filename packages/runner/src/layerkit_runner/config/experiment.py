@@ -157,10 +157,7 @@ class BaseExperiment:
         return ", ".join(dict.fromkeys(target_of(config).__name__ for config in training))
 
     def size_fields(self, size: int) -> dict[str, Any]:
-        """Return the fields of a model of a size from 1 up, for `runner scaling`; none by default.
-
-        The number of weights must grow with the size.
-        """
+        """Return the fields of a model that grows with `size`, from 1 up, for `runner scaling`."""
         del size
         return {}
 
