@@ -19,7 +19,7 @@ from optax import contrib
 from layerkit.config import Config, Partial
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
-from layerkit_runner.optim.config_numbers import with_config_numbers
+from layerkit_runner.optim.config_numbers import set_config_numbers
 from layerkit_runner.optim.learner import AuxiliaryOptimizer, Learner
 from layerkit_runner.step.metrics import GLOBAL_BATCH
 
@@ -219,7 +219,7 @@ def test_restored_state_has_the_injected_numbers_of_the_config(stacks: Any):
 
     new = make(0.01)
     params, old = by_learner(make(0.1), 2, stacks=stacks)
-    state = with_config_numbers(old, lambda: new.init(PARAMS, stacks=stacks))
+    state = set_config_numbers(old, lambda: new.init(PARAMS, stacks=stacks))
     assert jax.tree.map(jnp.shape, state) == jax.tree.map(jnp.shape, old)
     loss, grads = jax.value_and_grad(loss_of)(params)
     more = {"step": jnp.int32(2), "loss": loss, "stacks": stacks}
@@ -242,9 +242,9 @@ def test_restored_averages_of_another_b1_are_an_error(stacks: Any, raises):
         return learner(optimizer, per_layer=True)
 
     state = by_learner(make(0.9), 2, stacks=stacks)[1]
-    assert_equal(with_config_numbers(state, lambda: make(0.9).init(PARAMS, stacks=stacks)), state)
+    assert_equal(set_config_numbers(state, lambda: make(0.9).init(PARAMS, stacks=stacks)), state)
     with raises(ConfigError, field="b1", value=0.95) as caught:
-        with_config_numbers(state, lambda: make(0.95).init(PARAMS, stacks=stacks))
+        set_config_numbers(state, lambda: make(0.95).init(PARAMS, stacks=stacks))
     assert "0.9, as in the checkpoint" in str(caught.value)
 
 

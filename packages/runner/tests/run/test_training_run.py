@@ -244,9 +244,9 @@ def test_run_starts_from_the_checkpoint_of_another_job(
     output = train("new", max_steps=5, restore_checkpoint_dir=there, restore_checkpoint_step=(2,))
     assert f"resuming from step 2 of {tmp_path}/job/checkpoints" in output
     assert list(losses(tmp_path / "new")) == [3, 4, 5]
-    own = {"restore_checkpoint_dir": str(tmp_path / "new"), "restore_checkpoint_step": (3,)}
+    start = {"restore_checkpoint_dir": str(tmp_path / "new"), "restore_checkpoint_step": (3,)}
     with raises(UsageError, field="--restore_checkpoint_step", value=(3,)):
-        train("new", max_steps=6, **own)
+        train("new", max_steps=6, **start)
     output = train("new", max_steps=6, restore_checkpoint_dir=there)
     assert f"--restore_checkpoint_dir is ignored: {tmp_path}/new has checkpoints" in output
     assert f"resuming from step 5 of {tmp_path}/new/checkpoints" in output

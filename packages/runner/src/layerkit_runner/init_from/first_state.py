@@ -149,7 +149,7 @@ def _read_match(
     with warnings.catch_warnings():
         # Values that are converted, indexed or stacked do not become parts of the state.
         warnings.filterwarnings("ignore", "Some donated buffers were not usable")
-        made = task.with_config_numbers(make(values))
+        made = task.set_config_numbers(make(values))
     return FirstState(made, matched.step, _provenance(state, matched))
 
 

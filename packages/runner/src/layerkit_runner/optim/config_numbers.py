@@ -18,7 +18,7 @@ from layerkit.config.checks import require
 _B1, _INJECTED = GetAttrKey("b1"), GetAttrKey("hyperparams")
 
 
-def with_config_numbers(state: Any, init: Callable[[], Any]) -> Any:
+def set_config_numbers(state: Any, init: Callable[[], Any]) -> Any:
     """Return a restored optimizer state with the injected hyperparameters of the config.
 
     Args:

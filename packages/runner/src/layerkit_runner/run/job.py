@@ -179,7 +179,7 @@ class Job:
             )
         stored = restored.state
         if for_training:
-            stored = self.task.with_config_numbers(stored)
+            stored = self.task.set_config_numbers(stored)
         state = self.partitioner.device_state(self.task, stored)
         return dataclasses.replace(restored, state=state)
 

@@ -42,7 +42,7 @@ from layerkit.config.checks import check_integers, require
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError
 from layerkit_inputs.base.evaluation import ROW_MARKS
-from layerkit_runner.optim.config_numbers import with_config_numbers
+from layerkit_runner.optim.config_numbers import set_config_numbers
 from layerkit_runner.optim.early_stopping import StoppingRule
 from layerkit_runner.optim.learner import global_norm
 from layerkit_runner.optim.optimizer_groups import Stacks, stacks_of
@@ -397,7 +397,7 @@ class SingleTask(Configurable):
         ]
         return LossSum.of(scaled, aux)
 
-    def with_config_numbers(self, state: TrainState) -> TrainState:
+    def set_config_numbers(self, state: TrainState) -> TrainState:
         """Return a restored state with the numbers of the optimizers' configs, or raise an error.
 
         See `optim.config_numbers`.
@@ -408,7 +408,7 @@ class SingleTask(Configurable):
             return self.train.learner.init(zeros, stacks=stacks)
 
         with self.declared_weights() as stacks:
-            return state.replace(opt_state=with_config_numbers(state.opt_state, init))
+            return state.replace(opt_state=set_config_numbers(state.opt_state, init))
 
     def decayed_weights(self, params: Any) -> tuple[DecayedWeights, ...]:
         """Return which trained weights each optimizer decays; `params` may be shapes."""
