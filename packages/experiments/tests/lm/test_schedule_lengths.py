@@ -195,6 +195,15 @@ def test_fields_that_no_schedule_reads_raise(fields, field, raises):
         LocalText(**fields).learner()
 
 
+@pytest.mark.parametrize("name", ["constant", "inverse_sqrt"])
+def test_a_class_may_have_steps_of_a_decay_that_its_schedule_does_not_read(name: str):
+    class Decays(Ending):
+        DECAY_END = 1800
+
+    made = Decays(LEARNING_RATE_SCHEDULE=name, WARMUP_STEPS=1900)
+    assert rates(made, [950, 1900]) == pytest.approx([1e-3, 2e-3])
+
+
 def test_rates_of_stages_replace_the_schedule_of_an_optimizer_by_its_factor():
     stages = [{"until_step": 100, "rate": 1e-3}]
     assert rates(LocalText(STAGES=stages, OPTIMIZER="lion"), [100]) == pytest.approx([1e-4])

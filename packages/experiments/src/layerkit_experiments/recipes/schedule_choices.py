@@ -9,7 +9,7 @@ A schedule with a DECAY_END keeps its steps, however long the run is, as in Pax.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, get_args
 
@@ -66,7 +66,8 @@ class ScheduleChoice(NamedTuple):
     def config(self, experiment: Any) -> Config:
         """Return the config of the schedule with the peak LEARNING_RATE and numbers of steps."""
         values = {name: getattr(experiment, field) for name, field in self.fields.items()}
-        steps = zip(_STEPS, schedule_steps(experiment, flat=self.flat), strict=True)
+        numbers = schedule_steps(experiment, flat=self.flat, unread=self.unread_fields())
+        steps = zip(_STEPS, numbers, strict=True)
         values |= {name: step for name, step in steps if name in self.steps}
         return Config(self.function, experiment.LEARNING_RATE, **values, **self.options)
 
@@ -126,17 +127,20 @@ class ScheduleChoice(NamedTuple):
         )
 
 
-def schedule_steps(fields: Any, *, flat: float | None = None) -> tuple[int, int, int]:
+def schedule_steps(
+    fields: Any, *, flat: float | None = None, unread: Collection[str] = ()
+) -> tuple[int, int, int]:
     """Return the end of the warmup, and start and end of the decay, by the rule of this module.
 
     `flat` is the part of the steps to DECAY_END without decay, by default; None for the warmup.
+    Fields in `unread` count as None.
 
     Raises:
       ConfigError: DECAY_START fits into the run, and is in the warmup.
     """
-    num_steps, is_set = fields.MAX_STEPS, fields.DECAY_START is not None
-    warmup = number_of_steps(fields, "WARMUP_STEPS")
-    is_free = fields.DECAY_END is None
+    num_steps, warmup = fields.MAX_STEPS, number_of_steps(fields, "WARMUP_STEPS")
+    is_set = fields.DECAY_START is not None and "DECAY_START" not in unread
+    is_free = fields.DECAY_END is None or "DECAY_END" in unread
     end = num_steps if is_free else number_of_steps(fields, "DECAY_END")
     flat_end = 0 if flat is None else int(flat * end)
     decay_start = number_of_steps(fields, "DECAY_START") if is_set else max(warmup, flat_end)
