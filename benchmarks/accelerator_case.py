@@ -202,7 +202,8 @@ def predictions(traced: Traced, step: CompiledStep, device: DeviceKind) -> dict[
     mesh = traced.partitioner.mesh
     memory = step_memory(tensor_memory(traced.state, traced.batch), step)
     rows, length = traced.batch.ids.shape
-    flops = model_flops_per_step(traced.resolved.task, traced.batch, rows)
+    stored = traced.partitioner.abstract_stored_state(traced.task)
+    flops = model_flops_per_step(traced.resolved.task, stored, traced.batch, rows)
     collectives = collective_traffic(step.hlo_text, dict(mesh.shape), slices=[0] * mesh.size)
     layers = layer_flops(scoped_flops(traced.program.jaxpr), device, num_devices=mesh.size)
     work = device_work(memory, collectives, layers)

@@ -76,8 +76,14 @@ class Small(BaseExperiment):
 def test_frozen_weights_reduce_the_flops(frozen: list[str], gradients: float, bits: int):
     ids, weights = np.ones((1, LENGTH), f"int{bits}"), np.ones((1, LENGTH), f"float{bits}")
     batch = NestedMap(ids=ids, labels=ids, paddings=np.zeros_like(weights), weights=weights)
-    result = model_flops_per_step(resolve(Small(FROZEN=frozen)).task, batch, rows=ROWS)
+    result = model_flops(resolve(Small(FROZEN=frozen)).task, batch)
     assert result == ROWS * LENGTH * (LAYERS * LAYER + LOGITS + gradients)
+
+
+def model_flops(task: Config, batch: NestedMap) -> float:
+    made = task.Instantiate()
+    state = jax.eval_shape(lambda: made.init_state(jax.random.key(0)))
+    return model_flops_per_step(task, state, batch, rows=ROWS)
 
 
 class LayerModel(BaseModel):
@@ -102,7 +108,7 @@ def layer_flops(layer, *, frozen: list[str] | None = None) -> float:
     task.train.learner.ema_decay = 0.9
     task.train.eval_use_ema_states = True
     batch = NestedMap(x=np.ones((1, LENGTH, DIMS), "float32"))
-    return model_flops_per_step(task, batch, rows=ROWS) / ROWS / LENGTH
+    return model_flops(task, batch) / ROWS / LENGTH
 
 
 def test_pipeline_of_any_layer_counts_its_stages():

@@ -201,6 +201,7 @@ class Learner(Configurable):
         self.transformation = main.transformation
         self._optimizers = (main, *(auxiliary.named for auxiliary in self.auxiliary_optimizers))
         self._groups = OptimizerGroups(self._optimizers, per_layer=self.per_layer)
+        self._is_checked = False
 
     @property
     def skips_steps(self) -> bool:
@@ -227,8 +228,11 @@ class Learner(Configurable):
           ConfigError: A pattern matches no weight, or `ema_decay` is set with a schedule-free
             optimizer.
         """
-        trained = self.trained_weights.select(params)
-        state = self._groups.init(self._computed(trained), stacks or {})
+        trained = self._computed(self.trained_weights.select(params))
+        if not self._is_checked:
+            self._groups.check(trained)
+            self._is_checked = True
+        state = self._groups.init(trained, stacks or {})
         is_allowed = self.ema_decay is None or not is_schedule_free(state)
         expected = "None with a schedule-free optimizer, which averages the weights itself"
         require(is_allowed, "Learner", "ema_decay", self.ema_decay, expected)
@@ -324,9 +328,7 @@ class Learner(Configurable):
         return self.trained_weights.merge(params, cast_like(ema, trained))
 
     def evaluated(self, params: Any, opt_state: Any, *, stacks: Stacks | None = None) -> Any:
-        """Return the weights to evaluate, decode and export with."""
-        if not is_schedule_free(opt_state):
-            return params
+        """Return the weights of schedule-free optimizers to evaluate, decode and export with."""
         trained = self.trained_weights.select(params)
         means = self._groups.evaluated(self._computed(trained), opt_state, stacks or {})
         return self.trained_weights.merge(params, cast_like(means, trained))

@@ -121,15 +121,18 @@ class OptimizerGroups:
         self._optimizers = tuple(optimizers)
         self._per_layer = per_layer
 
-    def init(self, params: Any, stacks: Stacks) -> Any:
-        """Return the initial state: that of the only group, or a dict by group name."""
+    def check(self, params: Any) -> None:
+        """Raise `ConfigError` if an optimizer cannot update its weights; traces each of them."""
         flat = flatten_dict(params)
         for optimizer, paths in zip(self._optimizers, self.assign(flat), strict=True):
             part = unflatten_dict({path: flat[path] for path in paths})
             if problem := optimizer_updates.find_problem(optimizer.transformation, part):
                 hint = "Use optax.adamw or another, or an AuxiliaryOptimizer for some weights."
                 raise ConfigError(problem, owner=optimizer.owner, hint=hint)
-        states = {}
+
+    def init(self, params: Any, stacks: Stacks) -> Any:
+        """Return the initial state: that of the only group, or a dict by group name."""
+        flat, states = flatten_dict(params), {}
         for name, group in self._divide(params, stacks).items():
             init = map_stack(group.optimizer.transformation.init, group.sizes)
             states[name] = init(group.select(flat))

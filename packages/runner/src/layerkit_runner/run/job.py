@@ -275,6 +275,7 @@ def environment() -> dict[str, str]:
     return facts
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Return the versions of the packages that determine the numerical results of a run."""
     by_name = {}

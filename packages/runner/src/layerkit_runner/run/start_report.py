@@ -70,6 +70,32 @@ def layer_notes() -> Iterator[list[str]]:
         logger.propagate = propagate
 
 
+@dataclasses.dataclass(frozen=True)
+class StartFacts:
+    """What the report of a training run needs beside its first state.
+
+    Attributes:
+      works: Work of a step on each training data set or stage.
+      info: Information about the run, with the start step 0.
+      optimizers: Lines about the optimizers.
+      data: Lines about the data of all training and evaluation programs.
+    """
+
+    works: list[StepWork]
+    info: RunInfo
+    optimizers: list[str]
+    data: list[str]
+
+    @classmethod
+    def of(cls, job: Job, data: TrainInputs, inputs: Mapping[str, BaseInput]) -> StartFacts:
+        """Return the facts about training on `data`; `inputs` are all data sets by name."""
+        state = job.partitioner.abstract_stored_state(job.task)
+        works = _step_works(job, state, data)
+        learner = job.resolved.task.train.learner
+        optimizers = [*optimizer_lines(job.task, learner, state.params)]
+        return cls(works, _train_run_info(job, data, works), optimizers, [*data_lines(inputs)])
+
+
 def data_lines(inputs: Mapping[str, BaseInput]) -> Iterator[str]:
     """Yield the lines about the data of inputs by name, which the inputs themselves report."""
     for name, dataset in inputs.items():
@@ -78,7 +104,7 @@ def data_lines(inputs: Mapping[str, BaseInput]) -> Iterator[str]:
 
 
 def start_lines(
-    job: Job, state: TrainState, data: TrainInputs, about_data: Sequence[str], *, start_step: int
+    job: Job, state: TrainState, data: TrainInputs, facts: StartFacts, *, start_step: int
 ) -> Iterator[str]:
     """Yield the lines that describe a run which starts from `state` after `start_step` steps.
 
@@ -86,7 +112,7 @@ def start_lines(
       job: Job of the run.
       state: First state.
       data: Training data sets.
-      about_data: `data_lines` of the training and held-out data sets.
+      facts: Facts about the run.
       start_step: Number of steps before this run.
     """
     device = jax.devices()[0]
@@ -108,12 +134,12 @@ def start_lines(
     yield f"parameters   {count:,} ({', '.join(dtypes)} weights)" + (
         f", {trained:,} trained" if trained != count else ""
     )
-    yield from optimizer_lines(job.task, job.resolved.task.train.learner, params)
+    yield from facts.optimizers
     yield from rounding_lines(job.task.train.learner, params)
     yield f"partitioner  {job.partitioner.describe()}"
     if padded := job.partitioner.padding_text(job.task):
         yield f"padded       {padded}"
-    yield from about_data
+    yield from facts.data
     decoder = getattr(job.task.model, "decoder", None)
     for one in data.datasets:
         if one.name is not None:
@@ -280,8 +306,7 @@ def stage_lines(data: TrainInputs, works: Sequence[StepWork], info: RunInfo) -> 
             yield line
 
 
-def step_works(job: Job, data: TrainInputs) -> list[StepWork]:
-    """Return the work of a step on each training data set or stage."""
+def _step_works(job: Job, state: TrainState, data: TrainInputs) -> list[StepWork]:
     works = []
     flops_of_row: dict[str, float] = {}  # by the shapes of a row
     for one in data.inputs:
@@ -290,17 +315,15 @@ def step_works(job: Job, data: TrainInputs) -> list[StepWork]:
         columns = batch.ids.shape[1] if "ids" in batch and batch.ids.ndim > 1 else 0
         shapes = str([leaf.shape[1:] for leaf in jax.tree.leaves(batch)])
         if shapes not in flops_of_row:
-            flops_of_row[shapes] = model_flops_per_step(job.resolved.task, batch, 1)
+            flops_of_row[shapes] = model_flops_per_step(job.resolved.task, state, batch, 1)
         flops = rows * flops_of_row[shapes]
         works.append(StepWork(examples=rows, tokens=rows * columns, flops=flops))
     return works
 
 
-def train_run_info(
-    job: Job, data: TrainInputs, works: Sequence[StepWork], *, start_step: int
-) -> RunInfo:
+def _train_run_info(job: Job, data: TrainInputs, works: Sequence[StepWork]) -> RunInfo:
     """Return the information about a training run; a step has the mean work of its data sets."""
-    known = run_info(job, start_step=start_step)
+    known = run_info(job, start_step=0)
 
     def mean(values: Sequence[Any]) -> Any:
         if len(values) == 1:
@@ -321,7 +344,7 @@ def train_run_info(
 def report_start(
     job: Job,
     data: TrainInputs,
-    about_data: Sequence[str],
+    facts: StartFacts,
     first: FirstState,
     info: RunInfo,
     compiled: Sequence[str],
@@ -330,7 +353,7 @@ def report_start(
     train, report = job.task.train, job.observers.message
     if jax.process_index() == 0:
         for line in [
-            *start_lines(job, first.state, data, about_data, start_step=first.step),
+            *start_lines(job, first.state, data, facts, start_step=first.step),
             *(first.provenance.lines() if first.provenance is not None else []),
             *compiled,
         ]:

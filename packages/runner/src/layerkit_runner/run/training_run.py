@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import os
@@ -31,7 +32,7 @@ from layerkit_runner.distributed.watchdog import (
 )
 from layerkit_runner.errors import StorageError, UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import absolute
-from layerkit_runner.observers import DECODE_PREFIX, RunInfo, StepWork, Throughput
+from layerkit_runner.observers import DECODE_PREFIX, RunInfo, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler, profiler_server
 from layerkit_runner.optim.early_stopping import EarlyStop
 from layerkit_runner.run import end_report
@@ -67,13 +68,11 @@ from layerkit_runner.run.programs.train_program import (
     StepReports,
 )
 from layerkit_runner.run.start_report import (
+    StartFacts,
     compiled_lines,
-    data_lines,
     layer_notes,
     report_start,
     stage_lines,
-    step_works,
-    train_run_info,
 )
 from layerkit_runner.run_options import RunOptions
 from layerkit_runner.step.train_state import RECORD, FirstState, TrainState
@@ -122,9 +121,8 @@ class TrainingRun:
       early_stop: Rule for early stopping; None for none.
       checkpoints: Checkpoints of the job.
       abstract_state: Shapes, dtypes and shardings of the state.
-      works: Work of a step on each training data set, set by `compile` as the next two.
-      notes: Lines that layers logged while they were traced.
-      about_data: Lines about the data of all training and evaluation programs.
+      notes: Lines that layers logged while they were traced, set by `compile` as the next.
+      facts: Facts for the start report.
       first: First state, set by `restore`.
       steps: Compiled step of each training data set, set by `restore`.
       executor: Executor, set by `record`.
@@ -138,9 +136,8 @@ class TrainingRun:
     early_stop: EarlyStop | None
     checkpoints: CheckpointManager
     abstract_state: TrainState
-    works: list[StepWork]
     notes: list[str]
-    about_data: list[str]
+    facts: StartFacts
     first: FirstState
     steps: list[CompiledStep]
     executor: Executor
@@ -186,7 +183,7 @@ class TrainingRun:
         self._read_first_batches()
 
     def compile(self) -> None:
-        """Trace the training steps and start to compile them; count their FLOPs meanwhile.
+        """Trace the training steps and start to compile them; collect the facts meanwhile.
 
         Of stages, only the one of the next step is compiled before training starts.
         """
@@ -197,9 +194,8 @@ class TrainingRun:
         with layer_notes() as self.notes, job.goodput.phase("compile"):
             self._compiler.trace_next(self._likely_step)
         progress("compiling and restoring", compiles=True, waits_for_others=True)
-        self.works = step_works(job, self.inputs)
         trained = {data.input_name: data.dataset for data in self.inputs.inputs}
-        self.about_data = [*data_lines({**trained, **inputs_of(self.evals)})]
+        self.facts = StartFacts.of(job, self.inputs, {**trained, **inputs_of(self.evals)})
 
     def restore(self) -> None:
         """Make or restore the first state, trace the other programs, and wait for the compiler."""
@@ -218,7 +214,7 @@ class TrainingRun:
     def record(self) -> None:
         """Write the configuration, and report the run and where its first weights come from."""
         job, first = self.job, self.first
-        self.info = train_run_info(job, self.inputs, self.works, start_step=first.step)
+        self.info = dataclasses.replace(self.facts.info, start_step=first.step)
         self.executor = self._build_executor()
         if jax.process_index() == 0:
             is_new, folder = self.checkpoints.latest_step() is None, job.directory
@@ -230,10 +226,10 @@ class TrainingRun:
                 first.provenance.write(folder)
             elif first.restored_from is None:
                 (folder / RECORD).unlink(missing_ok=True)
-        stages = stage_lines(self.inputs, self.works, self.info)
+        stages = stage_lines(self.inputs, self.facts.works, self.info)
         memory = compiled_lines([step.run for step in self._compiler.first])
         lines = [*self.notes, *stages, *memory]
-        report_start(job, self.inputs, self.about_data, first, self.info, lines)
+        report_start(job, self.inputs, self.facts, first, self.info, lines)
 
     def loop(self) -> None:
         """Train to the last step, a signal or early stopping; evaluate and save on the way."""
@@ -329,7 +325,12 @@ class TrainingRun:
             self._check_end(newest)
             return None
         self._start_over()
-        return None if options.restore_checkpoint_dir is not None else self._plan_first_state()
+        if options.restore_checkpoint_dir is None:
+            return self._plan_first_state()
+        with self.job.checkpoints(read_only=True, directory=others) as source:
+            newest = options.only_restore_step or run_on_process_0(source.latest_step)
+        self._likely_step = newest or 0
+        return None
 
     def _check_end(self, step: int) -> None:
         """Raise `UsageError` if the state of `step` is beyond the last step of this run."""
@@ -453,9 +454,11 @@ class TrainingRun:
             self._curve = end_report.LossCurve(job, self.inputs.inputs[0].dataset.token_unit)
             self.resources.callback(self._curve.close)
         throughput = Throughput(self.info, job.goodput)
-        per_step = [work.tokens for work in self.works]
+        per_step = [work.tokens for work in self.facts.works]
         tokens = functools.partial(self.inputs.total, per_step) if any(per_step) else None
-        reports = [StepReports(job.observers, throughput, work, tokens) for work in self.works]
+        reports = [
+            StepReports(job.observers, throughput, work, tokens) for work in self.facts.works
+        ]
         programs = train_programs(job, self.inputs, self.steps, reports, self._compiler.news)
         if SKIPPED_STEPS in self.first.metadata:
             with self._naming_metadata(SKIPPED_STEPS):

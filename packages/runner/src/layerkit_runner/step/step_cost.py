@@ -231,14 +231,15 @@ _PLAIN_EXPERTS = {"grouped_matmul": "blocks", "num_groups": None, "capacity_in_e
 
 # Neither a mesh nor a pipeline can split one row, so the task is also not bound to a mesh.
 @stages_in_sequence()
-def model_flops_per_step(task_config: Config, batch: Any, rows: int) -> float:
+def model_flops_per_step(task_config: Config, state: TrainState, batch: Any, rows: int) -> float:
     """Return the model FLOPs of one global step, `rows` times those of one row.
 
-    With frozen weights, the products in the program of the gradient are counted.
+    `state` has the shapes of the task's state without padding. With frozen weights, the products in
+    the program of the gradient are counted.
     """
     one_row = jax.tree.map(lambda leaf: batch_spec(leaf, rows=1), batch)
     task = _simplify_layers(copy_config(task_config)).Instantiate()
-    state = jax.eval_shape(lambda: task.init_state(jax.random.key(0)))
+    state = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
     chosen = task.train.learner.trained_weights
 
     def evaluate(state: TrainState, batch: Any) -> Any:

@@ -46,7 +46,7 @@ from layerkit_runner.optim.config_numbers import set_config_numbers
 from layerkit_runner.optim.early_stopping import StoppingRule
 from layerkit_runner.optim.learner import global_norm
 from layerkit_runner.optim.optimizer_groups import Stacks, stacks_of
-from layerkit_runner.optim.optimizer_updates import cast_like, choose
+from layerkit_runner.optim.optimizer_updates import cast_like, choose, is_schedule_free
 from layerkit_runner.optim.weight_selection import (
     DecayedWeights,
     Declarations,
@@ -355,6 +355,8 @@ class SingleTask(Configurable):
                 params=learner.averaged(state.params, state.ema),
                 non_trainable=cast_like(state.ema_statistics, state.non_trainable),
             )
+        if not is_schedule_free(state.opt_state):
+            return state
         with self.declared_weights() as stacks:
             params = learner.evaluated(state.params, state.opt_state, stacks=stacks)
         return state.replace(params=params)

@@ -131,7 +131,8 @@ def traced_flops(resolved, *, rows):
     partitioner.bind(task)
     batch = partitioner.abstract_batch(make_input(resolved.datasets[0], partitioner).peek())
     step = partitioner.train_step_fn(task).trace(partitioner.abstract_state(task), batch)
-    return program_flops(step.jaxpr), model_flops_per_step(resolved.task, batch, rows=rows)
+    state = partitioner.abstract_stored_state(task)
+    return program_flops(step.jaxpr), model_flops_per_step(resolved.task, state, batch, rows=rows)
 
 
 def flops(experiment, *, remat, parts=1):
@@ -192,10 +193,11 @@ def test_pipeline_plan_of_a_task(small_lm, fields, microbatches, repeats):
 
 def test_model_flops_are_those_of_the_layers_alone(small_lm):
     def model_flops(resolved):
-        partitioner, _ = build_parts(resolved)
+        partitioner, task = build_parts(resolved)
         partitioner.start()
         batch = make_input(resolved.datasets[0], partitioner).peek()
-        return model_flops_per_step(resolved.task, batch, rows=8)
+        state = partitioner.abstract_stored_state(task)
+        return model_flops_per_step(resolved.task, state, batch, rows=8)
 
     experiment = small_lm(NUM_LAYERS=4, USE_PMAP=True)
     plain = resolve(experiment)

@@ -2,7 +2,7 @@
 
 Of stages, only the step of the current one is compiled before training starts. The others are
 traced while the compiler works and compiled while training runs, so a stage that cannot be compiled
-ends the run within minutes, not at its border.
+ends the run within minutes, not at its border. Stages of one shape share a step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable
 from concurrent import futures
+from typing import Any
+
+import jax
 
 from layerkit.errors import error_text
 from layerkit_runner.data.train_inputs import TrainInputs
@@ -43,6 +46,7 @@ class StepCompiler:
         self._untraced: list[Callable[[], None]] = []
         self._needed: list[int] = []
         self._compiling: dict[int, futures.Future[CompiledStep]] = {}
+        self._by_shapes: dict[Any, futures.Future[CompiledStep]] = {}
 
     def trace_next(self, step: int) -> None:
         """Trace and start to compile what the steps after `step` completed ones need first."""
@@ -84,9 +88,12 @@ class StepCompiler:
             return
         job, data = self._job, self._inputs.inputs[index]
         name = data.name if data.last_step is None else f"stage {index + 1}"
-        with as_usage_error(ValueError, owner=name):
-            compile_step = trace_step(job.task, job.partitioner, self._state, data.abstract_batch)
-        self._compiling[index] = future = self._pool.submit(compile_step)
+        leaves, structure = jax.tree.flatten(batch := data.abstract_batch)
+        if (shapes := (structure, *leaves)) not in self._by_shapes:
+            with as_usage_error(ValueError, owner=name):
+                compile_step = trace_step(job.task, job.partitioner, self._state, batch)
+            self._by_shapes[shapes] = self._pool.submit(compile_step)
+        self._compiling[index] = future = self._by_shapes[shapes]
         if index not in self._needed:
             future.add_done_callback(lambda _: self.news.append(lambda: self._tell(index)))
 

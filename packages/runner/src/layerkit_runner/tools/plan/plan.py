@@ -213,9 +213,9 @@ def _plan_step(
         program = partitioner.train_step_fn(task).trace(state, batch)
         lowered = program.lower()
     batch_plan = _plan_batch(batch, partitioner, parts=task.train.gradient_accumulation_steps)
-    flops = model_flops_per_step(resolved.task, batch, batch_plan.rows)
-    traced = time.perf_counter()
     stored = partitioner.abstract_stored_state(task)
+    flops = model_flops_per_step(resolved.task, stored, batch, batch_plan.rows)
+    traced = time.perf_counter()
     tensors = tensor_memory(state, batch, stored=stored)
     is_here, platform = target.kind is None, device.platform
     step = compile_step(lowered, platform=platform, is_here=is_here)

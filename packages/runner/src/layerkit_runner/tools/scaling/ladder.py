@@ -62,9 +62,9 @@ def step_size(resolved: ResolvedExperiment, *, num_devices: int | None = None) -
     expected = "tokens, ids [batch, length], of one shape for all data sets"
     require(is_text, resolved.name, "batch", shapes, expected, UsageError)
     batch = next(iter(batches.values()))
-    flops = model_flops_per_step(resolved.task, batch, batch.ids.shape[0])
-    params = partitioner.abstract_stored_state(task).params
-    return Size(num_params(params), math.prod(batch.ids.shape), flops)
+    state = partitioner.abstract_stored_state(task)
+    flops = model_flops_per_step(resolved.task, state, batch, batch.ids.shape[0])
+    return Size(num_params(state.params), math.prod(batch.ids.shape), flops)
 
 
 def has_mesh(partitioner: Any) -> bool:
