@@ -122,8 +122,10 @@ def test_a_rollback_beside_mixtures_raises(experiment: type[BaseExperiment], rai
         run_stages(made)
 
 
-def train(experiment: Any, folder: Path, **fields: Any) -> Path:
-    run_train(resolve(experiment(LENGTH=1, **fields)), RunOptions(job_log_dir=str(folder)))
+def train(experiment: Any, folder: Path, *, restore: Path | None = None, **fields: Any) -> Path:
+    restored = None if restore is None else str(restore)
+    options = RunOptions(job_log_dir=str(folder), restore_checkpoint_dir=restored)
+    run_train(resolve(experiment(LENGTH=1, **fields)), options)
     return folder
 
 
@@ -137,9 +139,31 @@ def test_a_batch_ramp_is_reported(
     output = "".join(capfd.readouterr())
     assert "StagedRows, 1 host of 8 rows each" in output
     assert "stage 2      steps 3 → 4: 16 rows of 1 tokens, 32 tokens" in output
-    assert "stage 2 begins: steps 3 → 4" in output and "stage 3 is compiled" in output
+    assert "stage 2 begins: steps 3 → 4" in output and "stage 2 is compiled" in output
     # Besides the intervals of three steps, the first and the last step of a stage.
     assert [record["step"] for record in read_metrics(folder).train] == [1, 2, 3, 4, 5, 6]
+
+
+def test_stages_of_one_shape_share_a_step(
+    experiment: type[BaseExperiment], tmp_path: Path, capfd: pytest.CaptureFixture
+):
+    stages = [{"until_step": n + 1, "batch": 8 + 8 * (n % 2)} for n in range(4)]
+    folder = train(experiment, tmp_path, STAGES=stages)
+    output = "".join(capfd.readouterr())
+    assert "stage 4 begins: steps 4 → 4: 16 rows" in output
+    assert output.count("is compiled") == 1 and "stage 2 is compiled" in output
+    assert [record["step"] for record in read_metrics(folder).train] == [1, 2, 3, 4]
+
+
+def test_a_branch_compiles_no_stage_before_its_first_step(
+    experiment: type[BaseExperiment], tmp_path: Path
+):
+    stages = [{"until_step": 2, "batch": 16}, {"until_step": 3, "batch": 8}]
+    base = train(experiment, tmp_path / "base", STAGES=stages)
+    limited = {"MAX_ROWS": 8, "IS_TRACED": False}  # The first stage could not be traced.
+    stages[1] = {"until_step": 5, "batch": 8}
+    branch = train(experiment, tmp_path / "branch", restore=base, STAGES=stages, **limited)
+    assert [record["step"] for record in read_metrics(branch).train] == [4, 5]
 
 
 def test_initial_weights_with_a_step_continue_in_its_stage(

@@ -92,10 +92,10 @@ class StepCompiler:
         if (shapes := (structure, *leaves)) not in self._by_shapes:
             with as_usage_error(ValueError, owner=name):
                 compile_step = trace_step(job.task, job.partitioner, self._state, batch)
-            self._by_shapes[shapes] = self._pool.submit(compile_step)
-        self._compiling[index] = future = self._by_shapes[shapes]
-        if index not in self._needed:
-            future.add_done_callback(lambda _: self.news.append(lambda: self._tell(index)))
+            self._by_shapes[shapes] = future = self._pool.submit(compile_step)
+            if index not in self._needed:
+                future.add_done_callback(lambda _: self.news.append(lambda: self._tell(index)))
+        self._compiling[index] = self._by_shapes[shapes]
 
     def _deferred(self, index: int) -> CompiledStep:
         data = self._inputs.inputs[index]
