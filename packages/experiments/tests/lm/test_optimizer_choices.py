@@ -164,7 +164,8 @@ def test_updates_equal_numpy(boxes: Any, name: str, limit: float | None):
     grads = [draw(params, 10 + step, 0.03) for step in range(STEPS)]
     # A diagonal Hessian, of which Hutchinson's estimate is exact.
     hessian = jax.tree.map(lambda x: x + 300 * np.sign(x), draw(params, 1, 300.0))
-    factor, decay = {"lion": (0.1, 10 * DECAY), "sophia": (1.0, 2 * DECAY)}.get(name, (1.0, DECAY))
+    factors = {"lion": (0.1, 10 * DECAY), "sophia": (1.0, 2 * DECAY), "mars": (10.0, DECAY / 10)}
+    factor, decay = factors.get(name, (1.0, DECAY))
     rates = factor * RATE * (0.55 + 0.45 * np.cos(np.pi * np.arange(STEPS) / Small.MAX_STEPS))
     rates = np.full(STEPS, RATE) if name == "schedule_free" else rates
     weights = [params]

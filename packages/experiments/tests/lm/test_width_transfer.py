@@ -19,6 +19,7 @@ from layerkit_experiments.lm.moe import Glam126M64E
 from layerkit_experiments.lm.nvidia import GLaM64B64EProxy, Grok
 from layerkit_experiments.lm.open_models import DeepSeekV3
 from layerkit_experiments.lm.quickstart import LocalText
+from layerkit_experiments.recipes.experts import MixtureOfExperts
 from layerkit_experiments.recipes.language_model import untied_decoder
 from layerkit_experiments.recipes.width_transfer import contracts_width, is_router, keeps_rate
 from layerkit_runner.config.experiment import BaseExperiment
@@ -159,6 +160,16 @@ def test_muon_divides_its_rate_by_the_root_and_routers_keep_adam(
     weights = jax.eval_shape(model.init_boxed, jax.random.key(0))["params"]
     paths = [path for path, chosen in flat(is_router(weights)).items() if chosen]
     assert paths and all("router" in path or "gate" in path for path in paths)
+
+
+def test_the_noise_of_routers_has_the_rate_of_routers():
+    class Noisy(MixtureOfExperts, LocalText):
+        ROUTER_NOISE = True
+
+    noise = {
+        path: x for path, x in flat(is_router(boxes_of(Noisy().task()))).items() if "noise" in path
+    }
+    assert noise and all(noise.values())
 
 
 def label_logits(made: Any) -> tuple[jax.Array, jax.Array]:

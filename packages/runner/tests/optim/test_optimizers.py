@@ -197,6 +197,18 @@ def test_schedule_free_optimizer_whose_updates_are_changed_is_an_error(raises, w
         optimizer.init(PARAMS)
 
 
+def test_sophia_leaves_out_entries_of_the_hessian_that_are_not_finite():
+    params = {"w": jnp.ones(3)}
+    optimizer = sophia(0.1, weight_decay=0.0)
+    state = optimizer.init(params)
+    for _ in range(2):
+        hvp = partial(jax.tree.map, lambda x: x * jnp.array([jnp.nan, jnp.inf, 2.0]))
+        updates, state = optimizer.update({"w": jnp.ones(3)}, state, params, hvp=hvp)
+        assert np.isfinite(updates["w"]).all()
+        # Without curvature, an update is limited to the rate.
+        np.testing.assert_allclose(updates["w"][:2], -0.1, rtol=1e-6)
+
+
 @pytest.mark.parametrize("inner", [optax.adam, muon, sophia])
 def test_cautious_treats_layers_of_a_stack_alone(inner: Any):
     """Also around optimizers that take whole stacks."""

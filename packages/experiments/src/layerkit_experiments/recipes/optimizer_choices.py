@@ -142,8 +142,9 @@ def _import(function: str) -> Callable[..., Any]:
 
 # Sources of the factors: Lion, Chen et al., 2023, section 5 (rates 3 to 10 times smaller, decay as
 # much larger); Sophia, the page of its code (rate of AdamW, twice its decay); PSGD, the page of
-# kron_torch (a rate around 3 times smaller, so the same product with the decay). The papers of the
-# others compare them with AdamW at similar rates.
+# kron_torch (a rate around 3 times smaller, so the same product with the decay); MARS, the runs in
+# its code (10 times the rate of AdamW, and a tenth of the decay). The papers of the others compare
+# them with AdamW at similar rates.
 OPTIMIZERS: Mapping[str, OptimizerChoice] = MappingProxyType(
     {
         "adamw": OptimizerChoice("optax.adamw"),
@@ -155,7 +156,9 @@ OPTIMIZERS: Mapping[str, OptimizerChoice] = MappingProxyType(
             f"{_OPTIM}.sharded_adafactor.sharded_adafactor", {"beta1": "ADAM_BETA1"}, _ADAFACTOR
         ),
         "sophia": OptimizerChoice(f"{_OPTIM}.adamw_variants.sophia", {}, decay=2.0),
-        "mars": OptimizerChoice(f"{_OPTIM}.adamw_variants.mars", {"eps": "ADAM_EPSILON"}),
+        "mars": OptimizerChoice(
+            f"{_OPTIM}.adamw_variants.mars", {"eps": "ADAM_EPSILON"}, rate=10.0, decay=0.1
+        ),
         "schedule_free": OptimizerChoice(
             f"{_OPTIM}.adamw_variants.schedule_free_adamw", keeps_rate=True
         ),

@@ -186,8 +186,7 @@ class WidthTransfer(NamedTuple):
 
 def _contracts_width(box: WeightBox) -> bool:
     axes = {box.axes[dim] for dim in box.fan_in_dims} & _WIDTH_AXES
-    is_random = box.init is not None and box.init.method != "constant"
-    is_product = box.is_factor or ("embed" in axes and is_random)
+    is_product = box.is_factor or ("embed" in axes and box.decays)
     return bool(axes) and is_product and "vocab" not in box.axes
 
 

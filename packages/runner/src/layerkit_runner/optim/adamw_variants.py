@@ -138,6 +138,7 @@ def sophia(
 
     Every `update_interval` steps, the diagonal of the Hessian is estimated by Hutchinson's method
     with one tree of random signs, which follow from the number of estimates. `gamma` scales it.
+    Entries that are not finite, as of a root at 0, count as 0.
     """
     check_sizes("sophia", update_interval=update_interval)
     _check("sophia", {"b1": b1, "b2": b2}, gamma=gamma, weight_decay=weight_decay)
@@ -147,7 +148,8 @@ def sophia(
     ) -> tuple[Any, jax.Array]:
         key = jax.random.fold_in(jax.random.key(0), count)
         signs = optax.tree.random_like(key, params, jax.random.rademacher)
-        return jax.tree.map(jnp.multiply, hvp(signs), signs), count + 1
+        products = jax.tree.map(jnp.multiply, hvp(signs), signs)
+        return jax.tree.map(lambda x: jnp.where(jnp.isfinite(x), x, 0), products), count + 1
 
     diagonal = optax.GradientTransformationExtraArgs(lambda _: jnp.zeros((), jnp.int32), estimate)
     rates = {"b1": b1, "b2": b2, "gamma": gamma, "update_interval": update_interval}

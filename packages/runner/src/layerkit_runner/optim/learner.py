@@ -228,9 +228,9 @@ class Learner(Configurable):
           ConfigError: A pattern matches no weight, or `ema_decay` is set with a schedule-free
             optimizer.
         """
-        trained = self._computed(self.trained_weights.select(params))
+        trained = self._computed(stored := self.trained_weights.select(params))
         if not self._is_checked:
-            self._groups.check(trained)
+            self._groups.check(trained, stored=stored)
             self._is_checked = True
         state = self._groups.init(trained, stacks or {})
         is_allowed = self.ema_decay is None or not is_schedule_free(state)

@@ -121,12 +121,15 @@ class OptimizerGroups:
         self._optimizers = tuple(optimizers)
         self._per_layer = per_layer
 
-    def check(self, params: Any) -> None:
-        """Raise `ConfigError` if an optimizer cannot update its weights; traces each of them."""
-        flat = flatten_dict(params)
+    def check(self, params: Any, *, stored: Any) -> None:
+        """Raise `ConfigError` if an optimizer cannot update its weights; traces each of them.
+
+        `params` have the dtypes in which optimizers compute, `stored` those of the state.
+        """
+        flat, flat_stored = flatten_dict(params), flatten_dict(stored)
         for optimizer, paths in zip(self._optimizers, self.assign(flat), strict=True):
-            part = unflatten_dict({path: flat[path] for path in paths})
-            if problem := optimizer_updates.find_problem(optimizer.transformation, part):
+            parts = (unflatten_dict({path: x[path] for path in paths}) for x in (flat, flat_stored))
+            if problem := optimizer_updates.find_problem(optimizer.transformation, *parts):
                 hint = "Use optax.adamw or another, or an AuxiliaryOptimizer for some weights."
                 raise ConfigError(problem, owner=optimizer.owner, hint=hint)
 

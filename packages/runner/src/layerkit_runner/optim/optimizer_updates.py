@@ -51,8 +51,13 @@ def update(
     return transformation.update(grads, state, params, **extra)
 
 
-def find_problem(transformation: optax.GradientTransformation, params: Any) -> str | None:
-    """Return why the learner cannot use an optimizer, by tracing it with shapes; None if it can."""
+def find_problem(
+    transformation: optax.GradientTransformation, params: Any, stored: Any
+) -> str | None:
+    """Return why the learner cannot use an optimizer, by tracing it with shapes; None if it can.
+
+    `params` have the dtypes in which optimizers compute, `stored` those of the state.
+    """
     shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params)
     loss = jax.ShapeDtypeStruct((), jnp.float32)
 
@@ -77,7 +82,10 @@ def find_problem(transformation: optax.GradientTransformation, params: Any) -> s
         return "the optimizer's updates differ in structure or shape from the weights"
     if _structure(new_state) != _structure(state):
         return "the optimizer's update changes the structure, shape or dtype of its state"
-    if any(jnp.finfo(average.weight_sum.dtype).bits < 32 for average in averages):
+    # Weights in float16 are computed in float32, but rounded to the nearest number.
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(stored) if leaf.dtype == jnp.float16}
+    dtypes |= {average.weight_sum.dtype for average in averages}
+    if averages and any(jnp.finfo(dtype).bits < 32 for dtype in dtypes):
         fix = "store them in float32, or bfloat16 ones with Learner.stochastic_rounding=True"
         return f"schedule-free averages stop after some 256 steps at these dtypes of weights; {fix}"
     if any(_structure(average.z)[0] != _structure(shapes)[0] for average in averages):

@@ -130,7 +130,19 @@ def test_wide_momentum_of_narrow_weights_keeps_the_dtypes_of_the_state(variant: 
     boxes = boxes_of(ATTENTION)
     weights = jax.tree.map(jnp.bfloat16, random_like(boxes, 0))
     with declared(declarations_of(boxes)):
-        assert find_problem(muon(RATE, variant=variant, mu_dtype=jnp.float32), weights) is None
+        assert (
+            find_problem(muon(RATE, variant=variant, mu_dtype=jnp.float32), weights, weights)
+            is None
+        )
+
+
+@pytest.mark.parametrize("scale", ["rms", "shape", "spectral"])
+def test_a_weight_of_no_layer_of_a_stack_has_an_empty_update(scale: Any):
+    """A state in host memory is updated one layer at a time, without the weights of others."""
+    empty = {"w": np.zeros((0, 6), np.float32)}
+    with declared(box_of((4, 6))):
+        updates, _ = muon(RATE, scale=scale).update(empty, muon(RATE).init(empty), empty)
+    assert updates["w"].shape == (0, 6)
 
 
 @pytest.mark.parametrize("smallest", [1e-2, 1e-4, 1e-8])

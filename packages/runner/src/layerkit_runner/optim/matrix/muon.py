@@ -178,7 +178,7 @@ def _orthogonalize(matrix: jax.Array, *, ns_steps: int, eps: float) -> jax.Array
 def _factor(scale: MuonScale, num_in: int, num_out: int) -> float:
     if scale == "rms":
         return _RMS * math.sqrt(max(num_in, num_out))
-    ratio = num_out / num_in
+    ratio = num_out / max(num_in, 1)  # An array without entries has no size.
     return math.sqrt(ratio if scale == "spectral" else max(1.0, ratio))
 
 
