@@ -23,7 +23,8 @@ class BlockwiseAttention(FusedAttention):
         self, query: jax.Array, key: jax.Array, value: jax.Array, mask: AttentionMask
     ) -> tuple[jax.Array, jax.Array]:
         """Return outputs `[batch, queries, heads, dims]` and log-sum-exps; see `PartAttention`."""
-        queries, keys = _query_blocks(mask, _grouped(query, key)), _key_blocks(mask, key, value)
+        queries = _blocks(mask.query_arrays(), _grouped(query, key))
+        keys = _blocks(mask.key_arrays(), key, value)
 
         def attend(block: Any) -> tuple[jax.Array, jax.Array]:
             query_mask, (q,) = block
@@ -65,8 +66,8 @@ class BlockwiseAttention(FusedAttention):
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return the gradients `[batch, length, heads, dims]` of a part; see `PartAttention`."""
         per_query = (query, out_gradient, log_sum[..., None], common[..., None])
-        queries = _query_blocks(mask, *(_grouped(x, key) for x in per_query))
-        keys = _key_blocks(mask, key, value)
+        queries = _blocks(mask.query_arrays(), *(_grouped(x, key) for x in per_query))
+        keys = _blocks(mask.key_arrays(), key, value)
 
         def query_step(totals: Any, block: Any) -> Any:
             query_mask, (q, out_grad, *numbers) = block
@@ -105,7 +106,8 @@ class BlockwiseAttention(FusedAttention):
         if mask.query_segments is not None:
             segments = jnp.where(mask.query_segments == 0, -1, mask.query_segments)
             mask = dataclasses.replace(mask, query_segments=segments)
-        queries, keys = _query_blocks(mask, _grouped(query, key)), _key_blocks(mask, key)
+        queries = _blocks(mask.query_arrays(), _grouped(query, key))
+        keys = _blocks(mask.key_arrays(), key)
 
         def find_largest(queries: Any) -> jax.Array:
             def find_largest_of_block(keys: Any) -> jax.Array:
@@ -139,18 +141,8 @@ def _joined(blocks: jax.Array, heads: int) -> jax.Array:
     return rows.reshape(*rows.shape[:2], heads, rows.shape[-1])
 
 
-def _query_blocks(mask: AttentionMask, *arrays: jax.Array) -> Any:
-    """Return the blocks of the mask's arrays of queries and of `[batch, queries, …]` arrays."""
-    return _blocks(mask, ("query_positions", "query_segments", "query_ends"), arrays)
-
-
-def _key_blocks(mask: AttentionMask, *arrays: jax.Array) -> Any:
-    """Return the blocks of the mask's arrays of keys and of `[batch, keys, …]` arrays."""
-    return _blocks(mask, ("key_positions", "key_segments", "key_in_prefix"), arrays)
-
-
-def _blocks(mask: AttentionMask, names: tuple[str, ...], arrays: tuple[jax.Array, ...]) -> Any:
-    of_mask = {name: getattr(mask, name) for name in names}
+def _blocks(mask_arrays: dict[str, jax.Array], *arrays: jax.Array) -> Any:
+    """Return the blocks of the mask's arrays and of `[batch, length, …]` arrays."""
     length = arrays[0].shape[1]
     sizes = range(min(length, _LARGEST_BLOCK), _SMALLEST_BLOCK - 1, -1)
     size = next((size for size in sizes if length % size == 0), length)
@@ -158,7 +150,7 @@ def _blocks(mask: AttentionMask, names: tuple[str, ...], arrays: tuple[jax.Array
     def split(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
 
-    return jax.tree.map(split, (of_mask, arrays))
+    return jax.tree.map(split, (mask_arrays, arrays))
 
 
 def _rows_of_blocks(x: jax.Array) -> jax.Array:

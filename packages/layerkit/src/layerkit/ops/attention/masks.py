@@ -359,15 +359,22 @@ class AttentionMask:
         """
         return dataclasses.replace(
             self,
-            query_positions=self.query_positions[:, queries],
-            key_positions=self.key_positions[:, keys],
-            query_segments=_part(self.query_segments, queries),
-            key_segments=_part(self.key_segments, keys),
-            key_in_prefix=_part(self.key_in_prefix, keys),
-            query_ends=_part(self.query_ends, queries),
+            **{name: x[:, queries] for name, x in self.query_arrays().items()},
+            **{name: x[:, keys] for name, x in self.key_arrays().items()},
             in_row_order=False,
             num_ahead=0,
         )
+
+    def query_arrays(self) -> dict[str, Any]:
+        """Return the arrays `[batch, queries]` by field, without fields that are None."""
+        return self._arrays("query_positions", "query_segments", "query_ends")
+
+    def key_arrays(self) -> dict[str, Any]:
+        """Return the arrays `[batch, keys]` by field, without fields that are None."""
+        return self._arrays("key_positions", "key_segments", "key_in_prefix")
+
+    def _arrays(self, *names: str) -> dict[str, Any]:
+        return {name: x for name in names if (x := getattr(self, name)) is not None}
 
     @property
     def reads_ahead(self) -> bool:
@@ -457,10 +464,6 @@ def read_segments(batch: Mapping[str, Any]) -> tuple[jax.Array | None, bool]:
 def row_positions(batch: int, length: int) -> jax.Array:
     """Return positions counted from the start of each row, int32 `[batch, length]`."""
     return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (batch, length))
-
-
-def _part(row: jax.Array | None, part: slice) -> jax.Array | None:
-    return None if row is None else row[:, part]
 
 
 def _check_shape(expected: tuple[int, int], **arrays: jax.Array | None) -> None:

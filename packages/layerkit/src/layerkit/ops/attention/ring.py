@@ -199,8 +199,7 @@ class _Ring:
         """Return the mask of one of the `products`."""
         i, j, is_diagonal = product
         arrays = {name: array[j] for name, array in key_arrays.items()}
-        names = ("query_positions", "query_segments", "query_ends")
-        arrays |= {name: x[i] for name in names if (x := getattr(mask, name)) is not None}
+        arrays |= {name: array[i] for name, array in mask.query_arrays().items()}
         return dataclasses.replace(
             mask,
             causal=mask.causal and (is_diagonal or not self.is_zigzag),
@@ -340,7 +339,7 @@ def _forward_shard(
         state, shard = carry
         return (attend(state, shard, step), ring.shift(shard)), None
 
-    shard = key, value, _key_arrays(mask)
+    shard = key, value, mask.key_arrays()
     state = attend((read, log_sum), shard, 0)
     if ring.num_steps > 1:
         steps = jnp.arange(1, ring.num_steps)
@@ -386,7 +385,7 @@ def _backward_shard(
         query_total, totals = attend(query_total, shard, ring.shift(totals), step)
         return (query_total, ring.shift(shard), totals), None
 
-    shard = key, value, _key_arrays(mask)
+    shard = key, value, mask.key_arrays()
     zeros = [jnp.zeros(x.shape, jnp.float32) for x in (query, key, value)]
     query_total, totals = attend(zeros[0], shard, tuple(zeros[1:]), 0)
     if ring.num_steps > 1:
@@ -405,10 +404,3 @@ def _backward_shard(
         x.astype(dtype) for x, dtype in zip(gradients, dtypes, strict=True)
     )
     return query_gradient, key_gradient, value_gradient
-
-
-def _key_arrays(mask: AttentionMask) -> dict[str, Any]:
-    """Return the arrays of a mask that describe keys and are passed around with them."""
-    names = ("key_positions", "key_segments", "key_in_prefix")
-    arrays = {name: getattr(mask, name) for name in names}
-    return {name: array for name, array in arrays.items() if array is not None}

@@ -133,13 +133,10 @@ def _specs(arrays: dict[str, Any], sharding: BoundSharding) -> dict[str, Any]:
     if "mask" in arrays:
         mask = arrays["mask"]
         queries, keys = sharding.spec(("batch", "length")), sharding.spec(("batch", None))
-        has_segments = mask.query_segments is not None
         specs["mask"] = dataclasses.replace(
             mask,
-            query_positions=queries,
-            key_positions=keys,
-            query_segments=queries if has_segments else None,
-            key_segments=keys if has_segments else None,
+            **dict.fromkeys(mask.query_arrays(), queries),
+            **dict.fromkeys(mask.key_arrays(), keys),
         )
     if "sinks" in arrays:
         specs["sinks"] = sharding.spec(("act_heads",))
