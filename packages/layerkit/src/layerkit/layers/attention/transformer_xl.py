@@ -82,8 +82,7 @@ class TransformerXLAttention(MultiHeadAttention):
         embedded = self.position_projection(self.position(distances[None]))[0]
         by_distance = jnp.einsum("bqhd,lhd->bhql", query + self.theta.v, embedded)
         bias = options.scale * align_distances(by_distance.astype(jnp.float32))
-        if options.bias is not None:
-            other = options.bias if isinstance(options.bias, jax.Array) else options.bias.dense()
-            bias = bias + other
+        if options.dense_bias is not None:
+            bias = bias + options.dense_bias
         options = dataclasses.replace(options, bias=bias)
         return dot_product_attention(query + self.theta.u, key, value, options)

@@ -69,7 +69,9 @@ def cross_entropy(
       ConfigError: The shapes differ, labels are not integers, or an option is out of range.
     """
     owner = "cross_entropy"
-    _check_labels(owner, labels, logits.shape[:-1])
+    shape, expected = list(labels.shape), list(logits.shape[:-1])
+    require(shape == expected, owner, "shape of labels", shape, str(expected))
+    check_integer_arrays(owner, labels=labels)
     logits = logits.astype(jnp.float32)
     labels = jnp.asarray(labels, jnp.int32)  # small integers cannot hold the number of classes
     in_range = (labels >= 0) & (labels < logits.shape[-1])
@@ -233,9 +235,3 @@ def weighted_mean(values: jax.Array, weights: jax.Array) -> jax.Array:
     counted = jnp.where(weights != 0, values.astype(jnp.float32), 0.0)
     total = jnp.sum(weights)
     return jnp.sum(counted * weights) / jnp.where(total > 0, total, 1.0)
-
-
-def _check_labels(owner: str, labels: jax.Array, expected: tuple[int, ...]) -> None:
-    shape = list(labels.shape)
-    require(labels.shape == expected, owner, "shape of labels", shape, str(list(expected)))
-    check_integer_arrays(owner, labels=labels)
