@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen as nn
-from jax.sharding import NamedSharding, PartitionSpec
 
 from layerkit.base.base_layer import (
     AUX_LOSS,
@@ -45,7 +44,7 @@ from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_sizes, require
 from layerkit.errors import ConfigError
 from layerkit.layers.transformer.pipeline_weights import GatheredWeights
-from layerkit.layers.transformer.repeat import check_carry, check_not_shared, lift_options
+from layerkit.layers.transformer.repeat import check_carry, check_not_shared, lay_out, lift_options
 from layerkit.ops.indexing import as_float, gradient_where, take, where
 from layerkit.ops.microbatches import (
     Arguments,
@@ -357,24 +356,9 @@ class Pipeline(BaseLayer):
     def _lay_out(self, arrays: list[jax.Array], *axes: str | None) -> list[jax.Array]:
         """Constrain the leading axes of all arrays, and the last axis of the first one, the carry.
 
-        The layers constrain the other axes. `Repeat._lay_out` explains why the last axis of the
-        carry is constrained here.
+        The layers constrain the other axes.
         """
-        sharding = self.inherited("sharding")
-        if sharding is None or sharding.mesh is None:
-            return arrays
-
-        def constrain(x: jax.Array, *, is_carry: bool) -> jax.Array:
-            entries = [PartitionSpec.UNCONSTRAINED] * x.ndim
-            leading = sharding.spec(axes, shape=x.shape[: len(axes)], owner=self.path_name)
-            entries[: len(axes)] = leading
-            if is_carry and x.ndim > len(axes):
-                features = sharding.spec(("act_embed",), shape=x.shape[-1:], owner=self.path_name)
-                entries[-1] = features[0]
-            place = NamedSharding(sharding.mesh, PartitionSpec(*entries))
-            return jax.lax.with_sharding_constraint(x, place)
-
-        return [constrain(x, is_carry=index == 0) for index, x in enumerate(arrays)]
+        return [lay_out(self, x, *axes, is_carry=i == 0) for i, x in enumerate(arrays)]
 
     def _stage_mesh_axes(self) -> tuple[str, ...] | None:
         """Return the mesh axes that shard the stages, for the constraints of inner layers."""

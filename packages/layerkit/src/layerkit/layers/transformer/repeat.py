@@ -8,6 +8,8 @@ layer once, so compile time does not grow with depth. Only this module, `layerki
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -92,7 +94,7 @@ class Repeat(BaseLayer):
 
         # `args` and `kwargs` are closed over, because they may contain objects other than arrays.
         def body(sub: BaseLayer, carry: Any, differing: dict[str, Any]) -> tuple[Any, None]:
-            carry = jax.tree.map(self._lay_out, carry)
+            carry = jax.tree.map(lambda x: lay_out(self, x) if jnp.ndim(x) > 1 else x, carry)
             result = getattr(sub, method)(carry, *args, **differing, **kwargs)
             check_carry(carry, result, owner=self.path_name, runs=f"copy of {sub.path_name}")
             return result, None
@@ -106,35 +108,18 @@ class Repeat(BaseLayer):
 
     def init_cache(self, *args: Any, **kwargs: Any) -> None:
         """Create the decoding caches of every copy, stacked on a leading `layers` axis."""
-
-        def body(sub: Any, carry: tuple[()], _: dict[str, Any]) -> tuple[tuple[()], None]:
-            sub.init_cache(*args, **kwargs)
-            return carry, None
-
-        self._scan(body)(self.sub, (), {})
+        self._for_each(lambda sub: sub.init_cache(*args, **kwargs))
 
     def create_weights(self) -> None:
         """Create the weights of every copy, stacked on a leading `layers` axis."""
+        self._for_each(lambda sub: sub.create_weights())
 
-        def body(sub: BaseLayer, carry: tuple[()], _: dict[str, Any]) -> tuple[tuple[()], None]:
-            sub.create_weights()
+    def _for_each(self, visit: Callable[[Any], None]) -> None:
+        def body(sub: Any, carry: tuple[()], _: dict[str, Any]) -> tuple[tuple[()], None]:
+            visit(sub)
             return carry, None
 
         self._scan(body)(self.sub, (), {})
-
-    def _lay_out(self, x: jax.Array) -> jax.Array:
-        """Constrain the last axis of the carry.
-
-        The compiler might otherwise split it like the weights, and XLA's partitioner (JAX 0.10)
-        then computes wrong gradients if both axes of the weights are split.
-        """
-        sharding = self.inherited("sharding")
-        if sharding is None or sharding.mesh is None or jnp.ndim(x) < 2:
-            return x
-        last = sharding.spec(("act_embed",), shape=x.shape[-1:], owner=self.path_name)
-        others = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
-        place = NamedSharding(sharding.mesh, PartitionSpec(*others, *last))
-        return jax.lax.with_sharding_constraint(x, place)
 
     def _num_unrolled(self) -> int:
         """Return the number of copies in one iteration of the innermost loop."""
@@ -177,6 +162,26 @@ def is_unrolled_by_default(
     if not is_training or (sharding is not None and isinstance(sharding.mesh, AbstractMesh)):
         return False
     return bool(model_device(sharding).platform == "gpu") and layers <= _MOST_ON_GPU
+
+
+def lay_out(
+    layer: BaseLayer, x: jax.Array, *leading: str | None, is_carry: bool = True
+) -> jax.Array:
+    """Constrain the leading axes of `x` `[...]` in a mesh and, for a carry, also the last axis.
+
+    The compiler might otherwise split the last axis like the weights, and XLA's partitioner (JAX
+    0.10) then computes wrong gradients if both axes of the weights are split.
+    """
+    sharding = layer.inherited("sharding")
+    if sharding is None or sharding.mesh is None:
+        return x
+    spec = partial(sharding.spec, owner=layer.path_name)
+    entries: list[Any] = [*spec(leading, shape=x.shape[: len(leading)])]
+    entries += [PartitionSpec.UNCONSTRAINED] * (x.ndim - len(leading))
+    if is_carry and x.ndim > len(leading):
+        entries[-1:] = spec(("act_embed",), shape=x.shape[-1:])
+    place = NamedSharding(sharding.mesh, PartitionSpec(*entries))
+    return jax.lax.with_sharding_constraint(x, place)
 
 
 def lift_options(axis: str) -> dict[str, Any]:
