@@ -190,6 +190,14 @@ def test_kernels_of_runs_are_not_selected_for_paddings(attention_calls, name, ar
     assert {call.segments_are_runs for call in encoder_calls} == {are_runs}
 
 
+def test_kernels_of_runs_are_not_selected_for_encoding_documents_with_gaps(attention_calls):
+    model = sinusoidal().Instantiate()
+    variables = jax.eval_shape(model.init, KEY)
+    encode = partial(model.apply, method="encode", segments_are_runs=False)
+    jax.eval_shape(encode, variables, SOURCE_IDS, segment_ids=SOURCE_SEGMENTS)
+    assert {call.segments_are_runs for call in attention_calls} == {False}
+
+
 def test_loss_is_weighted():
     model = sequence_model(sinusoidal, SampleDecoder.HParams.config())
     variables = weights_of(model)

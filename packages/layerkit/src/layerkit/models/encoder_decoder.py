@@ -201,6 +201,7 @@ class TransformerEncoderDecoder(BaseLayer):
         *,
         segment_ids: jax.Array | None = None,
         segment_pos: jax.Array | None = None,
+        segments_are_runs: bool = True,
     ) -> jax.Array:
         """Compute the encoder's output `[batch, source, dims]`.
 
@@ -209,8 +210,10 @@ class TransformerEncoderDecoder(BaseLayer):
           segment_ids: Number of each token's document, int32 `[batch, source]`; 0 is padding.
           segment_pos: Position within the document, int32 `[batch, source]`; None counts from the
             start of the row.
+          segments_are_runs: See `hidden`.
         """
-        return self._encode(source, segment_ids, segment_pos)[0]
+        runs = {"segments_are_runs": segments_are_runs}
+        return self._encode(source, segment_ids, segment_pos, **runs)[0]
 
     def init_cache(
         self,
@@ -283,7 +286,7 @@ class TransformerEncoderDecoder(BaseLayer):
         segment_ids: jax.Array | None,
         segment_pos: jax.Array | None,
         *,
-        segments_are_runs: bool = True,
+        segments_are_runs: bool,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Return the encoder's output `[batch, frames, dims]` and its segments; see `encode`."""
         batch, length = source.shape[:2]
