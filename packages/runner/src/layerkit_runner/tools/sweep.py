@@ -136,7 +136,8 @@ def read_study_file(path: str, *, num_trials: int | None = None) -> StudyFile:
         file.space = {path: _distribution(path, axis) for path, axis in file.space.items()}
         file.num_trials = num_trials or file.num_trials
         if isinstance(sampler := file.make_sampler(0), samplers.GridSampler):
-            file.num_trials = min(len(sampler._all_grids), file.num_trials)
+            most = len(sampler._all_grids)
+            file.num_trials = min(most, num_trials or document.get("num_trials", most))
         _make("Pruner", pruners, **file.pruner)
     return file
 
