@@ -12,6 +12,7 @@ import pytest
 
 from layerkit.config import build
 from layerkit.config.nested_map import NestedMap
+from layerkit.errors import UserError
 from layerkit.models import TransformerLm
 from layerkit_experiments.lm.boolq import LLaMA7B
 from layerkit_experiments.recipes.published_data.boolq import ChoiceLanguageModel
@@ -40,6 +41,13 @@ def test_choice_accuracy_compares_the_logits_of_two_answers():
     np.testing.assert_allclose(outputs.margin[:3], margins, rtol=1e-5)
     assert metrics["choice_accuracy"].value == pytest.approx(np.mean(margins > 0))
     assert metrics["choice_accuracy"].weight == 3
+
+
+def test_stage_with_a_batch_raises(raises):
+    stages = [{"until_step": 2, "length": 2048}, {"until_step": 4, "batch": 64}]
+    resolve(LLaMA7B(STAGES=stages[:1]))
+    with raises(UserError, owner="LLaMA7B: STAGES[1]", field="batch", value=64):
+        resolve(LLaMA7B(STAGES=stages))
 
 
 @pytest.mark.experiments  # whose session has SeqIO

@@ -14,6 +14,7 @@ import optax
 
 from layerkit.base.weights import WeightInit
 from layerkit.config import Config
+from layerkit.config.checks import require
 from layerkit.layers import Embedding, FullSoftmax
 from layerkit.layers.quantization.lora import LORA_WEIGHTS, add_lora
 from layerkit_experiments.recipes.language_model import REDUCED_TEXT, LmExperiment, decoder
@@ -99,6 +100,14 @@ class LlamaBoolQ(LmExperiment, abstract=True):
         "DECAY_END": 200,
     }
     readers = boolq_readers
+
+    def validate(self) -> None:
+        """Raise an error if a stage has a batch, which ROWS_PER_PART does not divide."""
+        super().validate()
+        expected = "no value, since ROWS_PER_PART divides PERCORE_BATCH_SIZE alone"
+        for index, stage in enumerate(self.STAGES or ()):
+            rows = stage.get("batch")
+            require(rows is None, f"STAGES[{index}]", "batch", rows, expected)
 
     def model(self) -> Config:
         """Return the config of the model, with adapters if they are asked for."""
