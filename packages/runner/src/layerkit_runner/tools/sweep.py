@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -250,17 +250,36 @@ class Sweep:
         """Run trials until all have ended or a signal is received; return the exit code."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: self.stops.append(number))
-        states: list[TrialState] = []
-        # After three failures and no success, all trials probably have the same cause.
-        while not self.stops and states != 3 * [TrialState.FAIL] and (claimed := self._ask()):
+        ended = {t.number for t in self.study.get_trials() if t.state.is_finished()}
+        failed: list[str] = []
+        while not (self.stops or failed) and (claimed := self._ask()):
             with claimed[1]:
-                states.append(self._run_trial(*claimed))
+                self._run_trial(*claimed)
+            failed = self._first_failures(ended)
         self._report()
         if self.stops:
             print("the same command resumes this sweep", flush=True)
             return 128 + self.stops[0]
+        if failed:
+            output = self.folder / "trials" / failed[0] / "output.txt"
+            print(f"the first three trials failed ({', '.join(failed)}): see {output}", flush=True)
+            return 1
         bad = {TrialState.PRUNED, TrialState.FAIL}
         return int(bad >= {trial.state for trial in self.study.get_trials()})
+
+    def _first_failures(self, ended: Collection[int]) -> list[str]:
+        """Return the names of the first three trials if they failed and no trial succeeds, or [].
+
+        All trials then probably have the same cause. Trials that had `ended` before this process
+        began are not among the three, so that the sweep can be resumed when the cause is removed.
+        A trial that runs in another process succeeds if it has reported the metric.
+        """
+        trials = [trial for trial in self.study.get_trials() if trial.params]
+        states = {t.state for t in trials if t.state.is_finished() or t.intermediate_values}
+        first = [trial for trial in trials if trial.number not in ended][:3]
+        if states != {TrialState.FAIL} or [t.state for t in first] != 3 * [TrialState.FAIL]:
+            return []
+        return [f"{trial.number:04d}" for trial in first]
 
     def _ask(self) -> tuple[Trial, IO[bytes]] | None:
         """Return a trial and its lock: one that lost its process, or a new one; None at the end.
@@ -288,8 +307,8 @@ class Sweep:
     def _try_lock(self, number: int) -> IO[bytes] | None:
         return try_lock(self.folder / "trials" / f"{number:04d}" / "trial.lock")
 
-    def _run_trial(self, trial: Trial, held: IO[bytes]) -> TrialState:
-        """Run the process of a trial, tell Optuna its end, and return its state."""
+    def _run_trial(self, trial: Trial, held: IO[bytes]) -> None:
+        """Run the process of a trial and tell Optuna its end."""
         folder, label = Path(held.name).parent, f"trial {trial.number:04d}"
         fields = [*map(str, self.file.overrides(trial.params))]
         print(f"{label}: {' '.join(fields)}", flush=True)
@@ -332,11 +351,11 @@ class Sweep:
         is_over = code == 0 and ends != ["stopped by a signal"]
         if code == 0 and not is_over and state == TrialState.COMPLETE:
             print(f"{label}: saved on demand and stopped; it is resumed", flush=True)
-            return TrialState.RUNNING
+            return
         if is_over and values and state != TrialState.FAIL:
             state = TrialState.COMPLETE
         elif self.stops and state == TrialState.COMPLETE:
-            return TrialState.RUNNING
+            return
         elif state == TrialState.COMPLETE:
             state = TrialState.FAIL
             lines = (folder / "output.txt").read_text(errors="replace").splitlines()
@@ -348,7 +367,6 @@ class Sweep:
         last = values[max(values)] if state == TrialState.COMPLETE else None
         self.study.tell(trial.number, last, state=state)
         print(f"{label}: {state.name.lower()}", flush=True)
-        return state
 
     def _report(self) -> None:
         """Print the trials from best to worst."""
