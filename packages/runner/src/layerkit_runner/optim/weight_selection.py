@@ -264,6 +264,12 @@ def bound_layout() -> Layout | None:
     return _DECLARED.get(({}, None))[1]
 
 
+def mesh_axes(spec: jax.sharding.PartitionSpec, rank: int) -> list[tuple[str, ...]]:
+    """Return the mesh axes that split each dimension of an array."""
+    entries = [*spec, *[None] * (rank - len(spec))]
+    return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
+
+
 def mask_of(
     params: Any, test: Callable[[WeightBox], Any], *, without: Callable[[Any], Any] | None = None
 ) -> Any:

@@ -33,7 +33,7 @@ from layerkit.base.weights import is_box
 from layerkit.errors import first_names
 from layerkit_runner.files.text import size_text
 from layerkit_runner.optim.optimizer_groups import STACK_AXES
-from layerkit_runner.optim.weight_selection import weight_path
+from layerkit_runner.optim.weight_selection import mesh_axes, weight_path
 
 Axes = tuple[str | None, ...]
 Path = tuple[Any, ...]
@@ -108,7 +108,7 @@ class UnevenArray:
     @property
     def parts(self) -> tuple[int, ...]:
         """Number of parts that each dimension is split into."""
-        axes = mesh_axes(self.sharding.spec, self.shape)
+        axes = mesh_axes(self.sharding.spec, len(self.shape))
         return tuple(_num_parts(names, self.sharding.mesh) for names in axes)
 
     @property
@@ -122,7 +122,7 @@ class UnevenArray:
 
         Mesh axes of uneven dimensions split the largest dimension that they divide, if any.
         """
-        axes = mesh_axes(self.sharding.spec, self.shape)
+        axes = mesh_axes(self.sharding.spec, len(self.shape))
         uneven = [d for d, parts in enumerate(self.parts) if self.shape[d] % parts]
         moved = tuple(axis for dim in uneven for axis in axes[dim])
         for dim in uneven:
@@ -188,7 +188,7 @@ def padding_text(uneven: Uneven) -> str:
     for path, array in uneven.items():
         more = math.prod(array.padded_shape) - math.prod(array.shape)
         extra += more * array.dtype.itemsize / math.prod(array.parts)
-        over = mesh_axes(array.sharding.spec, array.shape)
+        over = mesh_axes(array.sharding.spec, len(array.shape))
         sizes = zip(array.axes, array.shape, array.padded_shape, over, strict=True)
         for name, size, to, axes in sizes:
             if size != to:
@@ -205,12 +205,6 @@ def _names(paths: list[str]) -> str:
     )
 
 
-def mesh_axes(spec: PartitionSpec, shape: tuple[int, ...]) -> list[tuple[str, ...]]:
-    """Return the mesh axes that split each dimension."""
-    entries = [*spec, *[None] * (len(shape) - len(spec))]
-    return [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in entries]
-
-
 def split_over(
     spec: PartitionSpec, shape: tuple[int, ...], *, mesh: Any, axes: Sequence[str]
 ) -> PartitionSpec:
@@ -221,7 +215,7 @@ def split_over(
     et al., 2020, arXiv:1910.02054): the compiler sums the gradient of a part on the device that
     updates it, and gathers the new weights.
     """
-    split = mesh_axes(spec, shape)
+    split = mesh_axes(spec, len(shape))
     used = {name for names in split for name in names}
     added = tuple(axis for axis in axes if axis not in used and mesh.shape[axis] > 1)
     if added and split_largest(split, added, shape=shape, mesh=mesh):

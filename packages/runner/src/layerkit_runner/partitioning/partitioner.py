@@ -21,6 +21,7 @@ from layerkit.config import Configurable
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_runner.errors import UsageError
+from layerkit_runner.optim.weight_selection import mesh_axes
 from layerkit_runner.partitioning import padding
 from layerkit_runner.partitioning.mesh import make_mesh
 from layerkit_runner.partitioning.padding import (
@@ -30,7 +31,6 @@ from layerkit_runner.partitioning.padding import (
     axes_by_path,
     map_uneven,
     map_with_axes,
-    mesh_axes,
     split_over,
 )
 from layerkit_runner.step.metrics import GLOBAL_BATCH, StepContext
@@ -360,9 +360,8 @@ class SpmdPartitioner(Partitioner):
         spec = bound.spec(axes, shape=shape, owner=path, allow_uneven=True)
         if weight is not None:
             of_weight = bound.spec(weight[0], shape=weight[1], owner=path, allow_uneven=True)
-            spec = split_over(
-                spec, shape, mesh=self.mesh, axes=sum(mesh_axes(of_weight, weight[1]), ())
-            )
+            split = sum(mesh_axes(of_weight, len(weight[1])), ())
+            spec = split_over(spec, shape, mesh=self.mesh, axes=split)
         if self.shard_optimizer_over_data and path.startswith(_OPTIMIZER_PATHS):
             spec = split_over(spec, shape, mesh=self.mesh, axes=self.batch_axes())
         is_stacked = bool(axes) and axes[0] == "layers" and (not spec or spec[0] is None)

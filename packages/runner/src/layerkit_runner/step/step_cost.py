@@ -22,6 +22,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 from layerkit.config import Config, copy_config, field_names, walk_configs
 from layerkit.layers.basic.dots import unused_templates
 from layerkit.ops.pipeline_schedule import stages_in_sequence
+from layerkit_runner.optim.weight_selection import mesh_axes
 from layerkit_runner.step.metrics import GLOBAL_BATCH
 from layerkit_runner.step.train_state import TrainState, batch_spec
 
@@ -131,8 +132,8 @@ def _repeats(eqn: core.JaxprEqn) -> int:
         case "scan":
             return int(eqn.params["length"])
         case "shard_map":
-            entries = [entry for spec in eqn.params["in_specs"] for entry in spec]
-            axes = {axis for e in entries for axis in ((e,) if isinstance(e, str) else e or ())}
+            entries = [names for spec in eqn.params["in_specs"] for names in mesh_axes(spec, 0)]
+            axes = {axis for names in entries for axis in names}
             return math.prod(eqn.params["mesh"].shape[axis] for axis in axes)
         case "pallas_call":
             return math.prod(d for d in eqn.params["grid_mapping"].grid if isinstance(d, int))

@@ -21,11 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from layerkit.base.sharding import model_device
 from layerkit_runner.optim.matrix.matrices import MatrixDims, as_matrices, from_matrices
-from layerkit_runner.optim.weight_selection import Layout, bound_layout, mask_of
+from layerkit_runner.optim.weight_selection import Layout, bound_layout, mask_of, mesh_axes
 
 MatrixFunction = Callable[[tuple[Any, ...], tuple[Any, ...]], tuple[Any, Any]]
 """Function (matrices `[in, out]`, states) -> (matrices `[in, out]`, states)."""
@@ -179,12 +179,12 @@ class _Stack:
         inside = sorted(dim + rank for dim in (*dims.ins, *dims.outs))
         batch = [dim for dim in range(rank) if dim not in inside]
         sharding = layout(axes, shape, None)
-        over = _mesh_axes(sharding, rank)
+        over = mesh_axes(sharding.spec, rank)
         kept = tuple(over[dim] for dim in batch)
 
         def item_of(x: jax.Array) -> _Item:
             names = [axes[dim] for dim in batch] + [None] * (x.ndim - len(batch))
-            state = _mesh_axes(layout(names, x.shape, (axes, shape)), x.ndim)
+            state = mesh_axes(layout(names, x.shape, (axes, shape)).spec, x.ndim)
             free = [tuple(name for name in names if name not in sum(kept, ())) for names in state]
             return _Item(x.shape[len(batch) :], tuple(free[len(batch) :]))
 
@@ -313,12 +313,6 @@ def _return_parts(devices: dict[str, int], item: _Item, x: jax.Array) -> jax.Arr
     x = x.reshape(*map(devices.get, (*rest, *used)), *part)
     order = [*map((*rest, *used).index, devices), *range(len(devices), x.ndim)]
     return x.transpose(order).reshape(-1, *part)
-
-
-def _mesh_axes(sharding: NamedSharding, rank: int) -> list[tuple[str, ...]]:
-    """Return the mesh axes of each dimension."""
-    entries = [*sharding.spec, *[None] * (rank - len(sharding.spec))]
-    return [(names,) if isinstance(names, str) else tuple(names or ()) for names in entries]
 
 
 def _pad(x: jax.Array, multiples: Sequence[int]) -> jax.Array:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from layerkit_runner.optim.weight_selection import mesh_axes
 from layerkit_runner.tools.pages.page import render_drawing
 
 if TYPE_CHECKING:
@@ -100,8 +101,7 @@ def draw_sharding(
     Raises:
       ValueError: The sharding cannot split the shape, or `axes` are of another number.
     """
-    spec = [*getattr(sharding, "spec", ()), *[None] * len(shape)][: len(shape)]
-    split = [[entry] if isinstance(entry, str) else [*(entry or ())] for entry in spec]
+    split = mesh_axes(getattr(sharding, "spec", ()), len(shape))
     names = dimension_names(shape, split, axes or [f"axis {d}" for d in range(len(shape))])
     placed: Mapping[Any, Any] = sharding.devices_indices_map(tuple(shape))
     holders = collections.defaultdict(list)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 
 from layerkit.base.sharding import HOST_MEMORY
+from layerkit_runner.optim.weight_selection import mesh_axes
 from layerkit_runner.step.train_state import TrainState
 from layerkit_runner.tools.plan.compiling import CompiledStep, Sizes, refused_sizes
 
@@ -113,15 +114,18 @@ def step_memory(
     )
 
 
+def num_bytes(tree: Any) -> int:
+    """Return the bytes of a tree of whole arrays, or of their shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
 def _tensor(path: tuple[Any, ...], leaf: Any, shape: tuple[int, ...], *, kind: str) -> TensorMemory:
-    spec = tuple(leaf.sharding.spec)
-    entries = spec + (None,) * (leaf.ndim - len(spec))
     return TensorMemory(
         path=_name(path),
         kind=kind,
         shape=list(shape),
         dtype=leaf.dtype.name,
-        sharding=[[entry] if isinstance(entry, str) else list(entry or ()) for entry in entries],
+        sharding=[*map(list, mesh_axes(leaf.sharding.spec, leaf.ndim))],
         bytes_per_device=math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
         memory="host" if leaf.sharding.memory_kind == HOST_MEMORY else "device",
     )
