@@ -168,6 +168,12 @@ def parse_override(path: str, text: str) -> Override:
     return Override(path, text)
 
 
+def field_overrides(fields: Mapping[str, Any]) -> list[Override]:
+    """Return the overrides that set fields by path; a text is that of a flag."""
+    texts = {path: v if isinstance(v, str) else repr(v) for path, v in fields.items()}
+    return [parse_override(path, text) for path, text in texts.items()]
+
+
 def merge_overrides(overrides: Iterable[Override]) -> tuple[Override, ...]:
     """Return the overrides without repetitions.
 

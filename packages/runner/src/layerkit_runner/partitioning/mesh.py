@@ -69,6 +69,12 @@ def make_mesh(
     return Mesh(arranged, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
 
 
+def num_mesh_devices(partitioner: Any) -> int | None:
+    """Return the number of devices that a partitioner, or its config, asks for; None for all."""
+    ici, dcn = (getattr(partitioner, f"{kind}_mesh_shape", None) for kind in ("ici", "dcn"))
+    return None if ici is None else math.prod([*ici, *(dcn or ())])
+
+
 def along_default_axis(size: int, axis_names: Sequence[str]) -> list[int]:
     """Return the sizes of a mesh that is split along `data`, or the first axis if it has none."""
     axis = "data" if "data" in axis_names else axis_names[0]

@@ -29,9 +29,9 @@ from layerkit_runner.config.requests import (
     Override,
     ParsedFlags,
     ResolvedExperiment,
+    field_overrides,
     flag_word,
     merge_overrides,
-    parse_override,
 )
 from layerkit_runner.data.host_inputs import dataset_name
 from layerkit_runner.errors import UsageError, as_usage_error
@@ -101,7 +101,7 @@ class StudyFile:
     def overrides(self, params: Mapping[str, Any]) -> list[Override]:
         """Return the overrides of the parameters of a trial."""
         values = self.trials[params[_LISTED]] if _LISTED in params else params
-        return [parse_override(path, _text(value)) for path, value in values.items()]
+        return field_overrides(values)
 
 
 def read_study_file(path: str, *, num_trials: int | None = None) -> StudyFile:
@@ -389,9 +389,4 @@ class Sweep:
 
 def _words(trial: Mapping[str, Any]) -> str:
     """Return the values of a listed trial as shell words."""
-    return shlex.join(f"{path}={_text(value)}" for path, value in trial.items())
-
-
-def _text(value: Any) -> str:
-    """Return the text of a value in `--fdl.NAME=TEXT`."""
-    return value if isinstance(value, str) else repr(value)
+    return shlex.join(f"{one.path}={one.text}" for one in field_overrides(trial))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import re
 import shlex
@@ -88,12 +87,11 @@ class Request:
 
     def check_devices(self, count: int, flags: str) -> None:
         """Raise UsageError if the mesh has another number of devices than `flags` request."""
-        within = getattr(self.resolved.partitioner, "ici_mesh_shape", None)
-        if within is None:  # the mesh takes all devices
-            return
-        across = getattr(self.resolved.partitioner, "dcn_mesh_shape", None)
-        num_devices = math.prod([*within, *(across or ())])
-        if num_devices != count:
+        # The experiment has imported the modules that this import needs.
+        from layerkit_runner.partitioning.mesh import num_mesh_devices
+
+        num_devices = num_mesh_devices(self.resolved.partitioner)
+        if num_devices not in (None, count):
             raise UsageError(
                 owner=self.resolved.name,
                 field="devices of the mesh",

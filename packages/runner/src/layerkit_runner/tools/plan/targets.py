@@ -20,6 +20,7 @@ from layerkit.errors import pip_install
 from layerkit_runner.distributed.devices import use_cpu_without_accelerators
 from layerkit_runner.errors import UsageError
 from layerkit_runner.partitioning import Partitioner
+from layerkit_runner.partitioning.mesh import num_mesh_devices
 from layerkit_runner.tools.plan.hardware import (
     DeviceKind,
     Target,
@@ -74,10 +75,10 @@ def planned_target(
         raise UsageError(field="--num_devices", value=num_devices, expected=expected)
     if (kind := asked.kind) is None:
         return asked
-    ici: Sequence[int] | None = getattr(partitioner, "ici_mesh_shape", None)
     dcn = max(1, math.prod(getattr(partitioner, "dcn_mesh_shape", None) or ()))
     if asked.num_devices is None:
-        mesh_size = default if ici is None else max(1, math.prod(ici)) * dcn
+        mesh_size = num_mesh_devices(partitioner)
+        mesh_size = default if mesh_size is None else max(1, mesh_size)
         asked = counted(kind, num_devices or mesh_size)
     # Simulated slices are those of the mesh.
     return dataclasses.replace(asked, num_slices=dcn) if kind.platform == "cpu" else asked

@@ -26,13 +26,14 @@ from layerkit_runner.config.config_tree import config_json, field_value
 from layerkit_runner.config.flags import parse_flags, read_flags
 from layerkit_runner.config.help import flag_rows, table
 from layerkit_runner.config.registry import find_experiment
-from layerkit_runner.config.requests import ResolvedExperiment, flag_word
+from layerkit_runner.config.requests import ResolvedExperiment, field_overrides, flag_word
 from layerkit_runner.data.host_inputs import dataset_name
 from layerkit_runner.errors import UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import atomic_write
 from layerkit_runner.files.bounded_documents import parse_json, parse_toml, read_text
 from layerkit_runner.files.text import draw_table
 from layerkit_runner.observers.metrics_log import metric_series, metrics_path, read_metrics
+from layerkit_runner.partitioning.mesh import num_mesh_devices
 from layerkit_runner.run.job import environment
 from layerkit_runner.run.job_errors import job_errors
 from layerkit_runner.run.resolve import resolve_entry
@@ -42,8 +43,6 @@ from layerkit_runner.tools.scaling.fit import LEVEL, Law, fit_law
 from layerkit_runner.tools.scaling.ladder import (
     Rung,
     Size,
-    field_overrides,
-    has_mesh,
     ladder_text,
     plan_rungs,
     repeat_with_seeds,
@@ -130,7 +129,7 @@ def _plan(values: Mapping[str, Any], words: Sequence[str]) -> None:
     _write(path, text)
     run = ["runner", f"--exp={base.name}", f"--job_log_dir={folder}", f"--study={path}"]
     print(f"{text}\nwrote {path}\n{shlex.join(run)}\nrunner scaling fit {folder}", flush=True)
-    if not has_mesh(base.partitioner):
+    if num_mesh_devices(base.partitioner) is None:
         print(f"D is counted for the {jax.device_count()} devices here; the mesh has all there are")
 
 

@@ -6,14 +6,15 @@ import bisect
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from layerkit.config.checks import require
-from layerkit_runner.config.requests import Override, ResolvedExperiment, parse_override
+from layerkit_runner.config.requests import Override, ResolvedExperiment, field_overrides
 from layerkit_runner.data.train_inputs import training_configs
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.bounded_documents import parse_toml
+from layerkit_runner.partitioning.mesh import num_mesh_devices
 from layerkit_runner.run.job import build_parts
 from layerkit_runner.run.job_folder import last_step_path
 from layerkit_runner.run.start_report import num_params
@@ -49,7 +50,7 @@ def step_size(resolved: ResolvedExperiment, *, num_devices: int | None = None) -
       num_devices: Number of devices if the experiment sets no mesh; None for those of this machine.
     """
     partitioner, task = build_parts(resolved)
-    is_here = num_devices is None and not has_mesh(partitioner)
+    is_here = num_devices is None and num_mesh_devices(partitioner) is None
     target = planned_target(
         partitioner, target="here" if is_here else None, default=num_devices or 1
     )
@@ -65,11 +66,6 @@ def step_size(resolved: ResolvedExperiment, *, num_devices: int | None = None) -
     state = partitioner.abstract_stored_state(task)
     flops = model_flops_per_step(resolved.task, state, batch, batch.ids.shape[0])
     return Size(num_params(state.params), math.prod(batch.ids.shape), flops)
-
-
-def has_mesh(partitioner: Any) -> bool:
-    """Return whether a partitioner, or its config, sets the sizes of its mesh."""
-    return getattr(partitioner, "ici_mesh_shape", None) is not None
 
 
 def plan_rungs(
@@ -132,12 +128,6 @@ def repeat_with_seeds(rung: Rung, base: ResolvedExperiment, *, num_seeds: int) -
     size, fields = rung
     seeds = [{path: seed + i for path, seed in first.items()} for i in range(1, num_seeds)]
     return [rung, *((size, fields | more) for more in seeds)]
-
-
-def field_overrides(fields: Mapping[str, Any]) -> list[Override]:
-    """Return the overrides that set fields by path; a text is that of a flag."""
-    texts = {path: v if isinstance(v, str) else repr(v) for path, v in fields.items()}
-    return [parse_override(path, text) for path, text in texts.items()]
 
 
 def ladder_text(metric: str, rungs: Sequence[Rung], larger: Sequence[Rung]) -> str:
