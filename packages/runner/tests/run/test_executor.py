@@ -130,6 +130,7 @@ def make(tiny: SimpleNamespace, tmp_path: Any) -> Any:
             goodput=throughput.goodput,
             exit_after_ondemand_checkpoint=exits_then,
             early_stop=None if rule is None else EarlyStop(rule),
+            decode_interval_steps=task.train.decode_interval_steps,
         )
         return SimpleNamespace(
             executor=executor,

@@ -67,7 +67,7 @@ class Executor:
       profiler: Active profiler of steps; None captures nothing.
       early_stop: Rule that is asked after each step with an evaluation or, if it asks for that,
         after each step; None for no such rule.
-      decode_interval_steps: Steps between two decodings; None for the setting of `train`.
+      decode_interval_steps: Steps between two decodings; None decodes at the end only.
       after_first_step: Called once, after the first step of this process; None for nothing.
       after_eval: Called after the evaluations of a step; None for nothing.
     """
@@ -254,8 +254,7 @@ class Executor:
     def run_due(self, state: TrainState, step: int) -> None:
         """Run the evaluations and decodings that are due, and ask the early-stopping rule."""
         evals = due_programs(self.eval_programs, step, self.train.eval_interval_steps)
-        interval = self.decode_interval_steps or self.train.decode_interval_steps
-        decodes = due_programs(self.decode_programs, step, interval)
+        decodes = due_programs(self.decode_programs, step, self.decode_interval_steps)
         metrics: dict[str, float] = {}
         if self.early_stop is not None and self.early_stop.rule.asks_each_step():
             self.train_programs.drain()
