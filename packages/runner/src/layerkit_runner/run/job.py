@@ -215,9 +215,7 @@ def start_job(
     """Start the devices and build partitioner, task and observers; `quiet` prints nothing."""
     goodput = Goodput()
     enable_compilation_cache(options.jax_compilation_cache)
-    if options.job_log_dir is None:
-        raise UsageError(f"--mode={mode} writes files", hint="Give a folder: --job_log_dir=DIR.")
-    directory = absolute(options.job_log_dir)
+    directory = absolute(options.job_log_dir or "")
     start_devices()
     if jax.process_index() == 0:  # Only process 0 writes; two processes would collide.
         check_writable(directory)
