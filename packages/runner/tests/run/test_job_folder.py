@@ -19,11 +19,11 @@ from etils import epath
 
 from layerkit.config import Config
 from layerkit_runner import BaseExperiment, Override, UsageError
+from layerkit_runner.checkpointing.folders import RECORD_FILE
 from layerkit_runner.config.flags import parse_flags
 from layerkit_runner.config.requests import ResolvedExperiment
 from layerkit_runner.partitioning import SpmdPartitioner
 from layerkit_runner.run.job_folder import (
-    FILE_NAME,
     check_same_experiment,
     check_writable,
     command_line,
@@ -258,7 +258,7 @@ def test_job_that_never_saved_starts(folder: epath.Path, check: Any):
 def test_recorded_checkpoint_that_is_missing_is_an_error(
     raises: Any, folder: epath.Path, check: Any, content: str
 ):
-    (folder / FILE_NAME).write_text(content)
+    (folder / RECORD_FILE).write_text(content)
     with raises(UsageError, field="--job_log_dir", value=str(folder)):
         check()
     assert len(check(is_allowed=True)) == 1
@@ -288,7 +288,7 @@ def test_record_names_the_newest_step(folder: epath.Path, check: Any):
 
 def test_record_of_the_same_step_is_not_written_again(folder: epath.Path):
     record_checkpoint(folder, 10)
-    before = os.stat(folder / FILE_NAME)
+    before = os.stat(folder / RECORD_FILE)
     record_checkpoint(folder, 10)
-    after = os.stat(folder / FILE_NAME)
+    after = os.stat(folder / RECORD_FILE)
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)

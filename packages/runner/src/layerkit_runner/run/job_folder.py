@@ -233,13 +233,12 @@ def command_line(
     return " ".join([os.environ.get("RUNNER_COMMAND", "runner"), shlex.join(words)])
 
 
-FILE_NAME = folders.RECORD_FILE
 FLAG = "allow_restart_from_scratch"
 
 
 def record_checkpoint(directory: epath.Path, step: int) -> None:
     """Record in the job folder that a step is committed, unless it is recorded."""
-    path, text = directory / FILE_NAME, json.dumps({"step": step}) + "\n"
+    path, text = directory / folders.RECORD_FILE, json.dumps({"step": step}) + "\n"
     try:
         if not path.exists() or path.read_text() != text:
             atomic_write(path, text)
@@ -249,7 +248,7 @@ def record_checkpoint(directory: epath.Path, step: int) -> None:
 
 def forget_checkpoint(directory: epath.Path) -> None:
     """Delete the record of committed steps, before the first step of a run from scratch."""
-    (directory / FILE_NAME).unlink(missing_ok=True)
+    (directory / folders.RECORD_FILE).unlink(missing_ok=True)
 
 
 def start_over(
@@ -293,7 +292,8 @@ def _lost_work(directory: epath.Path, checkpoints: epath.Path) -> str | None:
     step = folders.recorded_step(directory / folders.JOB_SUBFOLDER)
     if step is None:
         return None
-    return f"{checkpoints} has no checkpoint, but {directory / FILE_NAME} records step {step}"
+    path = directory / folders.RECORD_FILE
+    return f"{checkpoints} has no checkpoint, but {path} records step {step}"
 
 
 class NoLocksError(UsageError):

@@ -31,6 +31,7 @@ from layerkit.errors import pip_install
 from layerkit_runner.config.help import read_words
 from layerkit_runner.files.text import color_text, size_text
 from layerkit_runner.run_options import FLAGS
+from layerkit_runner.tools.commands import DOCTOR
 
 # Each plugin has the version number of its jaxlib.
 _PLUGINS = ("jax-cuda13-plugin", "jax-cuda12-plugin", "jax-rocm7-plugin")
@@ -59,7 +60,6 @@ _REMEDIES = {
 }
 # Exit code of the process of a check that has printed a failure.
 _FAILED = 10
-_HELP = "check this machine: versions, memory, disk, devices; exit code 1 if a check fails"
 
 
 class Problem(NamedTuple):
@@ -77,7 +77,7 @@ Report = Iterable[str | Problem]
 def run_doctor(words: Sequence[str]) -> int:
     """Check this machine, print the page, and return the exit code."""
     rows = [row for row in FLAGS if row.name == "job_log_dir"]
-    page = f"runner doctor [flags]\n\n{_HELP}"
+    page = f"runner doctor [flags]\n\n{DOCTOR.help}"
     if (read := read_words(words, rows, page=page, takes_words=False)) is None:
         return 0
     values, _ = read

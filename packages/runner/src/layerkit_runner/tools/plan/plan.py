@@ -48,6 +48,7 @@ from layerkit_runner.tools.plan.live_memory import LiveMemory, live_memory
 from layerkit_runner.tools.plan.memory import (
     Memory,
     TensorMemory,
+    num_bytes,
     step_memory,
     tensor_memory,
 )
@@ -175,7 +176,7 @@ def make_plan(
         partitioner.bind(task)
         configs = training_configs(resolved)
         batches = {name: abstract_batch(config, partitioner) for name, config in configs.items()}
-        largest = max(batches, key=lambda name: _num_bytes(batches[name]))
+        largest = max(batches, key=lambda name: num_bytes(batches[name]))
         if check_state and device.usable_bytes is not None:
             tensors = tensor_memory(partitioner.abstract_state(task), {})
             held = [tensor for tensor in tensors if tensor.memory == "device"]
@@ -320,10 +321,6 @@ def abstract_batch(config: Config, partitioner: Partitioner) -> Any:
         lambda leaf: batch_spec(leaf, rows=rows, sharding=sharding),
         example_batch(config, partitioner, place),
     )
-
-
-def _num_bytes(batch: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch))
 
 
 def _slices(mesh: Mesh, target: Target) -> list[int]:
