@@ -253,6 +253,8 @@ def test_quantized_folder_is_near_its_source(tmp_path: Path):
     (tmp_path / "llama").mkdir()
     write_llama(tmp_path / "llama")
     quantize_folder(str(tmp_path / "llama"), str(tmp_path / "int8"), weight_format="int8")
+    # The folder was written under another name.
+    assert ".partial" not in (tmp_path / "int8" / "config.json").read_text()
     before, after = (layerkit_runner.load(tmp_path / name) for name in ("llama", "int8"))
     expected = before.logits(IDS)
     # Weights with a standard deviation of 1 amplify errors.

@@ -21,6 +21,7 @@ from layerkit_runner.checkpointing import folders
 from layerkit_runner.config.requests import parse_override
 from layerkit_runner.errors import UsageError
 from layerkit_runner.init_from import InitFrom, Source
+from layerkit_runner.run import job_folder
 from layerkit_runner.run.programs.eval_program import EvalProgram
 from layerkit_runner.run.resolve import resolve
 from layerkit_runner.tools import quantize
@@ -37,17 +38,20 @@ def quantized(run: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
-def test_interrupted_command_can_be_repeated(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("module", "name"), [(quantize, "_write_weights"), (job_folder, "write_config")]
+)
+def test_interrupted_command_can_be_repeated(run, tmp_path, monkeypatch, module, name):
     out = tmp_path / "int8"
 
-    write_weights = quantize._write_weights
+    write = getattr(module, name)
 
-    def interrupt(*arguments: Any) -> None:
-        write_weights(*arguments)
+    def interrupt(*arguments: Any, **options: Any) -> None:
+        write(*arguments, **options)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(quantize, "_write_weights", interrupt)
+        patch.setattr(module, name, interrupt)
         with pytest.raises(KeyboardInterrupt):
             quantize_folder(str(run.job_log_dir), str(out))
     assert not out.exists()
@@ -119,7 +123,7 @@ def test_programs_of_the_new_folder_ask_for_no_averages(lines):
             return [Config(EvalProgram, dataset="heldout", use_ema_states=True)]
 
     resolved = resolve(Averaged(), [parse_override("task.train.learner.ema_decay", "0.5")])
-    written = quantize._set_format(resolved, epath.Path("out"), "int8")
+    written = quantize._set_format(resolved, "int8")
     (program,) = written.eval_programs
     assert program.use_ema_states is None
 

@@ -7,6 +7,7 @@ that the command can be repeated after an interruption.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -82,6 +83,7 @@ def quantize_folder(
     from layerkit_runner.init_from.first_state import weight_readers
     from layerkit_runner.interface.loading import FolderModel, folder_experiment, start_reading
     from layerkit_runner.run.job_errors import job_errors
+    from layerkit_runner.tools.plan.memory import num_bytes
 
     WeightFormat.parse(weight_format)
     directory = absolute(out)
@@ -109,8 +111,8 @@ def quantize_folder(
         with as_usage_error(OSError, owner=out):
             _write(directory, resolved, weight_format, step, stored | others)
         state = job.abstract_stored_state()
-    before = _num_bytes([state.params, others])
-    after = _num_bytes([stored, others])
+    before = num_bytes([state.params, others])
+    after = num_bytes([stored, others])
     line = f"{out}: {size_text(after)} in {weight_format}, {size_text(before)} before"
     if job.task.train.learner.ema_decay is None:
         return line
@@ -133,21 +135,12 @@ def _check_optimizer(job: Job, source: str) -> None:
 
 
 def _set_format(
-    resolved: ResolvedExperiment, directory: epath.Path, weight_format: str
+    resolved: ResolvedExperiment, weight_format: str, **fields: Any
 ) -> ResolvedExperiment:
-    """Return the experiment of the new folder, without averages of weights."""
-    from layerkit.interop.hugging_face import folder
+    """Return the experiment of the new folder with these fields, without averages of weights."""
     from layerkit_runner.config.requests import parse_override
-    from layerkit_runner.interface.loading import FolderModel
     from layerkit_runner.run.resolve import resolve
 
-    experiment, fields = resolved.experiment, dict(resolved.experiment.overrides)
-    if isinstance(experiment, FolderModel):
-        place = Path(directory, _HUGGING_FACE)
-        place.mkdir(parents=True, exist_ok=True)
-        folder.write_json(place, folder.CONFIG, folder.read_json(experiment.FOLDER))
-        folder.copy_companions(experiment.FOLDER, place)
-        fields["FOLDER"] = str(place)
     changes = {_FORMAT_PATH: weight_format}
     # The stored weights are averaged already.
     if resolved.task.train.learner.ema_decay is not None:
@@ -159,7 +152,29 @@ def _set_format(
                 changes[f"eval_programs.{index}.use_ema_states"] = "None"
     kept = [override for override in resolved.deep_overrides if override.path not in changes]
     added = [parse_override(path, text) for path, text in changes.items()]
-    return resolve(type(experiment)(**fields), [*kept, *added])
+    experiment = resolved.experiment
+    return resolve(type(experiment)(**{**experiment.overrides, **fields}), [*kept, *added])
+
+
+def _copy_description(
+    resolved: ResolvedExperiment, weight_format: str, *, place: epath.Path, directory: epath.Path
+) -> ResolvedExperiment:
+    """Copy all but the weights of a Hugging Face folder into `place`, which becomes `directory`.
+
+    It returns the experiment of the new folder.
+    """
+    from layerkit.interop.hugging_face import folder
+    from layerkit_runner.init_from.settings import weights_of
+
+    source: Any = resolved.experiment
+    copy, moved = Path(place, _HUGGING_FACE), str(directory / _HUGGING_FACE)
+    copy.mkdir(parents=True, exist_ok=True)
+    folder.write_json(copy, folder.CONFIG, folder.read_json(source.FOLDER))
+    folder.copy_companions(source.FOLDER, copy)
+    written = _set_format(resolved, weight_format, FOLDER=str(copy))
+    written.task.initial_weights = weights_of(moved, source.ADAPTERS)
+    experiment = type(source)(**{**source.overrides, "FOLDER": moved})
+    return dataclasses.replace(written, experiment=experiment)
 
 
 def _write(
@@ -171,6 +186,7 @@ def _write(
 ) -> None:
     """Write the weights and the experiment of the new folder, which has a name once it is whole."""
     from layerkit_runner.files.atomic_write import is_remote
+    from layerkit_runner.interface.loading import FolderModel
     from layerkit_runner.run.job_folder import write_config
     from layerkit_runner.run_options import RunOptions
 
@@ -180,12 +196,14 @@ def _write(
         place = directory.with_name(f".{directory.name}.partial")
         place.rmtree(missing_ok=True)
     # An error of the new experiment precedes the long write of the weights.
-    written = _set_format(resolved, place, weight_format)
+    if isinstance(resolved.experiment, FolderModel):
+        written = _copy_description(resolved, weight_format, place=place, directory=directory)
+    else:
+        written = _set_format(resolved, weight_format)
     _write_weights(place, step, fields)
+    write_config(place, written, RunOptions(job_log_dir=str(directory)), report=print)
     if place != directory:
         os.replace(place, directory)
-        written = _set_format(resolved, directory, weight_format)  # with its path
-    write_config(directory, written, RunOptions(job_log_dir=str(directory)), report=print)
 
 
 def _write_weights(directory: epath.Path, step: int, fields: Mapping[str, Any]) -> None:
@@ -201,9 +219,3 @@ def _write_weights(directory: epath.Path, step: int, fields: Mapping[str, Any]) 
         # No training goes on in this folder, for which an evaluation would wait.
         metadata = {ENDED: True}
         checkpoints.save(step, state, input_states={}, metadata=metadata, force=True)
-
-
-def _num_bytes(variables: Any) -> int:
-    import jax
-
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(variables))
