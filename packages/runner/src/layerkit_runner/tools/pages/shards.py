@@ -101,7 +101,8 @@ def draw_sharding(
     Raises:
       ValueError: The sharding cannot split the shape, or `axes` are of another number.
     """
-    split = mesh_axes(getattr(sharding, "spec", ()), len(shape))
+    spec: Any = getattr(sharding, "spec", ())
+    split = mesh_axes(spec, len(shape))
     names = dimension_names(shape, split, axes or [f"axis {d}" for d in range(len(shape))])
     placed: Mapping[Any, Any] = sharding.devices_indices_map(tuple(shape))
     holders = collections.defaultdict(list)
