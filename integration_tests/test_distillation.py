@@ -113,6 +113,19 @@ def write_tokens(teacher: Path, folder: Path, k: int, **fields: Any) -> Path:
 
 
 @pytest.mark.slow
+def test_a_schedule_free_teacher_is_not_read_in_silence(
+    folder: Path, train: Train, capfd: pytest.CaptureFixture, raises: Any
+):
+    train("free", "lm.quickstart.LocalText", **SMALL, MAX_STEPS=2, OPTIMIZER="schedule_free")
+    free = folder / "free"
+    with raises(UsageError, field="TEACHER", value=str(free)):
+        write_tokens(free, folder, 3)
+    capfd.readouterr()
+    train("pupil", STUDENT, **fields_of(free, MAX_STEPS=1))
+    assert "free/checkpoints:2 is of a schedule-free optimizer" in capfd.readouterr().out
+
+
+@pytest.mark.slow
 def test_stored_tokens_equal_the_live_teacher_and_stale_ones_raise(
     folder: Path, train: Train, teacher: Path, raises: Any, tmp_path: Path
 ):

@@ -230,6 +230,11 @@ class StoredCheckpoint:
         from layerkit_runner.checkpointing import handlers
 
         self.leaves: Mapping[LeafPath, LeafSpec] = handlers.stored_leaves(self._state)
+        if any(path[-1] == "weight_sum" for path in self.leaves):
+            report(
+                f"{self.label} is of a schedule-free optimizer: its weights are those of training,"
+                " not the averages to evaluate, which --mode=export writes"
+            )
 
     def read(self, like: Mapping[LeafPath, jax.ShapeDtypeStruct]) -> dict[LeafPath, jax.Array]:
         """Read some of the values, each into the sharding of `like`.

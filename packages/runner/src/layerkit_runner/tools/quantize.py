@@ -95,7 +95,7 @@ def quantize_folder(
         raise UsageError(field="out", value=out, expected=expected)
     with job_errors("load", resolved):
         job = start_reading(resolved, job_folder)
-        _check_optimizer(job, source)
+        refuse_schedule_free(job, "source", source)
         use_ema = job.task.train.decode_use_ema_states
         settings = InitFrom(
             sources=[Source(folder=source, step=step, use_ema=use_ema)], label=source
@@ -120,17 +120,17 @@ def quantize_folder(
     return f"{line}; the {kind} (decode_use_ema_states={use_ema})"
 
 
-def _check_optimizer(job: Job, source: str) -> None:
-    """Raise an error for an optimizer whose state holds the weights to evaluate."""
+def refuse_schedule_free(job: Job, field: str, folder: str) -> None:
+    """Raise an error if the weights to evaluate follow from the optimizer's state."""
     from layerkit_runner.optim.optimizer_updates import is_schedule_free
 
     if is_schedule_free(job.abstract_state().opt_state):
         raise UsageError(
             "a schedule-free optimizer computes the weights of evaluation from its state",
-            field="source",
-            value=source,
+            field=field,
+            value=folder,
             expected="a job with another optimizer, or a Hugging Face folder",
-            hint="Export the job by --mode=export, and quantize that folder.",
+            hint="Export the job by --mode=export, and give that folder.",
         )
 
 
