@@ -257,3 +257,20 @@ def test_state_of_other_template_or_loss_is_an_error(make):
     for fields in ({"chat_template": "chatml"}, {"loss_on": "last"}, {"seq_length": 170}):
         with pytest.raises(ConfigError, match="cannot restore"):
             make(is_training=True, **fields).set_state(state)
+
+
+def test_states_of_many_batches_read_all_tokens_once(make):
+    calls = []
+
+    class Counted(ChatInput):
+        def _fingerprint(self):
+            calls.append(self)
+            return super()._fingerprint()
+
+    fields = {name: getattr(make(), name) for name in ("paths", "chat_template", "seq_length")}
+    source = Counted(batch_size=4, is_training=True, **fields)
+    for rows_done in (4, 8, 12):
+        source.get_next()
+        assert source.get_state()["position"]["rows_done"] == rows_done
+    source.set_state(source.get_state())
+    assert len(calls) == 1

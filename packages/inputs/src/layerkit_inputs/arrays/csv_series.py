@@ -128,11 +128,8 @@ class CsvSeries(SeriesInput):
 
     def _fingerprint(self) -> dict[str, Any]:
         fields = ("window_length", "stride", "heldout_values", "is_training")
-        return {**{name: getattr(self, name) for name in fields}, "values_crc32": self._crc32}
-
-    @functools.cached_property
-    def _crc32(self) -> int:
-        return zlib.crc32(self._values.tobytes())
+        checksum = zlib.crc32(self._values.tobytes())
+        return {**{name: getattr(self, name) for name in fields}, "values_crc32": checksum}
 
 
 def _number(cell: str, where: str) -> float:

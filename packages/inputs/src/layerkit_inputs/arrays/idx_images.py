@@ -102,10 +102,5 @@ class IdxImages(IndexedInput):
         )
 
     def _fingerprint(self) -> dict[str, Any]:
-        images, labels = self._crc32
+        images, labels = (zlib.crc32(array.tobytes()) for array in self._arrays)
         return {"split": self.split, "images_crc32": images, "labels_crc32": labels}
-
-    @functools.cached_property
-    def _crc32(self) -> tuple[int, int]:
-        images, labels = self._arrays
-        return zlib.crc32(images.tobytes()), zlib.crc32(labels.tobytes())

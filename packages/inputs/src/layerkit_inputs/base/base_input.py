@@ -51,7 +51,7 @@ NUM_FIRST_TEXTS = 3
 FIRST_TEXT_BYTES = 1 << 14
 """Largest number of bytes of such a document that are checked."""
 
-# Module and name of `tf.errors.OutOfRangeError`.
+# Module and name of `tf.errors.OutOfRangeError`, which is recognized without TensorFlow.
 _OUT_OF_RANGE = ("tensorflow.python.framework.errors_impl", "OutOfRangeError")
 
 
@@ -100,7 +100,6 @@ def _read_to_end(read: Callable[[], NestedMap]) -> NestedMap:
     try:
         return read()
     except Exception as error:
-        # Without importing TensorFlow.
         kinds = type(error).__mro__
         if any((kind.__module__, kind.__name__) == _OUT_OF_RANGE for kind in kinds):
             raise StopIteration from error
@@ -195,11 +194,16 @@ class BaseInput(Configurable):
         for _ in range(position["num_delivered"]):
             self.get_next()
 
-    def _data_text(self) -> str:
-        """Return the files, documents and bytes of the data.
+    def _fingerprint(self) -> dict[str, Any]:
+        """Return, once, JSON values that identify the data. A state fits only if they are equal."""
+        return {}
 
-        A reader does not count a large data set for this, but says that it is not counted.
-        """
+    @functools.cached_property
+    def _cached_fingerprint(self) -> dict[str, Any]:
+        return self._fingerprint()
+
+    def _data_text(self) -> str:
+        """Return the files, documents and bytes of the data. Large data sets are not counted."""
         return "documents not counted"
 
     def _first_texts(self) -> list[bytes]:

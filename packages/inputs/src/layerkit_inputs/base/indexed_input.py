@@ -175,10 +175,6 @@ class IndexedInput(BaseInput):
         """
         raise NotImplementedError(f"{type(self).__qualname__} must define _read_rows().")
 
-    def _fingerprint(self) -> dict[str, Any]:
-        """Return JSON values that identify the rows. A state fits only if they are equal."""
-        return {}
-
     # Methods of BaseInput.
 
     def _data_text(self) -> str:
@@ -266,7 +262,7 @@ class IndexedInput(BaseInput):
         order: dict[str, Any] = {"seed": self._seed} if self.shuffle else {}
         if self.shuffle and self.shuffle_window is not None:
             order["shuffle_window"] = self.shuffle_window
-        return {"num_rows": self._num_rows(), **order, **self._fingerprint()}
+        return {"num_rows": self._num_rows(), **order, **self._cached_fingerprint}
 
     def _reader_state(self) -> dict[str, Any]:
         return {"rows_done": self._rows_done, "data": self._identity()}

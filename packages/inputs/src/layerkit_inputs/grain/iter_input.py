@@ -74,10 +74,6 @@ class GrainStream(BaseInput):
         """Return the number of rows of each host in an epoch, or None if it is unknown."""
         return None
 
-    def _fingerprint(self) -> dict[str, Any]:
-        """Return JSON values that determine the rows; a state fits only equal ones."""
-        return {}
-
     # Implementation of BaseInput.
 
     def _next(self) -> NestedMap:
@@ -199,7 +195,7 @@ class GrainStream(BaseInput):
         workers: dict[str, Any] = {"num_workers": self.num_workers}
         if self.num_workers:
             workers["worker_buffer_size"] = self.worker_buffer_size
-        return {"seed": self._seed, **workers, **self._fingerprint()}
+        return {"seed": self._seed, **workers, **self._cached_fingerprint}
 
     def _reader_state(self) -> dict[str, Any]:
         iterator = None if self._iterator is None else self._iterator.get_state()

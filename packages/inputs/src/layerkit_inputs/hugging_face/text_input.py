@@ -105,7 +105,6 @@ class TokenisedText(HuggingFaceText, DocumentInput):
             desc=f"Tokenizing {self.split}",
         )
 
-    @functools.cached_property
     def _checksum(self) -> int:
         """CRC-32 of the sizes of all examples and of the tokens of a sample."""
         documents = self._documents
@@ -116,7 +115,7 @@ class TokenisedText(HuggingFaceText, DocumentInput):
         return zlib.crc32(tokens.astype("<i4").tobytes(), checksum)
 
     def _fingerprint(self) -> dict[str, Any]:
-        return {**self._text_identity(), "tokens_crc32": self._checksum}
+        return {**self._text_identity(), "tokens_crc32": self._checksum()}
 
     def _num_documents(self) -> int:
         return len(self._documents)

@@ -100,11 +100,8 @@ class HuggingFaceImages(HuggingFaceData, ImageColumns):
     def _num_documents(self) -> int:
         return len(self._rows)
 
-    @functools.cached_property
-    def _crc32(self) -> int:
+    def _fingerprint(self) -> dict[str, Any]:
         rows: Any = self._rows
         labels = rows.select_columns([self.label_field])[:][self.label_field]
-        return zlib.crc32(np.array(labels, np.int64).tobytes())
-
-    def _fingerprint(self) -> dict[str, Any]:
-        return {"split": self.split, "labels_crc32": self._crc32}
+        checksum = zlib.crc32(np.array(labels, np.int64).tobytes())
+        return {"split": self.split, "labels_crc32": checksum}

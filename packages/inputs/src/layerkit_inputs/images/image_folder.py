@@ -66,12 +66,9 @@ class ImageFolder(ImageInput):
         images = counted(len(self._files[0]), "image")
         return f"{self.folder}: {images} of {self.num_classes} classes"
 
-    @functools.cached_property
-    def _crc32(self) -> int:
-        return zlib.crc32("\n".join(self._files[0]).encode(errors="surrogateescape"))
-
     def _fingerprint(self) -> dict[str, Any]:
-        return {"files_crc32": self._crc32}
+        names = "\n".join(self._files[0]).encode(errors="surrogateescape")
+        return {"files_crc32": zlib.crc32(names)}
 
 
 def _images_below(root: str, name: str) -> list[str]:

@@ -101,12 +101,8 @@ class WebDataset(ImageInput):
         images, shards = counted(len(self._samples), "image"), counted(len(self._shards), "tar")
         return f"{images} in {shards}"
 
-    @functools.cached_property
-    def _crc32(self) -> int:
-        return zlib.crc32(self._samples.tobytes())
-
     def _fingerprint(self) -> dict[str, Any]:
-        return {"samples_crc32": self._crc32}
+        return {"samples_crc32": zlib.crc32(self._samples.tobytes())}
 
 
 class _BoundedMember(tarfile.TarInfo):

@@ -131,8 +131,9 @@ class Mixture(IndexedInput, CompositeInput):
         first = np.zeros(1, np.int64)
         return {name: reader._read_at(first, num_rows_of(reader))[0] for name, reader in readers}
 
-    def _fingerprint(self) -> dict[str, Any]:
-        identity = self._schedule.identity(self._rows_done)
+    def _identity(self) -> dict[str, Any]:
+        # The schedule depends on the rows that are done, so it is no part of the fingerprint.
+        identity = {**super()._identity(), **self._schedule.identity(self._rows_done)}
         for name, reader in zip(self._schedule.names, self._readers, strict=True):
             identity |= {f"{name}.{key}": value for key, value in reader._identity().items()}
         return identity

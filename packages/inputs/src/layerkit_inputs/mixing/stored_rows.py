@@ -71,7 +71,7 @@ class StoredRows(IndexedInput):
         is_finite = isinstance(self._source, IndexedInput) and self._source._num_rows() is not None
         expected, kind = "an input that reads rows by number, such as text", type(self._source)
         require(is_finite, self._label, "source", kind.__qualname__, expected)
-        identity = [self.about, self._source._num_rows(), self._source._fingerprint()]
+        identity = [self.about, self._source._num_rows(), self._source._cached_fingerprint]
         digest = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         return Path(self.folder, f"{self.name}-{digest[:16]}.npy")
 
@@ -98,7 +98,7 @@ class StoredRows(IndexedInput):
         return NestedMap(batch, **{n: np.ascontiguousarray(stored[n]) for n in stored.dtype.names})
 
     def _fingerprint(self) -> dict[str, Any]:
-        return {**self._source._fingerprint(), "about": self.about}
+        return {**self._source._cached_fingerprint, "about": self.about}
 
     def _data_text(self) -> str:
         return f"{self._source._data_text()}; stored for them: {self._path}"

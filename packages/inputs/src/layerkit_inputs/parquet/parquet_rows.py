@@ -143,14 +143,10 @@ class ParquetRows(GrainStream):
         counts = (counted(len(files), "file"), counted(rows, "row"), counted(size, "byte"))
         return f"{first_names(self.paths or ())}: {', '.join(counts)}"
 
-    @functools.cached_property
-    def _row_groups_crc32(self) -> int:
-        sizes = [[Path(group.path).name, *group[1:]] for group in self._row_groups]
-        return zlib.crc32(repr(sizes).encode())
-
     def _fingerprint(self) -> dict[str, Any]:
+        sizes = [[Path(group.path).name, *group[1:]] for group in self._row_groups]
         return {
-            "row_groups_crc32": self._row_groups_crc32,
+            "row_groups_crc32": zlib.crc32(repr(sizes).encode()),
             "columns": None if self.columns is None else list(self.columns),
             "cycle_length": self.cycle_length,
             "shuffle_window": self.shuffle_window,

@@ -179,12 +179,9 @@ class SplitDocuments(DocumentInput):
 
     def _fingerprint(self) -> dict[str, Any]:
         tokenizer = {} if self._of_bytes else {"tokenizer": self._tokenizer.fingerprint()}
-        return {"split": self.split, "documents_crc32": self._documents_crc32, **tokenizer}
-
-    @functools.cached_property
-    def _documents_crc32(self) -> int:
         # The same text in other documents is other data.
-        return zlib.crc32(self._documents.ends.astype("<i8").tobytes(), self._checksum)
+        checksum = zlib.crc32(self._documents.ends.astype("<i8").tobytes(), self._checksum)
+        return {"split": self.split, "documents_crc32": checksum, **tokenizer}
 
     def _data_text(self) -> str:
         counts = (counted(len(self._documents), "document"), counted(self._num_bytes, "byte"))

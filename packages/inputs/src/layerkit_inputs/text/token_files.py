@@ -138,7 +138,6 @@ class TokenFiles(IndexedInput):
         batch.segment_ids = valid * (1 + np.cumsum(is_first, axis=1, dtype=np.int32))
         return batch
 
-    @functools.cached_property
     def _identity_of_files(self) -> str:
         """SHA-256 of the sizes of documents, and of the first and last ids of each file."""
         digest = hashlib.sha256(self._documents.ends.tobytes())
@@ -150,7 +149,7 @@ class TokenFiles(IndexedInput):
     def _fingerprint(self) -> dict[str, Any]:
         names = ("seq_length", "packing", "eos_id", "bos_id")
         fields = {name: getattr(self, name) for name in names}
-        return {"tokens_sha256": self._identity_of_files, **fields}
+        return {"tokens_sha256": self._identity_of_files(), **fields}
 
     def _data_text(self) -> str:
         num_ids = sum(len(file.ids) for file in self._files)
