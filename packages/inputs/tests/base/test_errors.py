@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs import IndexedInput, Mixture, Prefetch
-from layerkit_inputs.base.errors import input_of
+from layerkit_inputs.base.errors import BadRecordError, as_bad_record, input_of
 
 
 class Failing(IndexedInput):
@@ -58,3 +59,22 @@ def test_component_of_a_mixture_is_named_by_the_mixture_that_reads_it():
     with pytest.raises(KeyError) as caught:
         mixture.get_next()
     assert input_of(caught.value) == "Mixture"
+
+
+@pytest.mark.parametrize(
+    ("error", "problem"),
+    [(OSError("Not a tar."), "damaged (Not a tar)"), (MemoryError(), "damaged (MemoryError)")],
+)
+def test_damaged_content_is_a_bad_record(error: Exception, problem: str, raises):
+    expected = raises(BadRecordError, owner="a.tar", problem=problem)
+    with expected, as_bad_record("a.tar", "damaged", OSError, MemoryError):
+        raise error
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "I/O error"), BadRecordError("no text"), KeyError("other")]
+)
+def test_failing_storage_bad_records_and_other_errors_stay_what_they_are(error: Exception):
+    with pytest.raises(type(error)) as caught, as_bad_record("a", "damaged", OSError, ValueError):
+        raise error
+    assert caught.value is error

@@ -21,7 +21,7 @@ import numpy as np
 
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
-from layerkit_inputs.base.errors import BadRecordError, MissingFileError
+from layerkit_inputs.base.errors import MissingFileError, as_bad_record
 from layerkit_inputs.base.indexed_input import IndexedInput
 
 _PREFIXES = {"train": "train", "test": "t10k"}
@@ -34,16 +34,14 @@ def read_idx(path: Path) -> np.ndarray:
     Raises:
       BadRecordError: The file is truncated, is no IDX file, or does not hold unsigned bytes.
     """
-    try:
+    kinds = EOFError, gzip.BadGzipFile, zlib.error, struct.error, ValueError
+    with as_bad_record(str(path), "not a whole IDX file of unsigned bytes", *kinds):
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         zeros, kind, num_dims = struct.unpack_from(">HBB", data)
         shape = struct.unpack_from(f">{num_dims}i", data, 4)
         if zeros or kind != _UNSIGNED_BYTES:
             raise ValueError(f"it begins with {data[:4].hex(' ')}")
         return np.frombuffer(data, np.uint8, offset=4 + 4 * num_dims).reshape(shape)
-    except (EOFError, gzip.BadGzipFile, zlib.error, struct.error, ValueError) as error:
-        problem = f"not a whole IDX file of unsigned bytes ({error})"
-        raise BadRecordError(problem, owner=str(path)) from None
 
 
 def blank_images(rows: int, size: Sequence[int]) -> NestedMap:

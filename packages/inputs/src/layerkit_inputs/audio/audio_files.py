@@ -18,7 +18,12 @@ import numpy as np
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import counted
-from layerkit_inputs.base.errors import BadRecordError, MissingFileError, require_extra
+from layerkit_inputs.base.errors import (
+    BadRecordError,
+    MissingFileError,
+    as_bad_record,
+    require_extra,
+)
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.base.tokenizer_interface import Tokenizer
 from layerkit_inputs.text.text_pairs import PairMetric, text_metrics
@@ -202,11 +207,9 @@ def read_audio(
     """
     if not path.is_file():
         raise MissingFileError("file not found", field="audio", value=str(path))
-    try:
-        read = _read_wave if path.suffix.lower() == ".wav" else _read_with_soundfile
+    read = _read_wave if path.suffix.lower() == ".wav" else _read_with_soundfile
+    with as_bad_record(str(path), "not a readable sound", EOFError, wave.Error, RuntimeError):
         samples, length, rate, channels = read(path, only_length=only_length)
-    except (EOFError, wave.Error, RuntimeError) as error:
-        raise BadRecordError(f"not a readable sound ({error})", owner=str(path)) from None
     for name, value, expected in (("sample rate", rate, sample_rate), ("channels", channels, 1)):
         if value != expected:
             problem = f"{name} {value}, expected {expected}; convert it with sox or ffmpeg"

@@ -10,8 +10,10 @@ message has the command that installs it. This module loads neither NumPy nor JA
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -120,6 +122,24 @@ class MissingFileError(UserError, FileNotFoundError):
 
 class BadRecordError(ConfigError):
     """A record that cannot be read. Its owner is the file, with the number of the record."""
+
+
+@contextlib.contextmanager
+def as_bad_record(owner: str, problem: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise errors of some kinds as `BadRecordError`, but not failures of the storage.
+
+    Args:
+      owner: File, with the number of the record.
+      problem: Problem of the record, which the text of the error follows in parentheses.
+      *kinds: Classes of the errors that damaged content causes.
+    """
+    try:
+        yield
+    except kinds as error:
+        if isinstance(error, BadRecordError) or is_storage_failure(error):
+            raise
+        text = str(error).rstrip(".") or type(error).__name__
+        raise BadRecordError(f"{problem} ({text})", owner=owner) from None
 
 
 @dataclasses.dataclass

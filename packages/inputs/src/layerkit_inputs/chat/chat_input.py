@@ -28,7 +28,7 @@ from layerkit.config import build
 from layerkit.config.checks import require
 from layerkit.config.nested_map import NestedMap
 from layerkit.errors import ConfigError, first_names
-from layerkit_inputs.base.errors import BadRecordError, is_storage_failure, require_extra
+from layerkit_inputs.base.errors import BadRecordError, as_bad_record, require_extra
 from layerkit_inputs.base.find_files import TextFile, find_text_files
 from layerkit_inputs.base.tokenizer_interface import SpecialIds
 from layerkit_inputs.chat.conversations import (
@@ -72,22 +72,18 @@ def _suffix(path: Path) -> str:
 def _table_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a Parquet file, or of an Arrow stream."""
     arrow = require_extra("pyarrow", needed_by="Parquet and Arrow files")
-    try:
-        with contextlib.ExitStack() as stack:
-            if _suffix(path) == ".arrow":
-                opened = stack.enter_context(arrow.memory_map(str(path)))
-                stream = stack.enter_context(arrow.ipc.open_stream(opened))
-                names = stream.schema.names
-            else:
-                file = stack.enter_context(open_parquet(path, columns=[*_COLUMNS]))
-                names = file.schema_arrow.names
-                stream = file.iter_batches(_ROWS_AT_A_TIME, columns=_known(names))
-            for batch in stream:
-                yield from drop_nulls(batch.select(_known(names)).to_pylist())
-    except (arrow.ArrowException, OSError) as error:
-        if is_storage_failure(error):
-            raise
-        raise BadRecordError(f"cannot read the file ({error})", owner=str(path)) from None
+    damaged = as_bad_record(str(path), "cannot read the file", arrow.ArrowException, OSError)
+    with damaged, contextlib.ExitStack() as stack:
+        if _suffix(path) == ".arrow":
+            opened = stack.enter_context(arrow.memory_map(str(path)))
+            stream = stack.enter_context(arrow.ipc.open_stream(opened))
+            names = stream.schema.names
+        else:
+            file = stack.enter_context(open_parquet(path, columns=[*_COLUMNS]))
+            names = file.schema_arrow.names
+            stream = file.iter_batches(_ROWS_AT_A_TIME, columns=_known(names))
+        for batch in stream:
+            yield from drop_nulls(batch.select(_known(names)).to_pylist())
 
 
 def _known(names: Sequence[str]) -> list[str]:

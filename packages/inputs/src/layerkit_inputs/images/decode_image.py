@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from layerkit_inputs.base.errors import BadRecordError, is_storage_failure, require_extra
+from layerkit_inputs.base.errors import as_bad_record, require_extra
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """Suffixes of names of image files, as in torchvision's ImageFolder."""
@@ -47,7 +47,8 @@ def decode_image(encoded: Any, *, channels: int, owner: str) -> Any:
       BadRecordError: The image is damaged, too large, or in another format.
     """
     module, operations = pillow(), pillow("ImageOps")
-    try:
+    kinds = *_DECODING_ERRORS, module.DecompressionBombError
+    with as_bad_record(owner, "not a readable image", *kinds):
         if isinstance(encoded, Mapping):
             data = encoded.get("bytes")
             encoded = Path(encoded["path"]).read_bytes() if data is None else data
@@ -63,11 +64,6 @@ def decode_image(encoded: Any, *, channels: int, owner: str) -> Any:
         if image.mode.startswith("I"):
             image = module.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
         return image.convert("RGB" if channels == 3 else "L")
-    except (*_DECODING_ERRORS, module.DecompressionBombError) as error:
-        if is_storage_failure(error):
-            raise
-        problem = f"not a readable image ({error or type(error).__name__})"
-        raise BadRecordError(problem, owner=owner) from None
 
 
 # Decoders raise these for damaged files; OverflowError and MemoryError come from sizes in a header.

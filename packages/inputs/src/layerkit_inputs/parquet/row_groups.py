@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.errors import BadRecordError, is_storage_failure, require_extra
+from layerkit_inputs.base.errors import BadRecordError, as_bad_record, require_extra
 from layerkit_inputs.parquet.row_group_sizes import open_parquet, read_row_group
 
 
@@ -80,8 +80,10 @@ class _Rows:
 
     def _decode(self) -> None:
         arrow = require_extra("pyarrow", needed_by="ParquetRows")
+        kinds = arrow.ArrowException, OSError
+        damaged = as_bad_record(str(self._group), "cannot be decoded", *kinds)
         try:
-            with open_parquet(self._group.path, columns=self._columns) as file:
+            with damaged, open_parquet(self._group.path, columns=self._columns) as file:
                 for field in file.metadata.schema.to_arrow_schema():
                     is_read = self._columns is None or field.name in self._columns
                     if is_read and _kind_of(field.type) is None:  # values may have any size
@@ -101,11 +103,6 @@ class _Rows:
         except BadRecordError as error:
             error.owner = str(self._group)
             self._decoded = error
-        except (arrow.ArrowException, OSError) as error:
-            if is_storage_failure(error):
-                raise
-            problem = f"cannot be decoded ({str(error).rstrip('.')})"
-            self._decoded = BadRecordError(problem, owner=str(self._group))
         else:
             self._decoded = {
                 name: _decode_column(table.column(name).combine_chunks())

@@ -31,12 +31,7 @@ from typing import IO, Any, NamedTuple, TypeVar
 
 from layerkit.config.checks import require
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.errors import (
-    CONVERSATIONS,
-    BadRecordError,
-    is_storage_failure,
-    require_extra,
-)
+from layerkit_inputs.base.errors import CONVERSATIONS, BadRecordError, as_bad_record, require_extra
 from layerkit_inputs.base.find_files import TextFile
 
 MAX_DOCUMENT_BYTES = 1 << 30
@@ -93,16 +88,14 @@ def read_raw_documents(
     with contextlib.ExitStack() as stack:
         opened = stack.enter_context(file.path.open("rb"))
         stream: Any = stack.enter_context(gzip.open(opened)) if is_gzip else opened
-        try:
-            if kind in _JSON_SUFFIXES:
-                yield from _json_lines(file.path, stream, opened, most)
-            else:
-                data = stream.read() if most is None else stream.read(most + 1)
-                _check_size(data, most, str(file.path))
-                yield RawDocument(str(file.path), data, is_json=False, position=opened.tell())
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            problem = f"truncated or damaged ({error})"
-            raise BadRecordError(problem, owner=str(file.path)) from None
+        kinds = EOFError, zlib.error, gzip.BadGzipFile
+        stack.enter_context(as_bad_record(str(file.path), "truncated or damaged", *kinds))
+        if kind in _JSON_SUFFIXES:
+            yield from _json_lines(file.path, stream, opened, most)
+        else:
+            data = stream.read() if most is None else stream.read(most + 1)
+            _check_size(data, most, str(file.path))
+            yield RawDocument(str(file.path), data, is_json=False, position=opened.tell())
 
 
 def _check_size(data: bytes, max_bytes: int | None, where: str) -> None:
@@ -126,30 +119,27 @@ def _parquet_rows(path: Path, field: str, max_document_bytes: int) -> Iterator[R
     from layerkit_inputs.parquet.row_group_sizes import open_parquet, texts_of
 
     arrow = require_extra("pyarrow", needed_by="Parquet files")
-    try:
-        with open_parquet(path, columns=[field]) as opened:
-            schema = opened.metadata.schema.to_arrow_schema()
-            texts = [column.name for column in schema if _is_text(arrow, column.type)]
-            if field not in texts:
-                raise BadRecordError(
-                    owner=str(path),
-                    field="column",
-                    value=field,
-                    choices=texts or schema.names,
-                    hint=chat_hint(arrow, schema.types),
-                )
-            share = path.stat().st_size / max(opened.metadata.num_rows, 1)
-            row = 0
-            for batch in opened.iter_batches(_PARQUET_ROWS, columns=[field]):
-                for text in texts_of(batch.column(0)):
-                    row += 1
-                    where = f"{path}, row {row - 1}"
-                    _check_size(text or b"", max_document_bytes, where)
-                    yield RawDocument(where, text, is_json=False, position=row * share)
-    except (arrow.ArrowException, OSError) as error:
-        if is_storage_failure(error):
-            raise
-        raise BadRecordError(f"cannot read the Parquet file ({error})", owner=str(path)) from None
+    kinds = arrow.ArrowException, OSError
+    damaged = as_bad_record(str(path), "cannot read the Parquet file", *kinds)
+    with damaged, open_parquet(path, columns=[field]) as opened:
+        schema = opened.metadata.schema.to_arrow_schema()
+        texts = [column.name for column in schema if _is_text(arrow, column.type)]
+        if field not in texts:
+            raise BadRecordError(
+                owner=str(path),
+                field="column",
+                value=field,
+                choices=texts or schema.names,
+                hint=chat_hint(arrow, schema.types),
+            )
+        share = path.stat().st_size / max(opened.metadata.num_rows, 1)
+        row = 0
+        for batch in opened.iter_batches(_PARQUET_ROWS, columns=[field]):
+            for text in texts_of(batch.column(0)):
+                row += 1
+                where = f"{path}, row {row - 1}"
+                _check_size(text or b"", max_document_bytes, where)
+                yield RawDocument(where, text, is_json=False, position=row * share)
 
 
 def _is_text(arrow: Any, kind: Any) -> bool:
