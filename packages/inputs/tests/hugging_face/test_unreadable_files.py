@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import re
+import resource
 
 import pytest
 
@@ -175,3 +176,17 @@ def test_row_group_above_the_bound_raises_before_it_is_read(tmp_path):
     for data in ({"path": "parquet", "data_files": str(file)}, {"path": str(file.parent)}):
         with pytest.raises(ValueError, match=r"train.parquet, row group 0: .*max_row_group_bytes"):
             HuggingFaceInput(**fields, **data).get_next()
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_storage_that_fails_is_no_bad_record(reader, make, tmp_path):
+    good = write_parquet(tmp_path / "a.parquet", ["one", "two"])
+    source = make(reader, "parquet", [good], on_bad_record="skip")
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))  # No file can be opened.
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            source.get_next()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert source.num_skipped == 0

@@ -81,6 +81,12 @@ def is_storage_failure(error: BaseException) -> bool:
     return isinstance(error, OSError) and error.errno is not None
 
 
+def first_line(error: Exception) -> str:
+    """Return the first line of the message of an error, or the name of its class."""
+    message = str(getattr(error, "message", None) or error)
+    return (message.strip().splitlines() or [type(error).__name__])[0]
+
+
 class MissingExtraError(UserError, ImportError):
     """An optional dependency that is not installed."""
 

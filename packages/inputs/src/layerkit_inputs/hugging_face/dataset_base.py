@@ -19,14 +19,13 @@ from typing import Any
 from layerkit.config.checks import check_choice, require
 from layerkit_inputs.base.base_input import BaseInput, counted
 from layerkit_inputs.base.errors import OnBadRecord, require_extra
-from layerkit_inputs.hugging_face.unreadable_files import find_fault, first_unreadable
+from layerkit_inputs.hugging_face.unreadable_files import FORMATS, find_fault, first_unreadable
 from layerkit_inputs.parquet.row_group_sizes import (
     MAX_ROW_GROUP_BYTES,
     declared_bytes,
     too_large_error,
 )
 
-_FORMATS = ("arrow", "csv", "json", "parquet", "text")
 # Files in which a folder may name its data files.
 _SETTINGS = ("README.md", ".huggingface.yaml")
 _READ_URLS = "To read URLs, set allow_network=True."
@@ -110,12 +109,12 @@ class HuggingFaceData(BaseInput):
         """Return the `datasets` builder of the files, after checks that they exist."""
         path = str(self.path)
         if not self.allow_network:
-            if path not in _FORMATS and not Path(path).is_dir():
+            if path not in FORMATS and not Path(path).is_dir():
                 raise self._config_error(
                     field="path",
                     value=self.path,
                     expected="an existing folder, or a format",
-                    choices=_FORMATS,
+                    choices=FORMATS,
                     hint="To look it up on the Hub, set allow_network=True.",
                 )
             for url in self._urls():

@@ -10,14 +10,19 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from layerkit_inputs.base.errors import require_extra
+from layerkit_inputs.base.errors import first_line, is_storage_failure, require_extra
 
-_FORMATS = frozenset({"arrow", "csv", "json", "parquet", "text"})
+FORMATS = ("arrow", "csv", "json", "parquet", "text")
+"""Names by which `datasets` knows the formats of files."""
 _COMPRESSED = frozenset({".gz", ".bz2", ".xz", ".zst"})
 
 
 def find_fault(file: str, file_format: str) -> str | None:
-    """Return the fault of an empty file or a truncated Parquet file, or None."""
+    """Return the fault of an empty file or a truncated Parquet file, or None.
+
+    Raises:
+      OSError: The storage failed.
+    """
     if Path(file).stat().st_size == 0:
         return "the file is empty."
     if file_format != "parquet":
@@ -27,7 +32,9 @@ def find_fault(file: str, file_format: str) -> str | None:
     try:
         rows = parquet.read_metadata(file).num_rows
     except (arrow.ArrowException, OSError) as error:
-        return f"not a whole Parquet file ({_first_line(error)})."
+        if is_storage_failure(error):
+            raise
+        return f"not a whole Parquet file ({first_line(error).rstrip('.')})."
     return None if rows else "the file has no rows."
 
 
@@ -36,7 +43,7 @@ def first_unreadable(files: Sequence[str], file_format: str) -> str | None:
     for file in files:
         if not Path(file).is_file() or Path(file).suffix in _COMPRESSED:
             continue  # compressed files are not searched
-        kind = file_format if file_format in _FORMATS else Path(file).suffix.lstrip(".")
+        kind = file_format if file_format in FORMATS else Path(file).suffix.lstrip(".")
         if fault := find_fault(file, kind):
             return f"{file}: {fault.rstrip('.')}"
         record = 0
@@ -44,7 +51,7 @@ def first_unreadable(files: Sequence[str], file_format: str) -> str | None:
             for record in _read_records(file, kind):  # noqa: B007 - for the error
                 pass
         except Exception as error:  # of any reader of any format
-            return f"{file}, from record {record} on: {_first_line(error)}"
+            return f"{file}, from record {record} on: {first_line(error).rstrip('.')}"
     return None
 
 
@@ -77,7 +84,3 @@ def _read_records(file: str, kind: str) -> Iterator[int]:
                 json.dumps(row, ensure_ascii=False).encode("utf-8")  # no half of a surrogate pair
                 if not isinstance(row, dict):
                     raise ValueError(f"a JSON {type(row).__name__}, expected an object")
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

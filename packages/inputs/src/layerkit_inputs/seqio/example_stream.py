@@ -18,6 +18,7 @@ import numpy as np
 
 from layerkit.config.checks import require
 from layerkit.errors import ConfigError
+from layerkit_inputs.base.errors import first_line
 from layerkit_inputs.base.indexed_input import epoch_order
 from layerkit_inputs.seqio.shard_pipelines import Example, ReadOptions, ShardPipelines
 from layerkit_inputs.seqio.tasks import import_tensorflow
@@ -123,12 +124,12 @@ class TaskExamples:
             except tf.errors.OpError as error:  # an error of the file, whose rest is lost
                 record, problem = None, error
             self._options.bad_records.report(
-                file=self._name_of(shard), record=record, problem=_first_line(problem)
+                file=self._name_of(shard), record=record, problem=first_line(problem)
             )
             if record is None:
                 return None
         records = f"{_MOST_BAD_IN_A_ROW} consecutive records of {self._name_of(shard)}"
-        raise ConfigError(f"{records} cannot be read: {_first_line(problem)}")
+        raise ConfigError(f"{records} cannot be read: {first_line(problem)}")
 
     def _read_in_chunks(self, shard: int) -> Example:
         try:
@@ -200,11 +201,6 @@ class TaskExamples:
         expected = f"False, or a shuffle_buffer_size, since task {self.task.name} has none"
         require(size or not options.shuffle, None, "shuffle", options.shuffle, expected)
         return size or 1
-
-
-def _first_line(error: Exception) -> str:
-    message = getattr(error, "message", None) or str(error)
-    return message.strip().splitlines()[0]
 
 
 class SequentialTasks:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from layerkit.config.checks import check_choice
 from layerkit.config.checks import require as require_valid
 from layerkit.errors import ConfigError
-from layerkit_inputs.base.errors import require_extra
+from layerkit_inputs.base.errors import first_line, require_extra
 
 _NEEDED_BY = "SeqIOInput"
 
@@ -149,7 +149,7 @@ def _data_problem(task: Any) -> str | None:
         if loader.builder.is_prepared():
             return None
     except (tfds.core.DatasetNotFoundError, AssertionError, OSError, ValueError) as error:
-        problem = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        problem = first_line(error)
     folder = loader.data_dir or tfds.core.constants.DATA_DIR
     return f"cannot find {loader.name} in {folder}: {problem}"
 
