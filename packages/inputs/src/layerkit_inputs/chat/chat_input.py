@@ -48,8 +48,7 @@ from layerkit_inputs.chat.token_masks import (
     leaves_out_tools,
     turn_ends,
 )
-from layerkit_inputs.packing.documents import DocumentPrompts, Documents, RowPlan
-from layerkit_inputs.packing.model_features import segment_features
+from layerkit_inputs.packing.documents import DocumentPrompts, Documents, PackedRows, RowPlan
 from layerkit_inputs.parquet.row_group_sizes import open_parquet
 from layerkit_inputs.text.split_documents import Split, SplitDocuments
 from layerkit_inputs.text.text_files import read_raw_documents
@@ -286,7 +285,7 @@ class ConversationFiles(SplitDocuments):
         return "; ".join([text, *(f"{kind}: {count:,}" for kind, count in self._counts.items())])
 
 
-class ChatInput(ConversationFiles):
+class ChatInput(PackedRows, ConversationFiles):
     """An input of packed rows of conversations, with a loss on what the assistant writes.
 
     Batches hold arrays `[batch, length]`: `ids` and `labels` (int32; a label is the next token of
@@ -296,8 +295,6 @@ class ChatInput(ConversationFiles):
     and `eval_sample_weights`, each `[batch]`.
     """
 
-    seq_length: int = 1024
-    """Positions of a row."""
     packing: Literal["first_fit", "none"] = "first_fit"
     """`first_fit` (several whole conversations in a row) or `none` (one in a row)."""
     loss_on: LossOn = "all"
@@ -306,17 +303,12 @@ class ChatInput(ConversationFiles):
     """`cut` keeps the first turns of a conversation that fit a row, up to an answer, unless only
     the last turn has a loss; `drop` leaves it out. Both are counted in the start report."""
 
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        super().__post_init__()
-        self._check_at_least(1, "seq_length")
-
     @classmethod
     def blank_batch(cls, config: Any, rows: int) -> NestedMap:
         """Return a batch of empty rows, whose arrays do not depend on the conversations."""
-        batch, length = segment_features([()] * rows, length=config.seq_length), config.seq_length
+        batch = super().blank_batch(config, rows)
         if config.images is not None:
-            batch.images = build(config.images).read([()] * rows, length=length)
+            batch.images = build(config.images).read([()] * rows, length=config.seq_length)
         return batch
 
     def _encode(self, conversation: Conversation) -> ChatTokens | str:
@@ -357,17 +349,13 @@ class ChatInput(ConversationFiles):
             images = (counts, self.images.num_images(self.seq_length))
         return RowPlan(ends, self.seq_length, self.packing, images=images)
 
-    def _num_rows(self) -> int:
-        return self._plan.num_rows
-
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
         batch = self._documents.rows_of(self._plan, rows, pad_id=self._tokenizer.pad_id)
         pieces = self._plan.pieces(rows)
         return self._with_images(batch, pieces.row, pieces.document)
 
     def _fingerprint(self) -> dict[str, Any]:
-        row_fields = {"seq_length": self.seq_length, "packing": self.packing}
-        return {**super()._fingerprint(), **row_fields}
+        return {**super()._fingerprint(), "packing": self.packing}
 
 
 class ChatPrompts(DocumentPrompts, ConversationFiles):

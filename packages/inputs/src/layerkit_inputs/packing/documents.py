@@ -22,7 +22,11 @@ import numpy as np
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.base.tokenizer_interface import Tokenizer, first_ids, last_ids
-from layerkit_inputs.packing.model_features import prompt_features, stretch_features
+from layerkit_inputs.packing.model_features import (
+    prompt_features,
+    segment_features,
+    stretch_features,
+)
 
 Packing = Literal["stream", "first_fit", "none"]
 """`stream`: documents are concatenated and cut anywhere; `first_fit`: several whole documents in a
@@ -344,6 +348,33 @@ def framed(tokens: Sequence[np.ndarray], tokenizer: Tokenizer) -> np.ndarray:
     ids = np.concatenate([np.asarray(part, np.int32) for part in tokens])
     parts = first_ids(ids, tokenizer), ids, last_ids(ids, tokenizer)
     return np.concatenate([np.asarray(part, np.int32) for part in parts])
+
+
+class PackedRows(IndexedInput):
+    """Base class of inputs of rows of `seq_length` positions, which hold pieces of documents."""
+
+    seq_length: int = 1024
+    """Positions of a row."""
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        self._check_at_least(1, "seq_length")
+
+    @classmethod
+    def blank_batch(cls, config: Any, rows: int) -> NestedMap:
+        """Return a batch of empty rows, whose arrays do not depend on the documents."""
+        return segment_features([()] * rows, length=config.seq_length)
+
+    @functools.cached_property
+    def _plan(self) -> RowPlan:
+        raise NotImplementedError
+
+    def _num_rows(self) -> int:
+        return self._plan.num_rows
+
+    def _fingerprint(self) -> dict[str, Any]:
+        return {**super()._fingerprint(), "seq_length": self.seq_length}
 
 
 class DocumentInput(IndexedInput):

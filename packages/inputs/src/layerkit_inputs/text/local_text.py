@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -28,8 +28,13 @@ from layerkit.config.hparams import Conditions
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.errors import BadRecordError
 from layerkit_inputs.base.find_files import TextFile, standard_library_files
-from layerkit_inputs.packing.documents import DocumentBuilder, DocumentPrompts, Documents, RowPlan
-from layerkit_inputs.packing.model_features import segment_features
+from layerkit_inputs.packing.documents import (
+    DocumentBuilder,
+    DocumentPrompts,
+    Documents,
+    PackedRows,
+    RowPlan,
+)
 from layerkit_inputs.text.split_documents import Split, SplitDocuments
 from layerkit_inputs.text.text_files import (
     DocumentSizeError,
@@ -178,7 +183,7 @@ class _TextFilesInput(SplitDocuments):
         return super()._split_text()
 
 
-class LocalText(_TextFilesInput):
+class LocalText(PackedRows, _TextFilesInput):
     """An input of packed rows of text for language modeling.
 
     Batches hold arrays `[batch, length]`: `ids` and `labels` (int32; a label is the document's next
@@ -190,28 +195,12 @@ class LocalText(_TextFilesInput):
     seq_length: int = 256
     """Positions of a row."""
 
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        super().__post_init__()
-        self._check_at_least(1, "seq_length")
-
-    @classmethod
-    def blank_batch(cls, config: Any, rows: int) -> NestedMap:
-        """Return a batch of empty rows, whose arrays do not depend on the text."""
-        return segment_features([()] * rows, length=config.seq_length)
-
-    def _num_rows(self) -> int:
-        return self._plan.num_rows
-
     @functools.cached_property
     def _plan(self) -> RowPlan:
         return RowPlan(self._documents.ends, self.seq_length)
 
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
         return self._documents.rows_of(self._plan, rows, pad_id=self._tokenizer.pad_id)
-
-    def _fingerprint(self) -> dict[str, Any]:
-        return {**super()._fingerprint(), "seq_length": self.seq_length}
 
     def baselines(self) -> dict[str, float]:
         """Return the loss of a trigram table of the training files, in nats per byte.

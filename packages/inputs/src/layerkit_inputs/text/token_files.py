@@ -23,17 +23,21 @@ from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import counted
 from layerkit_inputs.base.errors import BadRecordError, MissingFileError
 from layerkit_inputs.base.find_files import find_text_files
-from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.base.tokenizer_interface import Tokenizer
-from layerkit_inputs.packing.documents import Documents, PiecewiseStream, RowPieces, RowPlan
-from layerkit_inputs.packing.model_features import segment_features
+from layerkit_inputs.packing.documents import (
+    Documents,
+    PackedRows,
+    PiecewiseStream,
+    RowPieces,
+    RowPlan,
+)
 from layerkit_inputs.text.token_file_formats import TokenFile, open_token_file
 
 _SAMPLE = 1 << 16  # ids at each end of a file that identify it
 _SCANNED = 1 << 24  # ids that are searched for the ends of documents at once
 
 
-class TokenFiles(IndexedInput):
+class TokenFiles(PackedRows):
     """An input of rows of token files.
 
     Batches hold the arrays of `TokenRecords`. Ids outside of the vocabulary raise an error.
@@ -44,8 +48,6 @@ class TokenFiles(IndexedInput):
     dtype: Literal["uint16", "uint32"] | None = None
     """Dtype of files without header and index. None: `uint32` if `vocab_size` is above 65,536, else
     `uint16`, which is compared with the first ids."""
-    seq_length: int = 1024
-    """Positions of a row."""
     packing: Literal["stream", "first_fit"] = "stream"
     """`stream`: each file is cut anywhere; `first_fit`: whole documents, several in a row. They are
     those of the index of Megatron, or else all ids are searched for `eos_id` and `bos_id` first."""
@@ -61,7 +63,7 @@ class TokenFiles(IndexedInput):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        self._check_at_least(1, "seq_length", "vocab_size")
+        self._check_at_least(1, "vocab_size")
 
     @functools.cached_property
     def _files(self) -> list[TokenFile]:
@@ -108,14 +110,6 @@ class TokenFiles(IndexedInput):
             return _FileRows(self._documents.ends, self.seq_length)
         return RowPlan(self._documents.ends, self.seq_length, self.packing)
 
-    @classmethod
-    def blank_batch(cls, config: Any, rows: int) -> NestedMap:
-        """Return a batch of empty rows, whose arrays do not depend on the files."""
-        return segment_features([()] * rows, length=config.seq_length)
-
-    def _num_rows(self) -> int:
-        return self._plan.num_rows
-
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
         pad_id = 0 if self.tokenizer is None else self.tokenizer.pad_id
         batch = self._documents.rows_of(self._plan, rows, pad_id=pad_id)
@@ -147,9 +141,8 @@ class TokenFiles(IndexedInput):
         return digest.hexdigest()
 
     def _fingerprint(self) -> dict[str, Any]:
-        names = ("seq_length", "packing", "eos_id", "bos_id")
-        fields = {name: getattr(self, name) for name in names}
-        return {"tokens_sha256": self._identity_of_files(), **fields}
+        fields = {name: getattr(self, name) for name in ("packing", "eos_id", "bos_id")}
+        return {"tokens_sha256": self._identity_of_files(), **super()._fingerprint(), **fields}
 
     def _data_text(self) -> str:
         num_ids = sum(len(file.ids) for file in self._files)

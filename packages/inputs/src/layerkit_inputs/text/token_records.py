@@ -26,10 +26,9 @@ from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import counted
 from layerkit_inputs.base.errors import OnBadRecord
 from layerkit_inputs.base.evaluation import blank_rows
-from layerkit_inputs.base.indexed_input import IndexedInput
 from layerkit_inputs.base.tokenizer_interface import SpecialIds, Tokenizer
-from layerkit_inputs.packing.documents import RowPlan, ids_and_labels
-from layerkit_inputs.packing.model_features import segment_features, stretch_features
+from layerkit_inputs.packing.documents import PackedRows, RowPlan, ids_and_labels
+from layerkit_inputs.packing.model_features import stretch_features
 from layerkit_inputs.text.token_store import TokenStore
 from layerkit_inputs.text.tokenizers import ByteTokenizer
 
@@ -37,7 +36,7 @@ Packing = Literal["stream", "first_fit"]
 """`stream`: documents are cut anywhere, without padding; `first_fit`: documents are kept whole."""
 
 
-class TokenRecords(IndexedInput):
+class TokenRecords(PackedRows):
     """An input of packed rows of tokenized documents.
 
     Batches hold arrays `[batch, length]`: `ids` and `labels` (int32; a label is the document's next
@@ -53,8 +52,6 @@ class TokenRecords(IndexedInput):
     """Folder of token records."""
     split: str = "train"
     """Name of a split of the folder."""
-    seq_length: int = 1024
-    """Positions of a row."""
     packing: Packing = "stream"
     """`stream` (cut anywhere, no padding) or `first_fit` (whole documents)."""
     tokenizer: Tokenizer | None = None
@@ -67,7 +64,7 @@ class TokenRecords(IndexedInput):
     def __post_init__(self) -> None:
         """Check the fields."""
         super().__post_init__()
-        self._check_at_least(1, "seq_length", "vocab_size")
+        self._check_at_least(1, "vocab_size")
 
     @functools.cached_property
     def _store(self) -> TokenStore:
@@ -100,14 +97,6 @@ class TokenRecords(IndexedInput):
         is_bytes = self.tokenizer_fingerprint == ByteTokenizer().fingerprint()
         return "byte" if is_bytes else "token"
 
-    @classmethod
-    def blank_batch(cls, config: Any, rows: int) -> NestedMap:
-        """Return a batch of empty rows, whose arrays do not depend on the documents."""
-        return segment_features([()] * rows, length=config.seq_length)
-
-    def _num_rows(self) -> int:
-        return self._plan.num_rows
-
     def _read_rows(self, rows: np.ndarray) -> NestedMap:
         pieces = self._plan.pieces(rows)
         begins = self._begins(pieces.document) + pieces.start
@@ -131,11 +120,8 @@ class TokenRecords(IndexedInput):
         return np.where(documents > 0, ends[np.maximum(documents - 1, 0)], 0) + documents
 
     def _fingerprint(self) -> dict[str, Any]:
-        return {
-            "tokens_sha256": self._store.identity,
-            "seq_length": self.seq_length,
-            "packing": self.packing,
-        }
+        fields = {**super()._fingerprint(), "packing": self.packing}
+        return {"tokens_sha256": self._store.identity, **fields}
 
     def _data_text(self) -> str:
         split = self._store.split
