@@ -107,6 +107,34 @@ def test_errors_stay_near_one_turn_across_changes(seed):
         assert of_component.tolist() == list(range(len(of_component)))
 
 
+def test_component_that_is_left_out_has_no_turns_and_later_those_it_lacks():
+    """After two turns, docs lacks 2/3 of a turn, so it has the first one after turn 8."""
+    two, three = {"web": 1, "code": 1}, {"web": 1, "code": 1, "docs": 1}
+    schedule = MixingSchedule(three, later_weights={2: two, 8: three})
+    component, _ = schedule.turns(np.arange(14))
+    assert component.tolist() == [0, 1] * 4 + [2, 0, 1] * 2
+
+
+@given(data=st.data())
+def test_components_have_turns_only_where_they_have_weights(data):
+    names = [*"abcd"][: data.draw(st.integers(2, 4))]
+    some = st.dictionaries(st.sampled_from(names), st.integers(1, 5), min_size=1)
+    pieces = data.draw(st.lists(st.tuples(st.integers(1, 40), some), min_size=1, max_size=5))
+    starts = np.cumsum([size for size, _ in pieces]).tolist()
+    later = dict(zip(starts, (weights for _, weights in pieces), strict=True))
+    schedule = MixingSchedule(dict.fromkeys(names, 1), later_weights=later)
+    component, number = schedule.turns(np.arange(starts[-1] + 60))
+    given_so_far = np.cumsum(np.eye(len(names))[component], axis=0)
+    for start, stop in zip(starts, [*starts[1:], len(component)], strict=True):
+        left_out = [n not in later[start] for n in names]
+        assert not np.diff(given_so_far[start - 1 : stop], axis=0)[:, left_out].any()
+    shares = np.array([[*schedule.shares(n).values()] for n in range(len(component))])
+    assert np.abs(given_so_far - np.cumsum(shares, axis=0)).max() < 2
+    for index in range(len(names)):
+        turns = number[component == index]
+        assert turns.tolist() == list(range(len(turns)))
+
+
 def test_long_pieces_are_looked_up_without_the_turns_before():
     later = {10**9: {"a": [0.7, 0.2], "b": [0.3, 0.8]}, 2 * 10**9: {"a": 0.2, "b": 0.8}}
     schedule = MixingSchedule({"a": 0.7, "b": 0.3}, later_weights=later)

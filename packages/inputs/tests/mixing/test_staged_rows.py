@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -176,6 +177,58 @@ def test_a_state_fits_other_later_stages_and_no_other_earlier_ones():
     smaller = tuple(stage._replace(batch=stage.batch // 2) for stage in MIXED)
     with pytest.raises(ConfigError, match="tokens of 3 steps"):
         staged(mixture(), stages=smaller).set_state(running.get_state())
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [MIXED, (MIXED[0]._replace(weights=None), *MIXED[1:]), (*STAGES[:2], *MIXED[2:])],
+)
+@pytest.mark.parametrize("step", [2, 5, 7])
+def test_data_that_begin_at_a_later_step_resume(stages: tuple[StageRows, ...], step: int):
+    """The first mixture is in the first stage, the second or the third."""
+    running = staged(mixture(), stages=stages)
+    running.set_state(running.state_at(step, running.get_state()))
+    whole = [staged(mixture(), stages=stages)]
+    assert take([running], 1)[0].shape == take(whole, step + 1)[-1].shape
+    for now in range(step + 1, sum(stage.num_steps for stage in stages)):
+        state = json.loads(json.dumps(running.get_state()))
+        resumed = staged(mixture(), stages=stages)
+        resumed.set_state(resumed.state_at(now, state))
+        np.testing.assert_array_equal(take([resumed], 1)[0], take([running], 1)[0])
+
+
+def test_the_first_mixture_begins_at_its_step_in_data_that_begin_at_a_later_one():
+    stages = (StageRows(4, 4, 8), StageRows(2, 4, 16, {"anneal": 1}))
+    running = staged(mixture(), stages=stages)
+    running.set_state(running.state_at(3, running.get_state()))
+    before, *after = take([running], 3)
+    assert (before < 20_000).any() and (np.stack(after) >= 20_000).all()
+
+
+@pytest.mark.parametrize("stop", [5, 9])
+@pytest.mark.parametrize("kept", [2, 4])
+def test_a_mixture_after_a_rollback_begins_at_its_step(stop: int, kept: int):
+    """A run is rolled back from its seventh step, stops, and resumes with a stage of one part."""
+    before = (StageRows(4, 3, 8), StageRows(5, 5, 8))
+    running = staged(mixture(), stages=before)
+    take([running], 7)
+    running.set_state(running.state_at(kept, running.get_state()))
+    take([running], stop - kept)
+    state = running.get_state()
+    after = (*before, StageRows(4, 4, 16, {"anneal": 1}), StageRows(4, 4, 16, {"web": 1}))
+    resumed = staged(mixture(), stages=after)
+    resumed.set_state(resumed.state_at(stop, state))
+    np.testing.assert_array_equal(take([resumed], 9 - stop), take([running], 9 - stop))
+    for name in ("anneal", "web"):
+        for _ in range(4):
+            again = staged(mixture(), stages=after)
+            again.set_state(again.state_at(resumed._step, resumed.get_state()))
+            batch = take([resumed], 1)[0]
+            np.testing.assert_array_equal(take([again], 1)[0], batch)
+            assert (batch // 10_000 == [*mixture().components].index(name)).all()
+    other = (before[0], StageRows(5, 6, 8), *after[2:])
+    with pytest.raises(ConfigError, match=f"tokens of {stop} steps"):
+        staged(mixture(), stages=other).set_state(state)
 
 
 @pytest.mark.parametrize("length", [8, 32, 64])

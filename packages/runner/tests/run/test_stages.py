@@ -11,6 +11,7 @@ import jax
 import pytest
 
 from layerkit.config import Config
+from layerkit_inputs import Mixture
 from layerkit_runner import BaseExperiment, Override, UsageError
 from layerkit_runner.config.stages import Stage, stages_of
 from layerkit_runner.data.train_inputs import run_stages
@@ -183,6 +184,59 @@ def test_initial_weights_with_a_step_continue_in_its_stage(
     assert [record["step"] for record in read_metrics(folder).train] == [4, 5, 6]
     with raises(UsageError, owner="Points", field="STAGES", value=None):
         train(experiment, base)
+
+
+@pytest.fixture
+def mixed(experiment: type[BaseExperiment], tiny: SimpleNamespace) -> type[BaseExperiment]:
+    """Return an experiment on two components, of which the first may have a bad row."""
+
+    class Mixed(experiment):  # type: ignore[misc,valid-type]
+        FROM: str | None = None
+        BAD: list[int] = []
+        ACTION: str = "skip"
+
+        def task(self) -> Config:
+            task = super().task()
+            task.train.set(save_interval_steps=2)
+            task.train.learner.on_nonfinite = self.ACTION
+            if self.FROM is not None:
+                source = Source.HParams.config(folder=self.FROM, load_step=True)
+                task.initial_weights = InitFrom.HParams.config(sources=[source])
+            return task
+
+        def datasets(self) -> list[Config]:
+            points = tiny.Points.HParams.config(num_rows=1000, shuffle=False)
+            components = {"web": points.clone(bad_rows=self.BAD), "docs": points}
+            fields = {"is_training": True, "percore_batch_size": 1.0, "components": components}
+            return [Mixture.HParams.config(**fields)]
+
+    return Mixed
+
+
+def test_mixtures_of_a_run_that_began_at_a_later_step_resume(mixed: Any, tmp_path: Path):
+    base = train(mixed, tmp_path / "base", STAGES=[{"until_step": 3, "batch": 8}])
+    stages = [
+        {"until_step": 4, "batch": 8, "mixture": {"web": 1}},
+        {"until_step": 6, "mixture": {"docs": 1}},
+        {"until_step": 8, "batch": 16},
+    ]
+    for number in (2, 3):
+        folder = train(mixed, tmp_path / "job", FROM=str(base), STAGES=stages[:number])
+    whole = train(mixed, tmp_path / "whole", FROM=str(base), STAGES=stages)
+    losses = [{r["step"]: r["loss"] for r in read_metrics(f).train} for f in (folder, whole)]
+    assert losses[0].keys() == {4, 5, 6, 7, 8} and losses[0] == losses[1]
+
+
+def test_a_stage_with_a_mixture_follows_a_run_that_rolled_back(
+    mixed: Any, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    stages = [{"until_step": 6, "batch": 8}, {"until_step": 8, "mixture": {"docs": 1}}]
+    # Row 18 of one component of two is in the fifth batch of 8.
+    train(mixed, tmp_path, STAGES=stages[:1], BAD=[18], ACTION="rollback")
+    assert "rolled back to step 4" in capsys.readouterr().out
+    train(mixed, tmp_path, STAGES=stages)
+    assert "resuming from step 6" in capsys.readouterr().out
+    assert read_metrics(tmp_path).train[-1]["step"] == 8
 
 
 @pytest.mark.parametrize(("is_traced", "problem"), [(False, "too many"), (True, "no_such_target")])

@@ -98,6 +98,11 @@ class Mixture(IndexedInput, CompositeInput):
         first = {name: pieces[0].get(name, 0) for name in names}
         return MixingSchedule(first, later_weights={n: pieces[n] for n in begins[1:]})
 
+    def change_weights(self, weights_from: Mapping[int, Mapping[str, Weight]]) -> None:
+        """Replace the field `weights_from`; the position stays."""
+        self.weights_from = weights_from
+        self._schedule = self._make_schedule([*self._components])
+
     def shares(self) -> dict[str, float]:
         """Return the share of each component in the rows, by the first weights."""
         return self._schedule.shares()

@@ -40,10 +40,17 @@ Weight = float | Sequence[float]
 
 
 class _Piece(NamedTuple):
-    """Turns with the same shares: position of the first, and counts of components in a period."""
+    """Turns with the same shares.
+
+    Attributes:
+      start: Position of the first turn.
+      counts: Turns of each component in a period.
+      left_out: Whether each component has no weight; a small weight may be rounded to no turns.
+    """
 
     start: int
     counts: list[int]
+    left_out: list[bool]
 
 
 class MixingSchedule:
@@ -178,7 +185,7 @@ def _pieces(by_start: Mapping[int, Mapping[str, tuple[Fraction, Fraction]]]) -> 
             require(are_kept, None, f"shares from row {start}", shown, expected)
             # Rounded to the nearest, since errors of rounding down would add up.
             begin = start + (2 * size * step + num_steps) // (2 * num_steps)
-            pieces.append(_Piece(begin, counts))
+            pieces.append(_Piece(begin, counts, [not weight for weight in weights]))
     return pieces
 
 
@@ -235,12 +242,12 @@ def _assign_turns(pieces: Sequence[_Piece]) -> list[_Part]:
     done = np.zeros(len(pieces[0].counts), np.int64)
     debt = done.astype(integer)
     ends = [*(piece.start for piece in pieces[1:]), _NEVER]
-    for (position, counts), end in zip(pieces, ends, strict=True):
+    for (position, counts, left_out), end in zip(pieces, ends, strict=True):
         rates = np.array(counts, integer) * (unit // sum(counts))
         while position < end:
             size = min(sum(counts), end - position)
             component = _assign_period(
-                rates, debt, size=size, unit=unit, bound=unit - unit // steps
+                rates, debt, left_out, size=size, unit=unit, bound=unit - unit // steps
             )
             gained = np.bincount(component, minlength=len(counts))
             parts.append(_Part(position, component, done, gained))
@@ -254,7 +261,13 @@ def _assign_turns(pieces: Sequence[_Piece]) -> list[_Part]:
 
 
 def _assign_period(
-    rates: np.ndarray, debt: np.ndarray, *, size: int, unit: int, bound: int
+    rates: np.ndarray,
+    debt: np.ndarray,
+    left_out: Sequence[bool],
+    *,
+    size: int,
+    unit: int,
+    bound: int,
 ) -> np.ndarray:
     """Return the component of each turn of a period, int32 `[size]`.
 
@@ -263,14 +276,19 @@ def _assign_period(
     1 - 1 / (2 components - 2). Earliest deadline first then finds one: each position goes to the
     turn with the earliest deadline among those whose earliest position has come.
 
+    A component without weight may be behind its share by almost a turn. The turns that it lacks go
+    to the others, those with the next earliest positions; it has them once it has a weight again.
+
     Args:
       rates: Shares of a turn in integers of 1 / `unit`, int64 `[components]`.
       debt: Shares minus turns before the period, in these integers.
+      left_out: Whether each component has no weight, and so no turns.
       size: Number of turns.
       unit: Integers per turn.
       bound: Bound of the error, in these integers.
     """
     limits = ((debt + size * rates + bound) // unit).astype(np.int64).clip(0)
+    limits = np.where(left_out, 0, limits + limits[left_out].sum() * (rates > 0))
     component = np.repeat(np.arange(len(limits)), limits)
     number = np.concatenate([np.arange(limit) for limit in limits]).astype(debt.dtype)
     rate, ahead = np.where(rates > 0, rates, unit)[component], number * unit - debt[component]
@@ -285,7 +303,7 @@ def _assign_period(
     turns = np.empty(size, np.int32)
     possible: list[tuple[int, int]] = []
     for turn in range(size):
-        while waiting and waiting[0][0] <= turn:
+        while waiting and (waiting[0][0] <= turn or not possible):
             heapq.heappush(possible, waiting.popleft()[1:])
         turns[turn] = heapq.heappop(possible)[1]
     return turns

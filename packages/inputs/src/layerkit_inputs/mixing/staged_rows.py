@@ -40,16 +40,24 @@ class StageRows(NamedTuple):
     None: those at the end of the stage before."""
 
 
-def token_ranges(stages: Sequence[StageRows]) -> list[range]:
+def token_ranges(stages: Sequence[StageRows], moved: tuple[int, int] = (0, 0)) -> list[range]:
     """Return the tokens of the source that each stage reads; it leaves out those between two.
 
     >>> token_ranges([StageRows(3, 1, 64), StageRows(1, 1, 256)])
     [range(0, 192), range(256, 512)]
+
+    Args:
+      stages: The stages.
+      moved: Number of steps after which the position was moved, and the token it was moved to. The
+        stage of the next step ends, and later stages begin, as many tokens later.
     """
-    ranges, end = [], 0
+    ranges, end, last = [], 0, 0
     for stage in stages:
-        begin = end + -end % stage.length
-        end = begin + stage.num_steps * stage.batch * stage.length
+        begin = first = end + -end % stage.length
+        steps, last = stage.num_steps, last + stage.num_steps
+        if last - steps <= moved[0] < last:
+            first, steps = moved[1] + -moved[1] % stage.length, last - moved[0]
+        end = first + steps * stage.batch * stage.length
         ranges.append(range(begin, end))
     return ranges
 
@@ -81,6 +89,10 @@ class StagedRows(CompositeInput):
             require(is_part, self._label, "length", stage.length, expected)
         self._last_steps = [*itertools.accumulate(stage.num_steps for stage in self.stages)]
         self._step, self._token = 0, 0
+        # Number of steps after which a rollback or a start at a later step moved the position, and
+        # the token it was moved to.
+        self._moved = (0, 0)
+        self._has_weights = any(stage.weights is not None for stage in self.stages)
         self._components = build_components(
             self,
             {"source": self._source_config()},
@@ -94,24 +106,34 @@ class StagedRows(CompositeInput):
     def _source_config(self) -> Config[BaseInput]:
         """Return the config of the source, with the weights of the stages if there are any."""
         source = cast("Config[BaseInput]", self.source)
-        if all(stage.weights is None for stage in self.stages):
+        if not self._has_weights:
             return source
         expected = "a config of a Mixture, since stages have weights"
         require(hasattr(source, "weights_from"), self._label, "source", source, expected)
         expected, changes = "None, since stages have weights", source.weights_from
         require(changes is None, self._label, "source.weights_from", changes, expected)
-        names: Any = source.components
+        return source.clone(weights=None, weights_from=self._weights_from())
+
+    def _weights_from(self) -> dict[int, Mapping[str, Weight]]:
+        """Return the weights by the first row of the source that they hold for."""
+        source: Any = self.source
         from_rows: dict[int, Mapping[str, Weight]] = {
-            0: source.weights or dict.fromkeys(names, 1.0)
+            0: source.weights or dict.fromkeys(source.components, 1.0)
         }
-        for tokens, stage in zip(token_ranges(self.stages), self.stages, strict=True):
+        step, token = self._moved
+        last_steps = zip(self.stages, self._last_steps, strict=True)
+        begun = [stage for stage, last in last_steps if last - stage.num_steps <= step]
+        # Data that begin at a later step have the weights of the stages from the first on.
+        is_kept = token == 0 and any(stage.weights is not None for stage in begun)
+        ranges = token_ranges(self.stages, (0, 0) if is_kept else self._moved)
+        for tokens, stage in zip(ranges, self.stages, strict=True):
             if (weights := stage.weights) is not None:
                 last = {n: w[-1] if isinstance(w, Sequence) else w for n, w in weights.items()}
                 # A row has one component, so a row that has begun is read to its end.
                 from_rows[-(-tokens.start // self.row_length)] = weights
                 if last != weights:
                     from_rows[-(-tokens.stop // self.row_length)] = last
-        return source.clone(weights=None, weights_from=from_rows)
+        return from_rows
 
     @property
     def local_batch_size(self) -> int:
@@ -141,18 +163,31 @@ class StagedRows(CompositeInput):
 
     def _reset(self) -> None:
         self._step, self._token = 0, 0
+        self._set_moved(0, 0)
+
+    def _set_moved(self, step: int, token: int) -> None:
+        """Set what moved the position, and the rows at which later stages change the weights."""
+        is_same, self._moved = self._moved == (step, token), (step, token)
+        if self._has_weights and not is_same:
+            cast("Any", self._source).change_weights(self._weights_from())
 
     def _reader_state(self) -> dict[str, Any]:
         rows = self._token // self.row_length
         self._source._rows_done = rows
         left = self._token - rows * self.row_length
-        return {"step": self._step, "tokens_of_row": left, "source": self._source.get_state()}
+        moved = {"moved": [*self._moved]} if any(self._moved) else {}
+        source = self._source.get_state()
+        return {"step": self._step, "tokens_of_row": left, **moved, "source": source}
 
     def _set_reader_state(self, position: dict[str, Any]) -> None:
+        self._step, moved = position["step"], position.get("moved", (0, 0))
+        if moved is not None:
+            self._set_moved(*moved)
         self._source.set_state(position["source"])
         self._token = self._source._rows_done * self.row_length + position["tokens_of_row"]
-        self._step = position["step"]
-        if all(stage.weights is None for stage in self.stages):
+        if moved is None or self._token == 0:
+            self._set_moved(self._step, self._token)
+        if not self._has_weights:
             return
         read = self._tokens_read(self._step)
         expected = f"0 or {read}, the tokens of {self._step} steps of these stages, since weights"
@@ -161,13 +196,11 @@ class StagedRows(CompositeInput):
 
     def _tokens_read(self, steps: int) -> int:
         """Return the number of tokens that the stages read in their first steps."""
-        done = read = 0
-        for tokens, stage in zip(token_ranges(self.stages), self.stages, strict=True):
-            if steps > done:
-                read = (
-                    tokens.start + min(steps - done, stage.num_steps) * stage.batch * stage.length
-                )
-            done += stage.num_steps
+        step, read = self._moved
+        ranges = token_ranges(self.stages, self._moved)
+        for tokens, stage, last in zip(ranges, self.stages, self._last_steps, strict=True):
+            if steps > max(step, last - stage.num_steps):
+                read = tokens.stop - max(last - steps, 0) * stage.batch * stage.length
         return read
 
     def skip_steps(self, steps: int) -> None:
@@ -184,7 +217,9 @@ class StagedRows(CompositeInput):
         position = state["position"]
         if "tokens_of_row" not in position:
             position = {"tokens_of_row": 0, "source": state}
-        return {**self._state_owner(), "position": {**position, "step": step}}
+        # None stands for this step and this position.
+        moved = {} if position.get("step", step) == step else {"moved": None}
+        return {**self._state_owner(), "position": {**position, **moved, "step": step}}
 
     def describe_data(self) -> list[str]:
         """Return the lines of the other input."""

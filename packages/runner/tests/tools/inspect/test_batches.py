@@ -88,13 +88,17 @@ def test_command_shows_every_input_and_writes_nothing(tmp_path, capsys):
     assert sorted(tmp_path.iterdir()) == before
 
     stages = "[{'until_step': 2, 'batch': 2, 'length': 64}, {'until_step': 3, 'batch': 4}]"
-    assert cli.main([*command, f"--fdl.STAGES={stages}"]) == 0
+    three = [*command[:3], "--num_batches=3", *command[4:], f"--fdl.STAGES={stages}"]
+    assert cli.main(three) == 0
     lines = capsys.readouterr().out.splitlines()
     for number, steps, rows in ((1, "1 → 2", 2), (2, "3 → 3", 4)):
         index = lines.index(f"train, stage {number} of 2, steps {steps}: train (LocalText)")
         size = f"  {rows} rows a batch, {rows // 2} on each host that feeds some; endless"
         assert lines[index + 1] == size
         assert f"[{rows // 2}, 64]" in "".join(lines[index : index + 8])
+    # A stage shows no batches of the next one: steps 1 and 2, step 3, then three of `heldout`.
+    shown = re.findall(r"^ *batch (\d), read in", "\n".join(lines), re.MULTILINE)
+    assert [int(number) for number in shown[:6]] == [1, 2, 1, 1, 2, 3]
 
     page = tmp_path / "pages" / "batches.html"
     assert cli.main([*command, f"--html={page}"]) == 0

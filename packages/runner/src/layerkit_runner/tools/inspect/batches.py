@@ -64,15 +64,15 @@ def print_batches(resolved: ResolvedExperiment, options: RunOptions) -> None:
     )
     hosts = simulated_hosts(devices, options.num_hosts)
     simulated = f"{len(hosts)} host(s) of {len(devices) // len(hosts)} device(s) each are simulated"
-    kinds = [*_kinds(resolved, partitioner, hosts[0])]
+    kinds = [*_kinds(resolved, partitioner, hosts[0], options.num_batches)]
     with as_usage_error():
         tokenizer = build(config) if (config := resolved.experiment.tokenizer()) else None
-    is_page, count = options.html is not None, options.num_batches
+    is_page = options.html is not None
     inputs = (
         read_input(
             c, kind, partitioner, hosts, count, tokenizer, is_page=is_page, skipped_steps=steps
         )
-        for c, kind, steps in kinds
+        for c, kind, steps, count in kinds
     )
     if options.html is not None:
         page = batch_page(resolved.name, simulated, inputs)
@@ -88,13 +88,13 @@ def print_batches(resolved: ResolvedExperiment, options: RunOptions) -> None:
 
 
 def _kinds(
-    resolved: ResolvedExperiment, partitioner: Partitioner, host: HostTopology
-) -> Iterator[tuple[Config, str, int]]:
-    """Yield (config, kind, steps before it) of each input, and of each stage of training."""
+    resolved: ResolvedExperiment, partitioner: Partitioner, host: HostTopology, num_batches: int
+) -> Iterator[tuple[Config, str, int, int]]:
+    """Yield (config, kind, steps before it, batches to read) of each input and stage."""
     stages = run_stages(resolved)
     for config in resolved.datasets:
         if not (config.is_training and stages):
-            yield config, "train" if config.is_training else "eval", 0
+            yield config, "train" if config.is_training else "eval", 0, num_batches
             continue
         rows = stage_rows(config, stages, partitioner, host)
         staged = staged_config(config, rows, row_length=stages[0].row_length or 1)
@@ -102,9 +102,10 @@ def _kinds(
             steps = f"steps {stage.first_step} → {stage.last_step}"
             kind = f"train, stage {number} of {len(stages)}, {steps}:"
             size = one.batch / partitioner.mesh.size
-            yield staged.clone(percore_batch_size=size), kind, stage.first_step - 1
+            count = min(num_batches, stage.num_steps)
+            yield staged.clone(percore_batch_size=size), kind, stage.first_step - 1, count
     for config in resolved.decode_datasets:
-        yield config, "decode", 0
+        yield config, "decode", 0, num_batches
 
 
 def simulated_hosts(devices: list[jax.Device], num_hosts: int) -> list[HostTopology]:
