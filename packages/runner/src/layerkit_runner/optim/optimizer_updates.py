@@ -87,7 +87,7 @@ def find_problem(
     dtypes |= {average.weight_sum.dtype for average in averages}
     if averages and any(jnp.finfo(dtype).bits < 32 for dtype in dtypes):
         fix = "store them in float32, or bfloat16 ones with Learner.stochastic_rounding=True"
-        return f"schedule-free averages stop after some 256 steps at these dtypes of weights; {fix}"
+        return f"schedule-free averages are lost at these dtypes of weights; {fix}"
     if any(_structure(average.z)[0] != _structure(shapes)[0] for average in averages):
         return "schedule-free for some of the weights: their averages cannot be evaluated"
     return None

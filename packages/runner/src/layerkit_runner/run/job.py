@@ -215,7 +215,8 @@ def start_job(
     """Start the devices and build partitioner, task and observers; `quiet` prints nothing."""
     goodput = Goodput()
     enable_compilation_cache(options.jax_compilation_cache)
-    directory = absolute(options.job_log_dir or "")
+    assert options.job_log_dir is not None  # a check of the flags
+    directory = absolute(options.job_log_dir)
     start_devices()
     if jax.process_index() == 0:  # Only process 0 writes; two processes would collide.
         check_writable(directory)

@@ -95,6 +95,11 @@ class StartFacts:
         optimizers = [*optimizer_lines(job.task, learner, state.params)]
         return cls(works, _train_run_info(job, data, works), optimizers, [*data_lines(inputs)])
 
+    def starting(self, start_step: int) -> StartFacts:
+        """Return the facts of a run that starts after `start_step` steps."""
+        info = dataclasses.replace(self.info, start_step=start_step)
+        return dataclasses.replace(self, info=info)
+
 
 def data_lines(inputs: Mapping[str, BaseInput]) -> Iterator[str]:
     """Yield the lines about the data of inputs by name, which the inputs themselves report."""
@@ -294,9 +299,10 @@ def run_info(job: Job, *, start_step: int) -> RunInfo:
     )
 
 
-def stage_lines(data: TrainInputs, works: Sequence[StepWork], info: RunInfo) -> Iterator[str]:
+def stage_lines(data: TrainInputs, facts: StartFacts) -> Iterator[str]:
     """Yield a line about each stage, with a bound of its time on devices of known speed."""
-    for index, (one, work) in enumerate(zip(data.inputs, works, strict=True)):
+    info = facts.info
+    for index, (one, work) in enumerate(zip(data.inputs, facts.works, strict=True)):
         if one.last_step is not None:
             line = f"stage {index + 1}      {one}"
             if info.peak_flops_per_device and work.flops:
@@ -346,7 +352,6 @@ def report_start(
     data: TrainInputs,
     facts: StartFacts,
     first: FirstState,
-    info: RunInfo,
     compiled: Sequence[str],
 ) -> None:
     """Report the run and start the observers."""
@@ -358,7 +363,7 @@ def report_start(
             *compiled,
         ]:
             report(line)
-    job.observers.start(info)
+    job.observers.start(facts.info)
     capture = train.profiler_capture_step
     if capture is not None and not first.step < capture <= train.num_train_steps:
         report(

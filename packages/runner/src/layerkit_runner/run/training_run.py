@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib
 import os
@@ -32,7 +31,7 @@ from layerkit_runner.distributed.watchdog import (
 )
 from layerkit_runner.errors import StorageError, UsageError, as_usage_error
 from layerkit_runner.files.atomic_write import absolute
-from layerkit_runner.observers import DECODE_PREFIX, RunInfo, Throughput
+from layerkit_runner.observers import DECODE_PREFIX, Throughput
 from layerkit_runner.observers.step_profiler import StepProfiler, profiler_server
 from layerkit_runner.optim.early_stopping import EarlyStop
 from layerkit_runner.run import end_report
@@ -126,7 +125,6 @@ class TrainingRun:
       first: First state, set by `restore`.
       steps: Compiled step of each training data set, set by `restore`.
       executor: Executor, set by `record`.
-      info: Facts about the run for observers, set by `record`.
       last: (State, number of completed steps) at the end, set by `loop`.
     """
 
@@ -141,7 +139,6 @@ class TrainingRun:
     first: FirstState
     steps: list[CompiledStep]
     executor: Executor
-    info: RunInfo
     last: tuple[TrainState, int]
 
     def __init__(self, job: Job, signals: StopSignals) -> None:
@@ -214,7 +211,7 @@ class TrainingRun:
     def record(self) -> None:
         """Write the configuration, and report the run and where its first weights come from."""
         job, first = self.job, self.first
-        self.info = dataclasses.replace(self.facts.info, start_step=first.step)
+        self.facts = self.facts.starting(first.step)
         self.executor = self._build_executor()
         if jax.process_index() == 0:
             is_new, folder = self.checkpoints.latest_step() is None, job.directory
@@ -226,10 +223,9 @@ class TrainingRun:
                 first.provenance.write(folder)
             elif first.restored_from is None:
                 (folder / RECORD).unlink(missing_ok=True)
-        stages = stage_lines(self.inputs, self.facts.works, self.info)
+        stages = stage_lines(self.inputs, self.facts)
         memory = compiled_lines([step.run for step in self._compiler.first])
-        lines = [*self.notes, *stages, *memory]
-        report_start(job, self.inputs, self.facts, first, self.info, lines)
+        report_start(job, self.inputs, self.facts, first, [*self.notes, *stages, *memory])
 
     def loop(self) -> None:
         """Train to the last step, a signal or early stopping; evaluate and save on the way."""
@@ -328,8 +324,10 @@ class TrainingRun:
         if options.restore_checkpoint_dir is None:
             return self._plan_first_state()
         with self.job.checkpoints(read_only=True, directory=others) as source:
-            newest = options.only_restore_step or run_on_process_0(source.latest_step)
-        self._likely_step = newest or 0
+            newest = options.only_restore_step
+            if newest is None and (newest := run_on_process_0(source.latest_step)) is None:
+                raise no_checkpoint(source)
+        self._likely_step = newest
         return None
 
     def _check_end(self, step: int) -> None:
@@ -393,8 +391,9 @@ class TrainingRun:
         newest = job.restore_newest(self.checkpoints)
         if newest is not None:
             if options.restore_checkpoint_dir is not None:
-                where = f"{job.given_directory} has checkpoints"
-                report(f"--restore_checkpoint_dir is ignored: {where}")
+                report(
+                    f"--restore_checkpoint_dir is ignored: {job.given_directory} has checkpoints"
+                )
             return _restored(newest, self.checkpoints, resumes=True)
         self._start_over()
         if options.restore_checkpoint_dir is None:
@@ -453,12 +452,10 @@ class TrainingRun:
         if jax.process_index() == 0:
             self._curve = end_report.LossCurve(job, self.inputs.inputs[0].dataset.token_unit)
             self.resources.callback(self._curve.close)
-        throughput = Throughput(self.info, job.goodput)
-        per_step = [work.tokens for work in self.facts.works]
+        throughput, works = Throughput(self.facts.info, job.goodput), self.facts.works
+        per_step = [work.tokens for work in works]
         tokens = functools.partial(self.inputs.total, per_step) if any(per_step) else None
-        reports = [
-            StepReports(job.observers, throughput, work, tokens) for work in self.facts.works
-        ]
+        reports = [StepReports(job.observers, throughput, work, tokens) for work in works]
         programs = train_programs(job, self.inputs, self.steps, reports, self._compiler.news)
         if SKIPPED_STEPS in self.first.metadata:
             with self._naming_metadata(SKIPPED_STEPS):

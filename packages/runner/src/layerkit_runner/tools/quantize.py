@@ -95,7 +95,7 @@ def quantize_folder(
         raise UsageError(field="out", value=out, expected=expected)
     with job_errors("load", resolved):
         job = start_reading(resolved, job_folder)
-        refuse_schedule_free(job, "source", source)
+        require_plain_weights(job, "source", source)
         use_ema = job.task.train.decode_use_ema_states
         settings = InitFrom(
             sources=[Source(folder=source, step=step, use_ema=use_ema)], label=source
@@ -120,7 +120,7 @@ def quantize_folder(
     return f"{line}; the {kind} (decode_use_ema_states={use_ema})"
 
 
-def refuse_schedule_free(job: Job, field: str, folder: str) -> None:
+def require_plain_weights(job: Job, field: str, folder: str) -> None:
     """Raise an error if the weights to evaluate follow from the optimizer's state."""
     from layerkit_runner.optim.optimizer_updates import is_schedule_free
 

@@ -18,7 +18,7 @@ from layerkit_runner.data.host_inputs import make_input
 from layerkit_runner.init_from import InitFrom, Source, plan_first_state
 from layerkit_runner.interface.loading import start_reading
 from layerkit_runner.run.job_errors import job_errors
-from layerkit_runner.tools.quantize import refuse_schedule_free
+from layerkit_runner.tools.quantize import require_plain_weights
 
 if TYPE_CHECKING:
     from layerkit_runner.config.requests import ResolvedExperiment
@@ -41,7 +41,7 @@ def write_top_logits(resolved: ResolvedExperiment, options: RunOptions) -> int:
     require(k <= size, None, "--k", k, f"at most {size}, the size of the vocabulary")
     with job_errors("top_logits", teacher):
         job = start_reading(teacher, folder)
-        refuse_schedule_free(job, "TEACHER", experiment.TEACHER)
+        require_plain_weights(job, "TEACHER", experiment.TEACHER)
         use_ema = job.task.train.decode_use_ema_states
         weights = InitFrom(sources=[Source(folder=experiment.TEACHER, use_ema=use_ema)])
         first = plan_first_state(job.partitioner, job.task, weights=weights)()

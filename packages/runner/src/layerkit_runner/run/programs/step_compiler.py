@@ -47,6 +47,8 @@ class StepCompiler:
         self._needed: list[int] = []
         self._compiling: dict[int, futures.Future[CompiledStep]] = {}
         self._by_shapes: dict[Any, futures.Future[CompiledStep]] = {}
+        # Steps that the start reports, or `news`.
+        self._told: set[futures.Future[CompiledStep]] = set()
 
     def trace_next(self, step: int) -> None:
         """Trace and start to compile what the steps after `step` completed ones need first."""
@@ -66,6 +68,7 @@ class StepCompiler:
         later = range(self._needed[-1] + 1, len(self._inputs.inputs))
         self._untraced = [*(functools.partial(self._trace, index) for index in later), *traces]
         first = [self._compiling[index] for index in self._needed]
+        self._told = {*first}
         while self._untraced and not all(
             step.done() and step.result().is_from_cache for step in first
         ):
@@ -92,10 +95,11 @@ class StepCompiler:
         if (shapes := (structure, *leaves)) not in self._by_shapes:
             with as_usage_error(ValueError, owner=name):
                 compile_step = trace_step(job.task, job.partitioner, self._state, batch)
-            self._by_shapes[shapes] = future = self._pool.submit(compile_step)
-            if index not in self._needed:
-                future.add_done_callback(lambda _: self.news.append(lambda: self._tell(index)))
-        self._compiling[index] = self._by_shapes[shapes]
+            self._by_shapes[shapes] = self._pool.submit(compile_step)
+        self._compiling[index] = future = self._by_shapes[shapes]
+        if index not in self._needed and future not in self._told:
+            self._told.add(future)
+            future.add_done_callback(lambda _: self.news.append(lambda: self._tell(index)))
 
     def _deferred(self, index: int) -> CompiledStep:
         data = self._inputs.inputs[index]
