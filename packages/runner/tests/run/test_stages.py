@@ -130,6 +130,11 @@ def train(experiment: Any, folder: Path, *, restore: Path | None = None, **field
     return folder
 
 
+def written(folder: Path) -> list[Any]:
+    """Return the records of training; the first step writes the file."""
+    return read_metrics(folder).train if (folder / "metrics.jsonl").exists() else []
+
+
 RAMP = [{"until_step": 2, "batch": 8}, {"until_step": 4, "batch": 16}, {"until_step": 6}]
 
 
@@ -246,9 +251,24 @@ def test_a_later_stage_that_cannot_be_compiled_ends_the_run_at_once(
     stages = [{"until_step": 3000, "batch": 8}, {"until_step": 3001, "batch": 16}]
     with pytest.raises(UsageError, match=problem):
         train(experiment, tmp_path, STAGES=stages, MAX_ROWS=8, IS_TRACED=is_traced)
-    # The compiler may be done before the first step, which writes the file.
-    trained = read_metrics(tmp_path).train if (tmp_path / "metrics.jsonl").exists() else []
-    assert all(record["step"] < 3000 for record in trained)
+    assert all(record["step"] < 3000 for record in written(tmp_path))
+
+
+def test_a_later_stage_of_the_shape_that_was_guessed_ends_the_run_at_once_too(
+    experiment: type[BaseExperiment], tmp_path: Path
+):
+    base = train(experiment, tmp_path / "base", STAGES=[{"until_step": 3, "batch": 8}])
+
+    class Continued(experiment):  # type: ignore[misc,valid-type]
+        def task(self) -> Config:
+            source = Source.HParams.config(folder=str(base), load_step=True)
+            return super().task().set(initial_weights=InitFrom.HParams.config(sources=[source]))
+
+    # The first stage is compiled, too, before the step of the weights is known.
+    stages = [{"until_step": n, "batch": rows} for n, rows in ((3, 16), (3000, 8), (3001, 16))]
+    with pytest.raises(UsageError, match="no_such_target"):
+        train(Continued, tmp_path / "continued", STAGES=stages, MAX_ROWS=8)
+    assert all(record["step"] < 3000 for record in written(tmp_path / "continued"))
 
 
 def test_another_last_step_of_the_task_raises(experiment: type[BaseExperiment], tmp_path: Path):
