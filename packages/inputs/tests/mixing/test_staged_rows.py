@@ -205,6 +205,43 @@ def test_the_first_mixture_begins_at_its_step_in_data_that_begin_at_a_later_one(
     assert (before < 20_000).any() and (np.stack(after) >= 20_000).all()
 
 
+@pytest.mark.parametrize("step", range(12))
+def test_data_that_begin_at_a_later_step_have_the_weights_of_its_stage(step: int):
+    changes = {"anneal": [0, 1], "web": [1, 0]}
+    stages = (
+        StageRows(2, 8, 8),
+        StageRows(2, 4, 16, {"anneal": 1}),
+        StageRows(4, 64, 16, changes),
+        StageRows(4, 4, 16),
+    )
+    running = staged(mixture(), stages=stages)
+    running.set_state(running.state_at(step, running.get_state()))
+    shares = [(batch >= 20_000).mean() for batch in take([running], 12 - step)]
+    # A step reads an eighth to seven eighths of the linear change.
+    expected = np.array([1 / 3, 1 / 3, 1, 1, *np.arange(1, 8, 2) / 8, 1, 1, 1, 1])
+    assert np.abs(shares - expected[step:]).max() < 0.1
+
+
+@pytest.mark.parametrize(("rows", "step"), [(28, 5), (28, 6), (24, 6), (12, 6), (12, 3)])
+@pytest.mark.parametrize("is_saved_again", [False, True])
+def test_a_mixture_begins_at_its_step_after_a_source_alone(
+    rows: int, step: int, is_saved_again: bool
+):
+    """The rows are those of the steps, more after a rollback, or fewer after a later start."""
+    alone = mixture().clone(is_training=True, batch_size=4).Instantiate()  # type: ignore[attr-defined]
+    take([alone], rows // 4)
+    state = alone.get_state()
+    before = (StageRows(6, 4, 16),)
+    if is_saved_again:
+        middle = staged(mixture(), stages=before)
+        middle.set_state(middle.state_at(step, state))
+        state = json.loads(json.dumps(middle.get_state()))
+    running = staged(mixture(), stages=(*before, StageRows(4, 4, 16, {"anneal": 1})))
+    running.set_state(running.state_at(step, state))
+    np.testing.assert_array_equal(take([running], 6 - step), take([alone], 6 - step))
+    assert (np.stack(take([running], 4)) >= 20_000).all()
+
+
 @pytest.mark.parametrize("stop", [5, 9])
 @pytest.mark.parametrize("kept", [2, 4])
 def test_a_mixture_after_a_rollback_begins_at_its_step(stop: int, kept: int):

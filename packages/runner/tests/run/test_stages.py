@@ -219,17 +219,24 @@ def mixed(experiment: type[BaseExperiment], tiny: SimpleNamespace) -> type[BaseE
 
 
 def test_mixtures_of_a_run_that_began_at_a_later_step_resume(mixed: Any, tmp_path: Path):
+    """Rows 8 to 39 of "web", which stage 2 would read with the mixture of stage 1, are bad."""
     base = train(mixed, tmp_path / "base", STAGES=[{"until_step": 3, "batch": 8}])
-    stages = [
+    stages: list[dict[str, Any]] = [
         {"until_step": 4, "batch": 8, "mixture": {"web": 1}},
         {"until_step": 6, "mixture": {"docs": 1}},
         {"until_step": 8, "batch": 16},
     ]
+    fields: dict[str, Any] = {"FROM": str(base), "BAD": [*range(8, 40)]}
     for number in (2, 3):
-        folder = train(mixed, tmp_path / "job", FROM=str(base), STAGES=stages[:number])
-    whole = train(mixed, tmp_path / "whole", FROM=str(base), STAGES=stages)
+        folder = train(mixed, tmp_path / "job", STAGES=stages[:number], **fields)
+    whole = train(mixed, tmp_path / "whole", STAGES=stages, **fields)
     losses = [{r["step"]: r["loss"] for r in read_metrics(f).train} for f in (folder, whole)]
     assert losses[0].keys() == {4, 5, 6, 7, 8} and losses[0] == losses[1]
+    assert all(map(math.isfinite, losses[0].values()))
+    # A run that starts in stage 2 reads no row of "web".
+    stages[0]["until_step"], fields["BAD"] = 3, [*range(40)]
+    late = train(mixed, tmp_path / "late", STAGES=stages, **fields)
+    assert all(math.isfinite(record["loss"]) for record in read_metrics(late).train)
 
 
 def test_a_stage_with_a_mixture_follows_a_run_that_rolled_back(

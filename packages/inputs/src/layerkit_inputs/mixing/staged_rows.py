@@ -49,14 +49,15 @@ def token_ranges(stages: Sequence[StageRows], moved: tuple[int, int] = (0, 0)) -
     Args:
       stages: The stages.
       moved: Number of steps after which the position was moved, and the token it was moved to. The
-        stage of the next step ends, and later stages begin, as many tokens later.
+        stage of the next step begins there unless it has begun before, and later stages follow it.
     """
     ranges, end, last = [], 0, 0
     for stage in stages:
         begin = first = end + -end % stage.length
         steps, last = stage.num_steps, last + stage.num_steps
         if last - steps <= moved[0] < last:
-            first, steps = moved[1] + -moved[1] % stage.length, last - moved[0]
+            first, has_begun = moved[1] + -moved[1] % stage.length, last - steps < moved[0]
+            begin, steps = min(begin, first) if has_begun else first, last - moved[0]
         end = first + steps * stage.batch * stage.length
         ranges.append(range(begin, end))
     return ranges
@@ -120,19 +121,24 @@ class StagedRows(CompositeInput):
         from_rows: dict[int, Mapping[str, Weight]] = {
             0: source.weights or dict.fromkeys(source.components, 1.0)
         }
-        step, token = self._moved
-        last_steps = zip(self.stages, self._last_steps, strict=True)
-        begun = [stage for stage, last in last_steps if last - stage.num_steps <= step]
-        # Data that begin at a later step have the weights of the stages from the first on.
-        is_kept = token == 0 and any(stage.weights is not None for stage in begun)
-        ranges = token_ranges(self.stages, (0, 0) if is_kept else self._moved)
+        last = from_rows[0]
+        ranges = token_ranges(self.stages, self._moved)
         for tokens, stage in zip(ranges, self.stages, strict=True):
-            if (weights := stage.weights) is not None:
-                last = {n: w[-1] if isinstance(w, Sequence) else w for n, w in weights.items()}
-                # A row has one component, so a row that has begun is read to its end.
-                from_rows[-(-tokens.start // self.row_length)] = weights
-                if last != weights:
-                    from_rows[-(-tokens.stop // self.row_length)] = last
+            # A row has one component, so a row that has begun is read to its end.
+            row, stop = (-(-token // self.row_length) for token in (tokens.start, tokens.stop))
+            if stage.weights is None and row > max(from_rows):
+                continue
+            # Data that begin within a stage begin at that part of a change.
+            num_tokens = stage.num_steps * stage.batch * stage.length
+            part = max(1 - len(tokens) / num_tokens, 0)
+            weights = {
+                name: [w[0] + (w[1] - w[0]) * part, w[1]] if isinstance(w, Sequence) and part else w
+                for name, w in (last if stage.weights is None else stage.weights).items()
+            }
+            last = {n: w[-1] if isinstance(w, Sequence) else w for n, w in weights.items()}
+            from_rows = {n: w for n, w in from_rows.items() if n < row} | {row: weights}
+            if last != weights:
+                from_rows[stop] = last
         return from_rows
 
     @property
@@ -180,13 +186,16 @@ class StagedRows(CompositeInput):
         return {"step": self._step, "tokens_of_row": left, **moved, "source": source}
 
     def _set_reader_state(self, position: dict[str, Any]) -> None:
-        self._step, moved = position["step"], position.get("moved", (0, 0))
-        if moved is not None:
-            self._set_moved(*moved)
-        self._source.set_state(position["source"])
-        self._token = self._source._rows_done * self.row_length + position["tokens_of_row"]
-        if moved is None or self._token == 0:
-            self._set_moved(self._step, self._token)
+        self._step, source = position["step"], position["source"]
+        # Before the source checks the weights of the rows that are done, later ones are moved.
+        rows_done = source["position"].get("rows_done", 0)
+        self._token = rows_done * self.row_length + position["tokens_of_row"]
+        if (moved := position.get("moved", (0, 0))) is None:
+            moved = (self._step, self._token) if self._token else (0, 0)
+        self._set_moved(*moved)
+        self._source.set_state(source)
+        if not self._token:
+            self._set_moved(self._step, 0)
         if not self._has_weights:
             return
         read = self._tokens_read(self._step)
@@ -218,7 +227,7 @@ class StagedRows(CompositeInput):
         if "tokens_of_row" not in position:
             position = {"tokens_of_row": 0, "source": state}
         # None stands for this step and this position.
-        moved = {} if position.get("step", step) == step else {"moved": None}
+        moved = {} if position.get("step") == step else {"moved": None}
         return {**self._state_owner(), "position": {**position, **moved, "step": step}}
 
     def describe_data(self) -> list[str]:

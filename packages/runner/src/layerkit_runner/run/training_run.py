@@ -431,7 +431,7 @@ class TrainingRun:
             self.inputs.set_states({}, step=first.step)
             report(
                 f"continuing from step {first.step} of the initial weights; inputs begin at their"
-                " first batch, and mixtures at their first stage"
+                " first batch, with the mixture of their stage"
             )
         if self.early_stop is None or EARLY_STOPPING not in first.metadata:
             return
