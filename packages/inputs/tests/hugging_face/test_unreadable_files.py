@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import gzip
 import re
 import resource
@@ -178,15 +179,42 @@ def test_row_group_above_the_bound_raises_before_it_is_read(tmp_path):
             HuggingFaceInput(**fields, **data).get_next()
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_storage_that_fails_is_no_bad_record(reader, make, tmp_path):
-    good = write_parquet(tmp_path / "a.parquet", ["one", "two"])
-    source = make(reader, "parquet", [good], on_bad_record="skip")
+@contextlib.contextmanager
+def no_file_opens():
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))  # No file can be opened.
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:
-        with pytest.raises(OSError, match="Too many open files"):
-            source.get_next()
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_storage_that_fails_is_no_bad_record(reader, make, tmp_path):
+    # Else the import would fail, before any file of data is opened.
+    pytest.importorskip("datasets.packaged_modules.parquet.parquet")
+    good = write_parquet(tmp_path / "a.parquet", ["one", "two"])
+    source = make(reader, "parquet", [good], on_bad_record="skip")
+    with pytest.raises(OSError, match=r"a\.parquet.*Too many open files"), no_file_opens():
+        source.get_next()
     assert source.num_skipped == 0
+
+
+def test_storage_that_fails_for_a_moment_is_no_unreadable_file(make, tmp_path):
+    good = tmp_path / "a.jsonl"
+    good.write_bytes(GOOD_LINES)
+    source = make(HuggingFaceStream, "json", [good])
+    failure = pytest.raises(OSError, match="Too many open files")
+    with failure, source._naming_unreadable_files():
+        try:
+            with no_file_opens():
+                good.read_bytes()
+        except OSError as error:
+            raise datasets.exceptions.DatasetGenerationError("as the library does") from error
+
+
+def test_storage_that_fails_during_the_search_is_no_unreadable_file(tmp_path):
+    good = tmp_path / "a.jsonl"
+    good.write_bytes(GOOD_LINES)
+    with pytest.raises(OSError, match="Too many open files"), no_file_opens():
+        first_unreadable([str(good)], "json")

@@ -18,7 +18,7 @@ from typing import Any
 
 from layerkit.config.checks import check_choice, require
 from layerkit_inputs.base.base_input import BaseInput, counted
-from layerkit_inputs.base.errors import OnBadRecord, require_extra
+from layerkit_inputs.base.errors import OnBadRecord, is_storage_failure, require_extra
 from layerkit_inputs.hugging_face.unreadable_files import FORMATS, find_fault, first_unreadable
 from layerkit_inputs.parquet.row_group_sizes import (
     MAX_ROW_GROUP_BYTES,
@@ -221,13 +221,18 @@ class HuggingFaceData(BaseInput):
 
     @contextlib.contextmanager
     def _naming_unreadable_files(self) -> Iterator[None]:
-        """Raise errors of the library as ones that name the unreadable file and record."""
+        """Raise errors of the library as ones that name the unreadable file and record.
+
+        Failures of the storage are raised as they are.
+        """
         try:
             yield
         except Exception as error:  # of any reader of any format, also StopIteration
             cause = error
             while isinstance(cause.__cause__, Exception):
                 cause = cause.__cause__  # the library wraps what its readers raise
+            if is_storage_failure(cause):
+                raise cause from None
             problem = first_unreadable(self._files, self._format)
             if problem is None:
                 words = " ".join(str(cause).split()) or type(cause).__name__

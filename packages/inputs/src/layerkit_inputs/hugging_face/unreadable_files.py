@@ -39,7 +39,11 @@ def find_fault(file: str, file_format: str) -> str | None:
 
 
 def first_unreadable(files: Sequence[str], file_format: str) -> str | None:
-    """Return the first unreadable file with the record and the fault, or None if there is none."""
+    """Return the first unreadable file with the record and the fault, or None if there is none.
+
+    Raises:
+      OSError: The storage failed.
+    """
     for file in files:
         if not Path(file).is_file() or Path(file).suffix in _COMPRESSED:
             continue  # compressed files are not searched
@@ -51,6 +55,8 @@ def first_unreadable(files: Sequence[str], file_format: str) -> str | None:
             for record in _read_records(file, kind):  # noqa: B007 - for the error
                 pass
         except Exception as error:  # of any reader of any format
+            if is_storage_failure(error):
+                raise
             return f"{file}, from record {record} on: {first_line(error).rstrip('.')}"
     return None
 
