@@ -195,7 +195,7 @@ class BaseInput(Configurable):
             self.get_next()
 
     def _fingerprint(self) -> dict[str, Any]:
-        """Return, once, JSON values that identify the data. A state fits only if they are equal."""
+        """Return, once, JSON values by which `IndexedInput` and `GrainStream` compare data."""
         return {}
 
     @functools.cached_property

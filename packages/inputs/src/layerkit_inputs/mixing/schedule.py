@@ -6,10 +6,11 @@ had its share of them, with an error below one turn. Tijdeman (1980), "The chair
 problem", proves that such a schedule exists.
 
 Weights may change at some positions, or linearly between two. The errors are carried over a change,
-so they do not add up. A turn depends on no later weights, which a resumed run may change; so for a
-few turns after a change an error may be above one, at most 1.4 in 2,000 random schedules. Between
-two changes the schedule is periodic after some turns, so the component of any turn is a table
-lookup.
+so they do not add up. A turn depends on no later weights, which a resumed run may change; so after
+a change an error may be above one for a few turns. Turns that a component without weight lacks go
+to others until it has a weight again, and the error may last as long. It was at most 1.53 in
+random schedules. Between two changes the schedule is periodic after some turns, so the component of
+any turn is a table lookup.
 """
 
 from __future__ import annotations
