@@ -307,8 +307,8 @@ class TrainingRun:
         """Return the plan of a new run's first state; None if the run may resume or restore."""
         options = self.job.options
         others = options.restore_checkpoint_dir and absolute(options.restore_checkpoint_dir)
-        of_this_run = (None, self.job.directory, self.checkpoints.directory)
-        if options.restore_checkpoint_step is not None and others in of_this_run:
+        run_folders = (None, self.job.directory, self.checkpoints.directory)
+        if options.restore_checkpoint_step is not None and others in run_folders:
             raise UsageError(
                 "a run resumes from its own newest checkpoint",
                 field="--restore_checkpoint_step",
