@@ -36,10 +36,8 @@ def run_info() -> Callable[..., RunInfo]:
             "start_step": 0,
             "tokens_per_step": 64,
             "examples_per_step": 4,
-            "flops_per_step": None,
             "num_devices": 1,
             "device_kind": "cpu",
-            "peak_flops_per_device": None,
         }
         return RunInfo(**{**facts, **changes})
 

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from layerkit.config import Config
 from layerkit.layers import resnet
-from layerkit_experiments.recipes.training import adamw_cosine
 from layerkit_experiments.vision.image_classifier import ImageClassifier
 
 
@@ -45,7 +44,3 @@ class SmallImages(ImageClassifier):
             entry_pool_tpl=None,
         )
         return self.classify(network, self.CHANNELS[-1])
-
-    def learner(self) -> Config:
-        """Return the config of the learner."""
-        return adamw_cosine(self)

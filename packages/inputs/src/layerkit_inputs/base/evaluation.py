@@ -89,35 +89,25 @@ def pad_rows(batch: NestedMap, num_rows: int, *, copy: bool = True) -> NestedMap
         fill = np.full((num_rows, *array.shape[1:]), PADDING_VALUES.get(name, 0), array.dtype)
         return np.concatenate([array, fill])
 
-    return _map_with_names(pad, batch)
+    return map_fields(pad, batch)
 
 
-def _map_with_names(
-    function: Callable[[str, Any], np.ndarray], batch: Mapping[str, Any]
-) -> NestedMap:
-    """Return the results of a function of the name and the value of each field at any depth."""
-    return NestedMap(
-        {
-            name: _map_with_names(function, value)
-            if isinstance(value, dict)
-            else function(name, value)
-            for name, value in batch.items()
-        }
-    )
+def map_fields(function: Callable[..., Any], *batches: Mapping[str, Any]) -> NestedMap:
+    """Return the results of `function(name, *values)` for each field of batches at any depth."""
+    mapped = NestedMap()
+    for name, *values in ((name, *(batch[name] for batch in batches)) for name in batches[0]):
+        if isinstance(values[0], dict):
+            mapped[name] = map_fields(function, *values)
+        else:
+            mapped[name] = function(name, *values)
+    return mapped
 
 
 def concatenate_rows(parts: Sequence[NestedMap]) -> NestedMap:
     """Return one batch with the rows of `parts` in order; a single part is returned itself."""
     if len(parts) == 1:
         return parts[0]
-    return NestedMap(
-        {
-            key: concatenate_rows([part[key] for part in parts])
-            if isinstance(value, NestedMap)
-            else np.concatenate([part[key] for part in parts])
-            for key, value in parts[0].items()
-        }
-    )
+    return map_fields(lambda _, *values: np.concatenate(values), *parts)
 
 
 def blank_rows(batch: NestedMap, is_blank: np.ndarray) -> NestedMap:
@@ -128,7 +118,7 @@ def blank_rows(batch: NestedMap, is_blank: np.ndarray) -> NestedMap:
         array[is_blank] = PADDING_VALUES.get(name, 0)
         return array
 
-    return _map_with_names(blank, batch)
+    return map_fields(blank, batch)
 
 
 def mark_rows(batch: NestedMap, num_padding: int) -> NestedMap:
@@ -208,7 +198,7 @@ def end_together(batches: Iterable[NestedMap], all_gather: AllGather) -> Iterato
     remaining = iter(batches)
     while True:
         batch = next(remaining, None)
-        specs = all_gather(None if batch is None else _describe(batch))
+        specs = all_gather(None if batch is None else map_fields(_describe, batch))
         active = [host for host, spec in enumerate(specs) if spec is not None]
         if not active:
             return
@@ -223,24 +213,19 @@ def end_together(batches: Iterable[NestedMap], all_gather: AllGather) -> Iterato
             yield mark_rows(padding, num_rows_of(padding))
 
 
-def _describe(batch: NestedMap) -> dict[str, Any]:
-    """Return shapes and dtypes as JSON values, nested like the batch."""
-    return {
-        name: _describe(value)
-        if isinstance(value, NestedMap)
-        else [list(np.shape(value)), np.asarray(value).dtype.name]
-        for name, value in batch.items()
-    }
+def _describe(_: str, value: Any) -> list[Any]:
+    """Return the shape and the dtype of a field as JSON values."""
+    return [list(np.shape(value)), np.asarray(value).dtype.name]
 
 
 def _padding_like(description: dict[str, Any]) -> NestedMap:
-    """Return a batch of padding with the shapes and dtypes of a description by `_describe`."""
+    """Return a batch of padding with described shapes and dtypes."""
 
     def make(name: str, spec: Any) -> np.ndarray:
         shape, dtype = spec
         return np.full(shape, PADDING_VALUES.get(name, 0), np.dtype(dtype))
 
-    return _map_with_names(make, description)
+    return map_fields(make, description)
 
 
 def num_rows_of(batch: NestedMap) -> int:

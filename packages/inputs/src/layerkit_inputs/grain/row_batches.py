@@ -9,6 +9,7 @@ import numpy as np
 
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.errors import BadRecordError
+from layerkit_inputs.base.evaluation import map_fields
 from layerkit_inputs.base.host_batches import ArraySpec
 
 
@@ -63,7 +64,7 @@ def stack_rows(rows: Sequence[NestedMap], *, name_of: Callable[[int], str]) -> N
                 owner=name_of(index),
                 hint="Pad, cut or pack rows to one shape.",
             )
-    return _stack(rows)
+    return map_fields(lambda _, *values: np.array(values), *rows)
 
 
 def _to_array(value: Any) -> np.ndarray:
@@ -83,11 +84,3 @@ def _is_alike(value: Any, other: Any) -> bool:
 def _specs(row: NestedMap) -> dict[str, str]:
     """Return dtype and shape of each array by its path. A dtype has no byte order."""
     return {path: str(ArraySpec(x.shape, x.dtype)) for path, x in row.flatten_items()}
-
-
-def _stack(rows: Sequence[NestedMap]) -> NestedMap:
-    batch = NestedMap()
-    for name, value in rows[0].items():
-        values = [row[name] for row in rows]
-        batch[name] = _stack(values) if isinstance(value, NestedMap) else np.array(values)
-    return batch

@@ -1,6 +1,6 @@
 """CompositeInput, the base of inputs that read batches of other inputs.
 
-Its state holds the states of the components. The scope is `global` if all components have it.
+The scope of its state is `global` if all components have this scope.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from layerkit_inputs.base.base_input import BaseInput, Scope
-from layerkit_inputs.base.errors import check_same_data
 
 
 class CompositeInput(BaseInput):
@@ -60,15 +59,6 @@ class CompositeInput(BaseInput):
     def _reset(self) -> None:
         for component in self._components.values():
             component.reset()
-
-    def _component_states(self) -> dict[str, Any]:
-        return {name: component.get_state() for name, component in self._components.items()}
-
-    def _set_component_states(self, states: dict[str, Any]) -> None:
-        then, now = sorted(states), sorted(self._components)
-        check_same_data(self._label, {"components": then}, {"components": now})
-        for name, component in self._components.items():
-            component.set_state(states[name])
 
     def _close(self) -> None:
         for component in self._components.values():

@@ -17,6 +17,7 @@ from layerkit.config import Config, sub_config_field
 from layerkit.config.checks import check_choice, require
 from layerkit.config.nested_map import NestedMap
 from layerkit_inputs.base.base_input import BaseInput
+from layerkit_inputs.base.errors import check_same_data
 from layerkit_inputs.mixing.components import build_components
 from layerkit_inputs.mixing.composite_input import CompositeInput
 
@@ -93,10 +94,15 @@ class MultiInput(CompositeInput):
         return array.reshape(self.local_batch_size, -1, *array.shape[1:])
 
     def _reader_state(self) -> dict[str, Any]:
-        return {"components": self._component_states()}
+        states = {name: component.get_state() for name, component in self._components.items()}
+        return {"components": states}
 
     def _set_reader_state(self, position: dict[str, Any]) -> None:
-        self._set_component_states(position["components"])
+        states: dict[str, Any] = position["components"]
+        then, now = sorted(states), sorted(self._components)
+        check_same_data(self._label, {"components": then}, {"components": now})
+        for name, component in self._components.items():
+            component.set_state(states[name])
 
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None

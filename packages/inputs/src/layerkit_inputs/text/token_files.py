@@ -64,6 +64,7 @@ class TokenFiles(PackedRows):
         """Check the fields."""
         super().__post_init__()
         self._check_at_least(1, "vocab_size")
+        self._tokenizer = self.tokenizer
 
     @functools.cached_property
     def _files(self) -> list[TokenFile]:
@@ -147,10 +148,6 @@ class TokenFiles(PackedRows):
     def _data_text(self) -> str:
         num_ids = sum(len(file.ids) for file in self._files)
         return f"{counted(len(self._files), 'file')}, {counted(num_ids, 'token')}"
-
-    def text_tokenizer(self, key: str | None = None) -> Tokenizer | None:
-        """Return the tokenizer of the ids, or None if it is not set."""
-        return self.tokenizer
 
 
 class _FileRows(RowPlan):

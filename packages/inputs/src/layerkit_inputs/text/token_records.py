@@ -65,6 +65,7 @@ class TokenRecords(PackedRows):
         """Check the fields."""
         super().__post_init__()
         self._check_at_least(1, "vocab_size")
+        self._tokenizer = self.tokenizer
 
     @functools.cached_property
     def _store(self) -> TokenStore:
@@ -140,10 +141,6 @@ class TokenRecords(PackedRows):
         """Return the ids of the documents, which `about.json` records."""
         stored = self._store.about.tokenizer
         return SpecialIds(stored["start_id"], stored["eos_id"], stored["pad_id"])
-
-    def text_tokenizer(self, key: str | None = None) -> Tokenizer | None:
-        """Return the tokenizer that made the ids, or None if it is not set."""
-        return self.tokenizer
 
     def ids_to_strings(
         self, ids: np.ndarray, lengths: np.ndarray | Sequence[int], key: str | None = None

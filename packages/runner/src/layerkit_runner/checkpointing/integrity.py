@@ -248,18 +248,9 @@ def compare_sizes(step_directory: epath.Path) -> tuple[Finding, ...]:
 
 def require_sound(step_directory: epath.Path, findings: Sequence[Finding]) -> None:
     """Raise DamagedCheckpointError, which lists the damage of a step, if there is any."""
-    if any(finding.is_damage for finding in findings):
-        raise damaged_error(step_directory, findings)
-
-
-def damaged_error(
-    step_directory: epath.Path, findings: Iterable[Finding]
-) -> DamagedCheckpointError:
-    """Return the error that lists the damage of a step."""
-    damage = [str(finding) for finding in findings if finding.is_damage]
-    return DamagedCheckpointError(
-        "\n  ".join([f"The checkpoint {step_directory} is damaged:", *damage])
-    )
+    if damage := [str(finding) for finding in findings if finding.is_damage]:
+        title = f"The checkpoint {step_directory} is damaged:"
+        raise DamagedCheckpointError("\n  ".join([title, *damage]))
 
 
 def file_sizes(step_directory: epath.Path) -> dict[str, int]:

@@ -344,8 +344,8 @@ class CheckpointManager:
             cast_dtypes=cast_dtypes,
             with_input_states=with_input_states,
         )
-        if content is None:
-            raise integrity.damaged_error(folders.step_folder(self._directory, step), findings)
+        integrity.require_sound(folders.step_folder(self._directory, step), findings)
+        assert content is not None
         self._sound.add(step)
         return content
 

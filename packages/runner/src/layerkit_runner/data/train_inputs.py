@@ -337,10 +337,6 @@ class TrainInputs:
             before += data.steps
         return total
 
-    def share(self, index: int) -> float:
-        """Return the fraction of the steps that use a data set."""
-        return self.inputs[index].steps / self.num_turn_steps
-
     def set_states(self, states: Mapping[str, Any], *, step: int) -> list[str]:
         """Restore the input positions of a checkpoint; return the keys that have none.
 

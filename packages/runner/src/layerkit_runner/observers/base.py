@@ -63,12 +63,12 @@ class RunInfo:
     num_params: int
     num_train_steps: int
     start_step: int
-    tokens_per_step: float
-    examples_per_step: float
-    flops_per_step: float | None
+    tokens_per_step: float = 0
+    examples_per_step: float = 0
+    flops_per_step: float | None = None
     num_devices: int
     device_kind: str
-    peak_flops_per_device: float | None
+    peak_flops_per_device: float | None = None
     train_programs: tuple[str, ...] = ()
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
     config: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -8,7 +8,6 @@ import datetime
 import json
 import logging
 import math
-import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -76,7 +75,7 @@ class StartFacts:
 
     Attributes:
       works: Work of a step on each training data set or stage.
-      info: Information about the run, with the start step 0.
+      info: Information about the run, as if it started at step 0.
       optimizers: Lines about the optimizers.
       data: Lines about the data of all training and evaluation programs.
     """
@@ -95,11 +94,6 @@ class StartFacts:
         optimizers = [*optimizer_lines(job.task, learner, state.params)]
         return cls(works, _train_run_info(job, data, works), optimizers, [*data_lines(inputs)])
 
-    def starting(self, start_step: int) -> StartFacts:
-        """Return the facts of a run that starts after `start_step` steps."""
-        info = dataclasses.replace(self.info, start_step=start_step)
-        return dataclasses.replace(self, info=info)
-
 
 def data_lines(inputs: Mapping[str, BaseInput]) -> Iterator[str]:
     """Yield the lines about the data of inputs by name, which the inputs themselves report."""
@@ -108,17 +102,14 @@ def data_lines(inputs: Mapping[str, BaseInput]) -> Iterator[str]:
             yield from (f"data         {name}: {line}" for line in dataset.describe_data())
 
 
-def start_lines(
-    job: Job, state: TrainState, data: TrainInputs, facts: StartFacts, *, start_step: int
-) -> Iterator[str]:
-    """Yield the lines that describe a run which starts from `state` after `start_step` steps.
+def start_lines(job: Job, data: TrainInputs, facts: StartFacts, first: FirstState) -> Iterator[str]:
+    """Yield the lines that describe a run.
 
     Args:
       job: Job of the run.
-      state: First state.
       data: Training data sets.
       facts: Facts about the run.
-      start_step: Number of steps before this run.
+      first: First state.
     """
     device = jax.devices()[0]
     known = versions()
@@ -131,11 +122,9 @@ def start_lines(
         yield f"devices      CPU; this machine has no device of {', '.join(plugins)}"
     yield from flag_lines(job.options)
     yield f"experiment   {job.resolved.name} (task {job.task.name})"
-    params = job.partitioner.abstract_stored_state(job.task).params
-    count, trained = map(
-        num_params, (params, job.task.train.learner.trained_weights.select(params))
-    )
-    dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(state.params)})
+    params, count = job.partitioner.abstract_stored_state(job.task).params, facts.info.num_params
+    trained = num_params(job.task.train.learner.trained_weights.select(params))
+    dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(first.state.params)})
     yield f"parameters   {count:,} ({', '.join(dtypes)} weights)" + (
         f", {trained:,} trained" if trained != count else ""
     )
@@ -151,9 +140,9 @@ def start_lines(
             yield f"program      {one.name}, {one.steps} of every {data.num_turn_steps} steps"
         yield f"batch        {batch_text(one.abstract_batch)}"
         yield from input_lines(one.dataset, decoder_ids=getattr(decoder, "eos_ids", ()))
-    yield f"state        {size_text(bytes_per_device(state))} per device with optimizer"
+    yield f"state        {size_text(bytes_per_device(first.state))} per device with optimizer"
     train = job.task.train
-    yield f"steps        {start_step} → {train.num_train_steps}"
+    yield f"steps        {first.step} → {train.num_train_steps}"
     every = train.steps_per_summary
     yield f"metrics      every {'step' if every == 1 else f'{every} steps'}"
     yield from job.resolved.experiment.start_notes()
@@ -164,6 +153,8 @@ def start_lines(
     if not job.options.enable_checkpoint_saving:
         saves = "no checkpoints (--noenable_checkpoint_saving)"
     yield f"writing to   {job.given_directory}; {saves}"
+    if first.provenance is not None:
+        yield from first.provenance.lines()
 
 
 def optimizer_lines(task: SingleTask, learner: Any, params: Any) -> Iterator[str]:
@@ -288,12 +279,8 @@ def run_info(job: Job, *, start_step: int) -> RunInfo:
         num_params=num_params(job.partitioner.abstract_stored_state(job.task).params),
         num_train_steps=job.task.train.num_train_steps,
         start_step=start_step,
-        tokens_per_step=0,
-        examples_per_step=0,
-        flops_per_step=None,
         num_devices=job.partitioner.mesh.size,
         device_kind=jax.devices()[0].device_kind,
-        peak_flops_per_device=None,
         environment=environment(),
         config=config_json(job.resolved),
     )
@@ -334,7 +321,7 @@ def _train_run_info(job: Job, data: TrainInputs, works: Sequence[StepWork]) -> R
     def mean(values: Sequence[Any]) -> Any:
         if len(values) == 1:
             return values[0]
-        return sum(map(operator.mul, map(data.share, range(len(values))), values))
+        return data.total(values, data.num_turn_steps) / data.num_turn_steps
 
     peak = job.options.peak_tflops_per_device
     return dataclasses.replace(
@@ -357,13 +344,9 @@ def report_start(
     """Report the run and start the observers."""
     train, report = job.task.train, job.observers.message
     if jax.process_index() == 0:
-        for line in [
-            *start_lines(job, first.state, data, facts, start_step=first.step),
-            *(first.provenance.lines() if first.provenance is not None else []),
-            *compiled,
-        ]:
+        for line in [*start_lines(job, data, facts, first), *compiled]:
             report(line)
-    job.observers.start(facts.info)
+    job.observers.start(dataclasses.replace(facts.info, start_step=first.step))
     capture = train.profiler_capture_step
     if capture is not None and not first.step < capture <= train.num_train_steps:
         report(

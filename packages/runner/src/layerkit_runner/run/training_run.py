@@ -211,7 +211,6 @@ class TrainingRun:
     def record(self) -> None:
         """Write the configuration, and report the run and where its first weights come from."""
         job, first = self.job, self.first
-        self.facts = self.facts.starting(first.step)
         self.executor = self._build_executor()
         if jax.process_index() == 0:
             is_new, folder = self.checkpoints.latest_step() is None, job.directory

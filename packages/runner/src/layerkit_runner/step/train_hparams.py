@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
@@ -18,24 +19,9 @@ from layerkit_runner.optim.learner import Learner
 
 _OWNER = "task.train"
 _PRNG_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
-_POSITIVE = (
-    "num_train_steps",
-    "summary_interval_steps",
-    "eval_interval_steps",
-    "decode_interval_steps",
-    "save_interval_steps",
-    "save_max_to_keep",
-    "save_keep_interval_steps",
-    "save_best_to_keep",
-    "max_inflight_steps",
-    "max_consecutive_skipped_steps",
-    "max_rollbacks",
-    "gradient_accumulation_steps",
-    "weight_summary_interval_steps",
-    "profiler_capture_step",
-    "profiler_num_steps",
-    "profiler_max_num_hosts",
-)
+_INTEGERS = ("int", "int | None")
+# The other integers are at least 1.
+_MAY_BE_ZERO = ("random_seed", "decode_random_seed", "decode_start_after_n_steps")
 
 
 def summary_interval(num_train_steps: int) -> int:
@@ -153,7 +139,9 @@ class TrainHParams(Configurable):
     def __post_init__(self) -> None:
         """Check the fields."""
         check_fields(self, owner=_OWNER)
-        check_sizes(_OWNER, **{name: getattr(self, name) for name in _POSITIVE})
+        counts = (f.name for f in dataclasses.fields(TrainHParams) if f.type in _INTEGERS)
+        sizes = {name: getattr(self, name) for name in counts if name not in _MAY_BE_ZERO}
+        check_sizes(_OWNER, **sizes)
         steps = {f"save_keep_steps[{i}]": step for i, step in enumerate(self.save_keep_steps)}
         steps["decode_start_after_n_steps"] = self.decode_start_after_n_steps
         check_integers(_OWNER, minimum=0, **steps)

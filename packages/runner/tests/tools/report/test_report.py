@@ -31,8 +31,8 @@ def write_run(
     log = MetricsLog()
     num_steps = num_steps or every * len(losses)
     facts = {"experiment": "lm.Toy", "mode": "train", "num_params": 10, "start_step": 0}
-    sizes = {"tokens_per_step": 64, "examples_per_step": 4, "flops_per_step": None}
-    devices = {"num_devices": 1, "device_kind": "cpu", "peak_flops_per_device": None}
+    sizes = {"tokens_per_step": 64, "examples_per_step": 4}
+    devices = {"num_devices": 1, "device_kind": "cpu"}
     rest = {"job_log_dir": epath.Path(folder), "num_train_steps": num_steps}
     rest["train_programs"] = programs
     log.start(RunInfo(**facts, **sizes, **devices, **rest, environment={"git": "abc-dirty"}))

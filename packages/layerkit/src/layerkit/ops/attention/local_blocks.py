@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,15 +24,6 @@ _LOG = logging.getLogger(__name__)
 
 # Shorter blocks save few products, and the matrices of a block become too small.
 _SMALLEST_BLOCK = 64
-
-
-class Attend(Protocol):
-    """A function of queries, keys, values and options, such as `dot_product_attention`."""
-
-    def __call__(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, options: Any
-    ) -> jax.Array:
-        """Return what each query reads, `[batch, queries, heads, value_dim]`."""
 
 
 def find_local_block(call: AttentionCall) -> int | None:
@@ -53,7 +45,13 @@ def find_local_block(call: AttentionCall) -> int | None:
 
 
 def attend_by_local_blocks(
-    query: jax.Array, key: jax.Array, value: jax.Array, options: Any, *, attend: Attend, size: int
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    options: Any,
+    *,
+    attend: Callable[..., jax.Array],
+    size: int,
 ) -> jax.Array:
     """Compute attention of whole rows within the window of a mask.
 

@@ -110,10 +110,13 @@ class AttentionMask:
         Raises:
           ConfigError: Segment ids, prefix or ends have the wrong shape.
         """
-        runs = {"segments_are_runs": segments_are_runs}
-        mask = cls._self_attention(batch, length, segment_ids, causal=True, **runs)
+        mask = cls.bidirectional_mask(
+            batch, length, segment_ids=segment_ids, segments_are_runs=segments_are_runs
+        )
         _check_shape((batch, length), in_prefix=in_prefix, query_ends=query_ends)
-        return dataclasses.replace(mask, key_in_prefix=in_prefix, query_ends=query_ends)
+        return dataclasses.replace(
+            mask, causal=True, key_in_prefix=in_prefix, query_ends=query_ends
+        )
 
     @classmethod
     def bidirectional_mask(
@@ -135,8 +138,16 @@ class AttentionMask:
         Raises:
           ConfigError: Segment ids have the wrong shape.
         """
-        runs = {"segments_are_runs": segments_are_runs}
-        return cls._self_attention(batch, length, segment_ids, causal=False, **runs)
+        _check_shape((batch, length), segment_ids=segment_ids)
+        positions = row_positions(batch, length)
+        return cls(
+            positions,
+            positions,
+            segment_ids,
+            segment_ids,
+            in_row_order=True,
+            segments_are_runs=segment_ids is None or segments_are_runs,
+        )
 
     @classmethod
     def cross_mask(
@@ -252,28 +263,6 @@ class AttentionMask:
         queries = time_step + row_positions(batch, 1)
         segments = jnp.ones_like(queries), is_key.astype(jnp.int32)
         return cls(queries, keys, *segments, query_ends=query_ends, causal=True)
-
-    @classmethod
-    def _self_attention(
-        cls,
-        batch: int,
-        length: int,
-        segments: jax.Array | None,
-        *,
-        causal: bool,
-        segments_are_runs: bool,
-    ) -> AttentionMask:
-        _check_shape((batch, length), segment_ids=segments)
-        positions = row_positions(batch, length)
-        return cls(
-            positions,
-            positions,
-            segments,
-            segments,
-            causal=causal,
-            in_row_order=True,
-            segments_are_runs=segments is None or segments_are_runs,
-        )
 
     def within(self, window: int | None) -> AttentionMask:
         """Return this mask, narrowed to a window; None returns the mask unchanged.

@@ -161,7 +161,7 @@ def _forward_kernel(
         largest = jnp.broadcast_to(sinks[...].astype(jnp.float32), (block,))
         total = jnp.ones((block,), jnp.float32)
     read = jnp.zeros((block, value.shape[-1]), jnp.float32)
-    first, last = _blocks_of_keys(options, index, key.shape[0], visible)
+    first, last = _visited_blocks(options, index, key.shape[0], visible, of_keys=True)
     read, largest, total = jax.lax.fori_loop(first, last, step, (read, largest, total))
     total = jnp.where(total == 0.0, 1.0, total)  # The query sees no key, and `read` is 0.
     out[...] = (read / total[:, None]).astype(out.dtype)
@@ -218,7 +218,7 @@ def _query_gradient_kernel(options: KernelOptions, *references: Any) -> None:
         _, change = logit_gradients(options, logits, allowed, numbers, out_grad, v)
         return total + _dot((change * options.scale).astype(k.dtype), k)
 
-    first, last = _blocks_of_keys(options, index, inputs.key.shape[0], visible)
+    first, last = _visited_blocks(options, index, inputs.key.shape[0], visible, of_keys=True)
     total = jax.lax.fori_loop(first, last, step, jnp.zeros(q.shape, jnp.float32))
     gradient[...] = total.astype(gradient.dtype)
 
@@ -263,7 +263,7 @@ def _key_gradients_kernel(options: KernelOptions, *references: Any) -> None:
     inputs = BackwardInputs(*read)
     block, index = options.tile.keys, pl.program_id(2)
     k, v, at_keys = inputs.key[...], inputs.value[...], pl.ds(index * block, block)
-    first, last = _blocks_of_queries(options, index, inputs.query.shape[0], visible)
+    first, last = _visited_blocks(options, index, inputs.query.shape[0], visible, of_keys=False)
 
     def head(g: jax.Array, totals: Any) -> Any:
         def step(i: jax.Array, totals: Any) -> Any:
@@ -365,51 +365,27 @@ def _visible_blocks(segments: Any, others: Any, *, blocks: tuple[int, int]) -> j
     return None if segments is None else overlapping_blocks(segments, others, blocks=blocks)
 
 
-def _blocks_of_keys(
-    options: KernelOptions, index: Any, num_keys: int, visible: Any
-) -> tuple[Any, Any]:
-    """Return the first and last (exclusive) block of keys that a block of queries may see."""
-    behind = None if options.window is None else options.window - 1
-    reach = behind, 0 if options.causal else behind
-    sizes = options.tile.queries, options.tile.keys
-    return _blocks_within(options, index, sizes, num_keys, visible, reach=reach)
-
-
-def _blocks_of_queries(
-    options: KernelOptions, index: Any, num_queries: int, visible: Any
-) -> tuple[Any, Any]:
-    """Return the first and last (exclusive) block of queries that may see a block of keys."""
-    ahead = None if options.window is None else options.window - 1
-    reach = 0 if options.causal else ahead, ahead
-    sizes = options.tile.keys, options.tile.queries
-    return _blocks_within(options, index, sizes, num_queries, visible, reach=reach)
-
-
-def _blocks_within(
-    options: KernelOptions,
-    index: Any,
-    sizes: tuple[int, int],
-    length: int,
-    visible: Any,
-    *,
-    reach: tuple[int | None, int | None],
+def _visited_blocks(
+    options: KernelOptions, index: Any, length: int, visible: Any, *, of_keys: bool
 ) -> tuple[Any, Any]:
     """Return the first and last (exclusive) block of a row that another block visits.
 
     Args:
       options: Options of the kernel.
       index: Index of the visiting block.
-      sizes: Sizes of the visiting block and of those it visits.
       length: Length of the visited row.
       visible: Reference to the first and last block by segments; None for all.
-      reach: Distances (behind, ahead) that the visiting block reaches if positions are in row
-        order; None for all.
+      of_keys: A block of queries visits the keys that it may see; or one of keys, the queries that
+        may see it.
     """
-    tile, size = sizes
+    tile, size = options.tile.queries, options.tile.keys
+    behind = None if options.window is None else options.window - 1
+    ahead = 0 if options.causal else behind
+    if not of_keys:
+        tile, size, behind, ahead = size, tile, ahead, behind
     first, last = (0, length // size) if visible is None else (visible[0], visible[1])
     if not options.in_row_order:
         return first, last
-    behind, ahead = reach
     if behind is not None:
         first = jnp.maximum(first, jax.lax.div(jnp.maximum(index * tile - behind, 0), size))
     if ahead is not None:
