@@ -31,6 +31,11 @@ _READING_MODES = (*JOINING_MODES, "export")
 _TRAIN, _PLAN, _INSPECT, _GENERATE = ("train",), ("plan",), ("inspect",), ("generate",)
 _LM_EVAL = ("lm_eval",)
 
+CLUSTER_FLAGS = ("coordinator_address", "num_processes", "process_id", "multiprocess_gpu")
+STUDY_FLAGS = ("study", "num_trials", "study_storage")
+# Flags that absl itself defines.
+LOG_FLAGS = ("alsologtostderr", "logtostderr", "v", "stderrthreshold", "log_dir")
+
 _PRESETS = (
     *("gpu_latency_hiding", "gpu_pipelined_collectives", "gpu_nvidia_pax"),
     *("tpu_v5e_collective_fusion", "tpu_fsdp", "tpu_multislice", "tpu_v6e_dense", "tpu_v6e_moe"),

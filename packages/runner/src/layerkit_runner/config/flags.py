@@ -29,6 +29,7 @@ from layerkit_runner.run_options import (
     AUTO_ADDRESS,
     FLAGS,
     JOINING_MODES,
+    LOG_FLAGS,
     MODES,
     ONCE_MODES,
     Flag,
@@ -39,7 +40,7 @@ from layerkit_runner.run_options import (
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-    from layerkit_runner.config.requests import ParsedFlags, ResolvedExperiment
+    from layerkit_runner.config.requests import ResolvedExperiment
 
 # Flags that need another one.
 _NEEDS = {
@@ -58,8 +59,6 @@ _WITHOUT_INIT_FROM = {
     "restore_checkpoint_step": "Name the folder of the step:"
     " --init_from=DIR/checkpoints/checkpoint_00000100.",
 }
-# Flags that absl itself defines.
-_LOG_FLAGS = ("alsologtostderr", "logtostderr", "v", "stderrthreshold", "log_dir")
 
 
 def read_flags(
@@ -227,7 +226,7 @@ def configure_library_logs(options: RunOptions) -> None:
 
     Lines of the runner itself do not pass through absl.
     """
-    values = {name: getattr(options, name) for name in _LOG_FLAGS}
+    values = {name: getattr(options, name) for name in LOG_FLAGS}
     changed = {n: value for n, value in values.items() if value != getattr(RunOptions, n)}
     if not changed:
         return

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from layerkit.config import field_types
 from layerkit_runner.errors import FieldError, UsageError, recast, unknown_field
-from layerkit_runner.run_options import FLAGS, RunOptions
+from layerkit_runner.run_options import CLUSTER_FLAGS, FLAGS, STUDY_FLAGS, RunOptions
 
 if TYPE_CHECKING:
     from layerkit.config import Config
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 # differ between the processes of a job, and one overrides a single error.
 _OMITTED = (
     *("job_log_dir", "log_dir", "allow_restart_from_scratch"),
-    *("study", "num_trials", "study_storage"),
-    *("coordinator_address", "num_processes", "process_id", "multiprocess_gpu"),
+    *STUDY_FLAGS,
+    *CLUSTER_FLAGS,
 )
 
 

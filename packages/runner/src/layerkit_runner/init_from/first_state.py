@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger(__name__)
 
 Report = Callable[[str], None]
-# Index of a source, and a path in it.
-_Key = tuple[int, LeafPath]
 
 
 def plan_first_state(
@@ -123,19 +121,13 @@ def _match(
 def _read_match(
     partitioner: Partitioner, task: SingleTask, state: TrainState, matched: Matched
 ) -> FirstState:
-    values: dict[_Key, jax.Array] = {}
     sources = [*dict.fromkeys(initial.stored for initial in matched.values.values())]
-    for number, stored in enumerate(sources):
-        read = stored.read(_stored_specs(stored, matched.values.values()))
-        values |= {(number, path): value for path, value in read.items()}
-    keys = {
-        target: [(sources.index(initial.stored), path) for path in initial.paths]
-        for target, initial in matched.values.items()
-    }
+    values = [one.read(_stored_specs(one, matched.values.values())) for one in sources]
 
-    def init(read: Mapping[_Key, jax.Array]) -> TrainState:
+    def init(read: Sequence[Mapping[LeafPath, jax.Array]]) -> TrainState:
+        by_source = dict(zip(sources, read, strict=True))
         computed = {
-            target: _compute(initial, [read[key] for key in keys[target]])
+            target: _compute(initial, [by_source[initial.stored][path] for path in initial.paths])
             for target, initial in matched.values.items()
         }
         for path, initial in matched.values.items():

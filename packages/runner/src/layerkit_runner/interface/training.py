@@ -22,7 +22,7 @@ from layerkit_runner.observers import Metrics, read_metrics
 from layerkit_runner.run.job_errors import job_errors
 from layerkit_runner.run.model.loaded_model import LoadedModel
 from layerkit_runner.run.training_run import run_train
-from layerkit_runner.run_options import RunOptions
+from layerkit_runner.run_options import CLUSTER_FLAGS, LOG_FLAGS, STUDY_FLAGS, RunOptions
 
 # Settings of JAX that a run changes.
 _JAX_SETTINGS = (
@@ -35,10 +35,10 @@ _JAX_SETTINGS = (
 # Flags on which the command `runner` acts before it trains, in a process of its own.
 _FLAGS_OF_THE_COMMAND = frozenset(
     {
-        *("coordinator_address", "num_processes", "process_id", "multiprocess_gpu"),
+        *CLUSTER_FLAGS,
         *("xla_flags_preset", "pgle_profile", "hung_step_timeout_secs"),
-        *("study", "num_trials", "study_storage"),
-        *("alsologtostderr", "logtostderr", "v", "stderrthreshold", "log_dir"),
+        *STUDY_FLAGS,
+        *LOG_FLAGS,
     }
 )
 

@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict
 from jax.tree_util import KeyPath
 from optax.contrib import SophiaState
 
-from layerkit_runner.optim.optimizer_updates import is_on_host
+from layerkit_runner.optim.optimizer_updates import instances, is_on_host
 from layerkit_runner.optim.optimizers import Bfloat16State
 from layerkit_runner.optim.weight_selection import weight_path
 
@@ -42,9 +42,7 @@ def has_state_by_entry(state: Any, params: Any, *, per_layer: bool | None) -> bo
         if weight_path(path) in weights
     )
     # With bfloat16_state or sophia, each layer would draw the same numbers.
-    kinds = (Bfloat16State, SophiaState)
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kinds))
-    draws_numbers = any(isinstance(node, kinds) for node in nodes)
+    draws_numbers = bool(instances(state, (Bfloat16State, SophiaState)))
     return per_layer is False and has_shapes_of_weights and not draws_numbers
 
 

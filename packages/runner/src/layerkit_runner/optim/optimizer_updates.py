@@ -73,8 +73,8 @@ def find_problem(
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         line = str(error).strip().partition("\n")[0]
         return f"the optimizer fails with (gradients, state, weights, value=loss): {line}"
-    averages = _instances(state, ScheduleFreeState)
-    if _instances(state, MuonState):
+    averages = instances(state, ScheduleFreeState)
+    if instances(state, MuonState):
         name = "layerkit_runner.optim.matrix.muon.muon"
         return f"optax.contrib.muon trains weights of three dimensions by Adam; use {name}"
     # The dtypes of updates may differ, because Optax converts sums to the dtypes of the weights.
@@ -96,9 +96,7 @@ def find_problem(
 def steps_taken(state: Any) -> jax.Array | None:
     """Return the step count of an optimizer's schedule; None if it is unknown."""
     # The count of moments may differ from that of the schedule, as after `load_step`.
-    schedules = _instances(
-        state, (optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState)
-    )
+    schedules = instances(state, (optax.ScaleByScheduleState, optax.InjectStatefulHyperparamsState))
     counts = [schedule.count for schedule in schedules] or [
         count for _, count in optax.tree_utils.tree_get_all_with_path(state, "count")
     ]
@@ -107,7 +105,7 @@ def steps_taken(state: Any) -> jax.Array | None:
 
 def is_schedule_free(state: Any) -> bool:
     """Return whether an optimizer's state, of any leaves, has schedule-free averages."""
-    return bool(_instances(state, ScheduleFreeState))
+    return bool(instances(state, ScheduleFreeState))
 
 
 def refuse_schedule_free(owner: str, state: Any) -> None:
@@ -121,13 +119,14 @@ def refuse_schedule_free(owner: str, state: Any) -> None:
 
 def evaluated(state: Any, params: Any) -> Any:
     """Return the weights to evaluate, decode and export with, in the dtypes of `params`."""
-    for average in _instances(state, ScheduleFreeState):
+    for average in instances(state, ScheduleFreeState):
         means = schedule_free_eval_params(average, params)
         params = jax.tree.map(lambda mean, leaf: mean.astype(leaf.dtype), means, params)
     return params
 
 
-def _instances(state: Any, kind: Any) -> list[Any]:
+def instances(state: Any, kind: Any) -> list[Any]:
+    """Return the nodes of a state that are of a class, or of one of several."""
     leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
     return [leaf for leaf in leaves if isinstance(leaf, kind)]
 

@@ -15,6 +15,7 @@ from layerkit_runner.optim.optimizer_updates import (
     as_inner,
     cast_like,
     declare_per_layer,
+    instances,
     is_schedule_free,
     refuse_schedule_free,
     round_stochastically,
@@ -203,9 +204,7 @@ def bfloat16_state(
     def init(params: Any) -> Bfloat16State:
         state = inner.init(widened(params))
         kind, expected = type(state).__name__, "an optimizer whose state holds no weights"
-        nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, ElasticWeightsState))
-        has_weights = any(isinstance(node, ElasticWeightsState) for node in nodes)
-        is_moments = not (has_weights or is_schedule_free(state))
+        is_moments = not (instances(state, ElasticWeightsState) or is_schedule_free(state))
         require(is_moments, "bfloat16_state", "optimizer", kind, expected)
         stored = jax.tree.map(lambda x, dtype: x.astype(dtype), state, _stored_dtypes(state))
         return Bfloat16State(jnp.zeros((), jnp.int32), stored)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import optax
 
 from layerkit.config.checks import check_choice, check_non_negative, check_positive, check_rates
+from layerkit_runner.optim.matrix.matrix_rule import mix
 from layerkit_runner.optim.optimizer_updates import declare_per_layer
 from layerkit_runner.optim.schedules import concrete_numbers
 
@@ -155,12 +156,12 @@ def sharded_adafactor(
         grad = grad.astype(jnp.float32)
         squares = jnp.square(grad) + epsilon1_grad_sq_reg
         if is_factored(weight):
-            vr = _mix(decay, vr, jnp.mean(squares, axis=order[-1], keepdims=True))
-            vc = _mix(decay, vc, jnp.mean(squares, axis=order[-2], keepdims=True))
+            vr = mix(decay, vr, jnp.mean(squares, axis=order[-1], keepdims=True))
+            vc = mix(decay, vc, jnp.mean(squares, axis=order[-2], keepdims=True))
             rows = vr / jnp.mean(vr, axis=order[-2], keepdims=True)
             x = grad * (1.0 / jnp.sqrt(rows)) * (1.0 / jnp.sqrt(vc))
         else:
-            v = _mix(decay, v, squares)
+            v = mix(decay, v, squares)
             x = grad / jnp.sqrt(v)
         if clip_threshold is not None:
             x /= jnp.maximum(1.0, _rms(x) / clip_threshold)
@@ -171,10 +172,10 @@ def sharded_adafactor(
         if beta1:
             momentum = m.astype(jnp.float32)
             if isinstance(m_scale, jax.Array):  # m holds integers
-                x = _mix(beta1, momentum * m_scale, x)
+                x = mix(beta1, momentum * m_scale, x)
                 m, m_scale = _quantized(x, m.dtype, axis=order[0])
             else:
-                x = _mix(beta1, momentum, x)
+                x = mix(beta1, momentum, x)
                 m = x.astype(m.dtype)
         update = x
         if weight_decay:
@@ -221,10 +222,6 @@ def _zeros(weight: jax.Array, *, one_at: int | None = None, dtype: Any = jnp.flo
     if one_at is not None:
         shape[one_at] = 1
     return jnp.zeros(shape, dtype)
-
-
-def _mix(decay: Any, old: jax.Array, new: jax.Array) -> jax.Array:
-    return decay * old + (1.0 - decay) * new
 
 
 def _rms(x: jax.Array) -> jax.Array:

@@ -162,7 +162,7 @@ def _metric(metrics: Mapping[str, float], reasons: Sequence[str]) -> str:
 
 def _verify(folder: str, *, step: int | None) -> int:
     _use_cpu()
-    from layerkit_runner.checkpointing import conversion, stored_state
+    from layerkit_runner.checkpointing import conversion
 
     directory = _existing(folder)
     is_damaged = False
@@ -182,7 +182,7 @@ def _verify(folder: str, *, step: int | None) -> int:
 
 
 def _show(folder: str, *, step: int | None) -> int:
-    from layerkit_runner.checkpointing import handlers, stored_state
+    from layerkit_runner.checkpointing import handlers
 
     directory = _existing(folder)
     step = _steps(directory, step)[-1]

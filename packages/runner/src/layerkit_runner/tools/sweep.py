@@ -40,9 +40,10 @@ from layerkit_runner.files.bounded_documents import parse_json, parse_toml, read
 from layerkit_runner.files.text import draw_table
 from layerkit_runner.observers.metrics_log import metric_series, metrics_path, read_metrics
 from layerkit_runner.run.job_folder import lock, try_lock
+from layerkit_runner.run_options import STUDY_FLAGS
 
 # Flags with another value for each trial, and those of the sweep itself.
-_NOT_PASSED_ON = ("exp", "fdl_config", "job_log_dir", "study", "num_trials", "study_storage")
+_NOT_PASSED_ON = ("exp", "fdl_config", "job_log_dir", *STUDY_FLAGS)
 # Other flags that change what a trial computes.
 _OF_TRAINING = ("reduced", *FIRST_START_FLAGS)
 # The parameter that is the position of a trial in a list; no field of an experiment has this name.

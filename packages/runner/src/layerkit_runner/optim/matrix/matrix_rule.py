@@ -125,6 +125,6 @@ def compute_factors(
     return jax.lax.switch(branch, branches, tree, factors)
 
 
-def mix(decay: float, old: Any, new: Any) -> Any:
+def mix(decay: float | jax.Array, old: Any, new: Any) -> Any:
     """Return decay·old + (1 - decay)·new of trees of arrays."""
     return jax.tree.map(lambda a, b: decay * a + (1 - decay) * b, old, new)

@@ -24,14 +24,13 @@ from layerkit_runner.config.registry import find_experiment
 from layerkit_runner.config.requests import flag_word
 from layerkit_runner.errors import UsageError
 from layerkit_runner.files.atomic_write import atomic_write
-from layerkit_runner.run_options import JOINING_MODES
+from layerkit_runner.run_options import CLUSTER_FLAGS, JOINING_MODES
 from layerkit_runner.tools.launch.secrets import is_secret
 
 if TYPE_CHECKING:
     from layerkit_runner.config.requests import ResolvedExperiment
 
 _MAX_NAME_LENGTH = 40
-_SET_BY_LAUNCHER = ("coordinator_address", "num_processes", "process_id", "multiprocess_gpu")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ASSIGNMENT = re.compile(r"""(?:^|[\s;&|])([A-Za-z_]\w*)=["']?([^\s"';]+)""")
 
@@ -112,7 +111,7 @@ def make_request(words: Sequence[str]) -> Request:
     if flags.mode not in JOINING_MODES:
         expected = f"a mode that runs on a cluster: {', '.join(JOINING_MODES)}"
         raise UsageError(field="--mode", value=flags.mode, expected=expected)
-    for name in _SET_BY_LAUNCHER:
+    for name in CLUSTER_FLAGS:
         if name in flags.values:
             problem, hint = "the launcher sets this flag for each process", "Leave it out."
             raise UsageError(problem, field=f"--{name}", hint=hint)

@@ -26,7 +26,7 @@ _CALLED = re.compile(
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _LOOP_PARTS = re.compile(r"\b(condition|body)=%?([\w.\-]+)")
 _OPERAND = re.compile(r"%([\w.\-]+)")
-_INDEX = re.compile(r"\bindex=(\d+)")
+INDEX = re.compile(r"\bindex=(\d+)")
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
@@ -133,7 +133,7 @@ def _rounds(loop: Instruction, computations: dict[str, _Body], named: _Named) ->
         if compare.opcode != "compare" or "direction=LT" not in compare.rest:
             continue
         counter, limit = (named.get(name) for name in compare.operands[:2])
-        index = _INDEX.search(counter.rest) if counter is not None else None
+        index = INDEX.search(counter.rest) if counter is not None else None
         most = _constant(limit)
         if index is None or most is None:
             continue

@@ -14,14 +14,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from layerkit_runner.tools.plan.collectives import type_bytes
-from layerkit_runner.tools.plan.hlo import Instruction, instructions
+from layerkit_runner.tools.plan.hlo import INDEX, Instruction, instructions
 
 _MOST_POINTS = 400
 _LARGEST = 30  # more than a page shows, for the JSON form
 
 _SHAPE = re.compile(r"([a-z]+\d*\w*\[[\d,]*\])(\{[^}]*\})?")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
-_INDEX = re.compile(r"\bindex=(\d+)")
 _NO_RESULT = ("parameter", "constant", "iota", "partition-id", "replica-id", "after-all")
 _SAME = ("bitcast", "while", "dynamic-update-slice", "opt-barrier", "optimization-barrier")
 _RUNS = ("while", "call", "conditional")
@@ -138,7 +137,7 @@ def _result(instruction: Instruction, hlo_type: str, operands: list[_Elements]) 
     if opcode == "tuple":
         return [set().union(*operand) for operand in operands]
     if opcode == "get-tuple-element":
-        index = int(_INDEX.findall(instruction.rest)[0])
+        index = int(INDEX.findall(instruction.rest)[0])
         return operands[0][index : index + 1] or [set().union(*operands[0])]
     if opcode in _SAME or opcode.endswith(("-done", "-update")):
         return operands[0]

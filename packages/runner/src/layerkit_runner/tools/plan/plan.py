@@ -170,7 +170,7 @@ def make_plan(
     partitioner, task = build_parts(resolved) if parts is None else parts
     target = Target(None) if target is None else target
     device = described_kind(target, devices)
-    plan_step = functools.partial(_plan_step, resolved, devices, partitioner, task, target)
+    plan_step = functools.partial(_plan_step, resolved, devices, partitioner, task, target, device)
     with as_usage_error(ValueError):
         partitioner.start(devices)
         partitioner.bind(task)
@@ -205,9 +205,9 @@ def _plan_step(
     partitioner: Partitioner,
     task: SingleTask,
     target: Target,
+    device: DeviceKind,
     batch: Any,
 ) -> Plan:
-    device = described_kind(target, devices)
     begun = time.perf_counter()
     state = partitioner.abstract_state(task)
     with layer_notes() as notes, tracing_for(devices[0]):
