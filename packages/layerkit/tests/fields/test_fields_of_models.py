@@ -52,7 +52,8 @@ def model(batch):
 
 
 def model_and_decoding(batch):
-    return lambda layer: (layer(batch), layer.decode(batch).ids)
+    # In training, a cached encoder could not update the statistics of its BatchNorm.
+    return lambda layer: (layer(batch), None if layer.train else layer.decode(batch).ids)
 
 
 PROMPTS = NestedMap(ROWS, inputs_indicator=jnp.ones_like(IDS))

@@ -112,6 +112,23 @@ def test_combined_projection_is_updated_as_separate_ones(options: Any):
         np.testing.assert_allclose(heads, expected_heads, atol=1e-6)
 
 
+def test_combined_projection_does_not_depend_on_a_weight_that_is_shaped_as_its_keys():
+    rng, shape = np.random.default_rng(0), (DIMS, KV_HEADS * HEAD_DIM)
+    combined = boxes_of(ATTENTION.clone().set(combined_qkv=True))["qkv"]["w"]
+    boxes = {("before", "w"): box_of(shape)["w",], ("qkv", "w"): combined}
+    grads = {
+        "before": {"w": rng.normal(size=shape).astype(np.float32)},
+        "qkv": {"w": rng.normal(size=combined.value.shape).astype(np.float32)},
+    }
+    optimizer = muon(RATE)
+    with declared(boxes):
+        both, alone = (
+            optimizer.update(tree, optimizer.init(tree), tree)[0]
+            for tree in (grads, {"qkv": grads["qkv"]})
+        )
+    np.testing.assert_allclose(both["qkv"]["w"], alone["qkv"]["w"], atol=1e-7)
+
+
 @pytest.mark.parametrize(
     "optimizer",
     [

@@ -104,7 +104,9 @@ def _map_whole(function: MatrixFunction, arrays: Any, dims: Any) -> dict[Any, An
         parts |= zip(group, done, strict=True)
     results = {}
     for path, (weights, _) in arrays.items():
-        outs, states = zip(*(part for key, part in parts.items() if key[0] == path), strict=True)
+        # Groups mix the matrices of weights, so that a later one of a weight may come first.
+        indices = sorted(index for other, index in parts if other == path)
+        outs, states = zip(*(parts[path, index] for index in indices), strict=True)
         columns = zip(*outs, strict=True)
         merged = tuple(from_matrices(one, dims[path], like=weights[0]) for one in columns)
         results[path] = merged, tuple(map(list, zip(*states, strict=True)))
