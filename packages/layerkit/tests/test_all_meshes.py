@@ -168,8 +168,9 @@ def test_sequence_parallel_loss_and_gradients_equal_those_of_one_device(sizes):
     ],
 )
 def test_loss_and_gradients_of_a_hybrid_equal_those_of_one_device(sizes):
-    # Half a unit in the last place of the weights changes gradients of 12 such layers by 1e-4.
-    check_mesh(sizes, DEFAULT_RULES, build=hybrid, rtol=1e-4)
+    # Half a unit in the last place of the weights changes gradients of 12 layers by 1e-4.
+    is_deep = sizes[STANDARD_MESH_AXES.index("stage")] > 2
+    check_mesh(sizes, DEFAULT_RULES, build=hybrid, rtol=1e-4 if is_deep else 1e-5)
 
 
 def check_mesh(sizes, rules, *, build=language_model, rtol=1e-5):

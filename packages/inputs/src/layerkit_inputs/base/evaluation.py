@@ -95,11 +95,10 @@ def pad_rows(batch: NestedMap, num_rows: int, *, copy: bool = True) -> NestedMap
 def map_fields(function: Callable[..., Any], *batches: Mapping[str, Any]) -> NestedMap:
     """Return the results of `function(name, *values)` for each field of batches at any depth."""
     mapped = NestedMap()
-    for name, *values in ((name, *(batch[name] for batch in batches)) for name in batches[0]):
-        if isinstance(values[0], dict):
-            mapped[name] = map_fields(function, *values)
-        else:
-            mapped[name] = function(name, *values)
+    for name, first in batches[0].items():
+        values = (batch[name] for batch in batches)
+        is_nested = isinstance(first, dict)
+        mapped[name] = map_fields(function, *values) if is_nested else function(name, *values)
     return mapped
 
 
